@@ -1,0 +1,57 @@
+# The commands of this project; `make` lists them.
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+# The Python to make the environment with; empty looks for one. The pins of constraints.txt were made with
+# 3.12, so that comes first. pyenv's versions are tried by path too: its shims are on PATH even where no
+# version is selected, and fail when run.
+PYTHON ?=
+PYENV_ROOT ?= $(HOME)/.pyenv
+CANDIDATES = $(or $(PYTHON),python3.12 python3.13 python3.14 python3 \
+	$(wildcard $(PYENV_ROOT)/versions/3.12*/bin/python $(PYENV_ROOT)/versions/3.13*/bin/python \
+	$(PYENV_ROOT)/versions/3.14*/bin/python))
+
+.PHONY: help setup quickstart test test-all lint format clean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP) ## make .venv with everything that constraints.txt pins
+
+$(STAMP): pyproject.toml setup.py constraints.txt
+	@set -e; \
+	for python in $(CANDIDATES); do \
+		if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
+			echo "$$python -m venv $(VENV)"; \
+			"$$python" -m venv $(VENV); \
+			exit 0; \
+		fi; \
+	done; \
+	echo "error: no Python 3.12 or newer among: $(CANDIDATES)" >&2; \
+	echo "install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; \
+	exit 1
+	$(RUN) -m pip install --constraint constraints.txt --editable '.[dev,quickstart]'
+	@touch $@
+
+quickstart: $(STAMP) ## train a small Llama with Megatron's trainer on this machine (ARGS="--iters 50")
+	$(RUN) -m megasched quickstart $(ARGS)
+
+test: lint ## what CI runs: lint, and the tests that are not marked slow
+	$(RUN) -m pytest -m "not slow" $(ARGS)
+
+test-all: lint ## every test
+	$(RUN) -m pytest $(ARGS)
+
+lint: $(STAMP) ## ruff: rules and formatting
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+format: $(STAMP) ## let ruff rewrite what it can
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+clean: ## remove the environment, caches and build outputs; quickstart/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

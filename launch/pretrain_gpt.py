@@ -1,0 +1,271 @@
+"""Entry script for people who have the megatron-core wheel and no Megatron-LM checkout.
+
+It takes the flags of Megatron-LM's own pretrain_gpt.py and holds the trainer's side only: data, forward
+step, loss. The model comes from Megatron's extension point (``GPTModelConfig.builder``), which megasched
+sets; run plainly, it trains Megatron's own GPT.
+
+    torchrun ... -m megasched pretrain_gpt.py --model-schedule mysched.py --hf-model DIR <Megatron's flags>
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import (
+    StragglerDetector,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, get_timers, inprocess_restart, pretrain, print_rank_0
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from megasched.errors import ConfigError
+
+Batch = dict[str, torch.Tensor | None]
+LossReport = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+BATCH_FIELDS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
+
+# A loss this many times the largest one seen so far counts as a spike (--check-for-spiky-loss).
+SPIKE_FACTOR = 10
+
+# Megatron's flag (its name in `args`) -> why this script can't serve it.
+UNSUPPORTED = {
+    "sft": "fine-tuning data arrives as packed sequences",
+    "fim_data": "fill-in-the-middle data needs Megatron-LM's own dataset",
+    "dataloader_inter_document_masking": "it packs documents into one sequence",
+    "hybrid_context_parallel": "it packs sequences of different lengths",
+    "logits_save_dir": "distillation needs the teacher's side of Megatron-LM",
+    "logits_load_dir": "distillation needs the teacher's side of Megatron-LM",
+    "mtp_num_layers": "multi-token prediction is a part of Megatron's own GPT layers",
+    "overlap_moe_expert_parallel_comm": "its schedule plan exists for Megatron's own GPT layers only",
+}
+
+
+def refuse_unsupported(args: Namespace) -> None:
+    """Raise ConfigError, naming every flag in ``args`` that this script leaves to Megatron-LM's."""
+    asked = [
+        f"--{name.replace('_', '-')}: {why}" for name, why in UNSUPPORTED.items() if getattr(args, name, None)
+    ]
+    if asked:
+        raise ConfigError(
+            "the pretrain_gpt.py that comes with megasched does not take\n  "
+            + "\n  ".join(asked)
+            + "\nleave the flag out, or run the pretrain_gpt.py of a Megatron-LM checkout"
+        )
+
+
+# ---- data -------------------------------------------------------------------------------------------
+
+
+def holds_data(vp_stage: int | None) -> bool:
+    """Whether this rank reads samples: TP rank 0 of the stages that see tokens (first) or labels (last)."""
+    return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+
+
+def dataset_config(args: Namespace) -> GPTDatasetConfig:
+    """Megatron's dataset configuration, from its flags (core/datasets/gpt_dataset.py)."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    sequences_per_dataset = None
+    if args.per_dataset_sequences_path is not None:
+        with open(args.per_dataset_sequences_path) as file:
+            sequences_per_dataset = json.load(file)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        tokenizer=build_tokenizer(args),
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        sequences_per_dataset=sequences_per_dataset,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size if args.sequence_parallel else 0,
+    )
+
+
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """Train, validation and test datasets of these many samples; None each where this rank reads none.
+
+    Megatron calls it once per model chunk under VPP, with ``vp_stage`` by name (training/training.py), so
+    the name is part of the contract.
+    """
+    args = get_args()
+    print_rank_0("> building train, validation and test datasets ...")
+    datasets = BlendedMegatronDatasetBuilder(
+        MockGPTDataset if args.mock_data else GPTDataset,
+        num_samples,
+        partial(holds_data, vp_stage),
+        dataset_config(args),
+    ).build()
+    print_rank_0("> datasets are ready")
+    return datasets
+
+
+# Every rank calls the provider; the builder itself decides by `holds_data` who reads.
+datasets_provider.is_distributed = True
+
+
+def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None) -> Batch:
+    """One micro-batch: read on TP rank 0, broadcast over TP, cut along the sequence under CP.
+
+    Args:
+        data_iterator: samples, None where `holds_data` is False.
+        vp_stage: which model chunk of this rank asks; None without VPP.
+
+    Returns:
+        ``tokens``, ``position_ids``, ``labels`` (int64) and ``loss_mask`` (float32), each
+        [micro_batch_size, seq_length / CP], and ``attention_mask`` (bool, True = masked) or None. A stage
+        gets what it uses: the first no labels, the last no tokens, one in between nothing at all.
+    """
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(BATCH_FIELDS)
+    args = get_args()
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    batch: Batch = {}
+    if tp_rank == 0:
+        sample = next(data_iterator)
+        batch = {name: sample[name].cuda(non_blocking=True) for name in BATCH_FIELDS if name in sample}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    # CP cuts whatever is there, so what belongs to no field must not be in it.
+    batch = {name: batch.get(name) for name in BATCH_FIELDS}
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+
+
+# ---- forward and loss -------------------------------------------------------------------------------
+
+
+def check_loss(loss: torch.Tensor, args: Namespace) -> None:
+    """Report NaN, Inf and spikes to Megatron's rerun state machine, which tells bad data from bad hardware.
+
+    It runs before the reduction over DP, so that the report names the rank. Tolerance 0: a forward repeated
+    on the same rank gives the same bits.
+    """
+    machine = get_rerun_state_machine()
+    checks: list[tuple[Callable, str, bool]] = []
+    if args.check_for_nan_in_loss_and_grad:
+        checks += [(torch.isnan, "the loss of this rank is NaN", True)]
+        checks += [(torch.isinf, "the loss of this rank is infinite", True)]
+    if args.check_for_spiky_loss:
+        spike = partial(machine.is_unexpectedly_large, threshold=SPIKE_FACTOR, context="loss")
+        checks += [(spike, "the loss of this rank jumped", False)]
+    for rejection_func, message, fatal in checks:
+        machine.validate_result(
+            result=loss, rejection_func=rejection_func, message=message, tolerance=0.0, fatal=fatal
+        )
+
+
+def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> LossReport:
+    """Sum of the unmasked per-token losses, in the three-part form of core/pipeline_parallel/schedules.py.
+
+    Args:
+        loss_mask: [b, s], 1.0 where a token counts.
+        output_tensor: [b, s], nats per token.
+
+    Returns:
+        The loss summed over tokens, the number of tokens (int32), and what Megatron logs: ``lm loss`` as
+        [sum, tokens], which it reduces over DP and micro-batches before dividing.
+    """
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output_tensor.view(-1).float() * mask)
+    num_tokens = mask.sum().detach().to(torch.int)
+    report = {"lm loss": torch.cat([loss.detach().clone().view(1), num_tokens.view(1)])}
+    check_loss(loss, get_args())
+    return loss, num_tokens, report
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, torch.Tensor]] | None, model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossReport]]:
+    """Run one model chunk on one micro-batch; what it returns goes over the wire or into the loss."""
+    straggler = StragglerDetector()
+    timer = get_timers()("batch-generator", log_level=2)
+    timer.start()
+    with straggler(bdata=True):
+        batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timer.stop()
+    with straggler:
+        output_tensor = model(
+            batch["tokens"],
+            batch["position_ids"],
+            batch["attention_mask"],
+            labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
+        )
+    return output_tensor, partial(loss_func, batch["loss_mask"])
+
+
+# ---- entry ------------------------------------------------------------------------------------------
+
+
+def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    """Ranks of one pipeline that hold the word embedding: the first, and the last if the head is tied."""
+    if len(pp_ranks) == 1 or get_args().untie_embeddings_and_output_weights:
+        return [pp_ranks[0]]
+    return [pp_ranks[0], pp_ranks[-1]]
+
+
+def main() -> None:
+    """Parse Megatron's flags and hand everything to its trainer.
+
+    Raises:
+        ConfigError: a flag was given that this script does not serve (`UNSUPPORTED`).
+    """
+    run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    refuse_unsupported(args)
+    run(
+        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        store=store,
+        get_embedding_ranks=get_embedding_ranks,
+    )
+
+
+if __name__ == "__main__":
+    main()

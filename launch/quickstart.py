@@ -1,0 +1,181 @@
+"""``megasched quickstart``: a stock Hugging Face Llama trained by Megatron's own trainer, on this machine.
+
+Nothing is downloaded: the model is a config with random weights, the corpus is the source of Python's
+standard library. With GPUs it uses them; without, four ranks share the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megasched.launch import quickstart_plan, quickstart_report
+from megasched.launch.corpus import prepare_corpus, write_tokenizer
+from megasched.launch.quickstart_plan import Plan
+from megasched.launch.training_log import TrainingLog
+from megasched.launch.watched_run import INTERRUPTED, run_watched, tail
+
+from megasched.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# About two and a half minutes on two quiet cores.
+DEFAULT_ITERS = 400
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the quickstart.
+
+    Args:
+        argv: what follows ``megasched quickstart``; the process's own arguments by default.
+
+    Returns:
+        0, or the exit code of the failed training run; 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: there is no Python source to train on, or matplotlib is missing.
+    """
+    from rich.console import Console
+
+    args = _parser().parse_args(argv)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("the loss curve is drawn by matplotlib: pip install 'megasched[quickstart]'")
+    console = Console(highlight=False)
+    plan = quickstart_plan.detect_plan()
+    console.print(f"machine: {plan}")
+
+    folder: Path = args.dir.resolve()
+    corpus = prepare_corpus(folder / "data")
+    console.print(f"corpus: {corpus.documents} files of Python's standard library, {corpus.tokens:,} tokens")
+    model = folder / "model"
+    quickstart_plan.write_model(model)
+    write_tokenizer(model)
+    console.print(f"model: {model}/config.json")
+
+    run_folder = _next_run_folder(folder)
+    command = quickstart_plan.training_command(
+        plan,
+        schedule=args.model_schedule,
+        model=model,
+        corpus_prefix=corpus.prefix,
+        cache=corpus.folder / "cache",
+        checkpoints=run_folder / "checkpoints",
+        iters=args.iters,
+    )
+    script = quickstart_plan.shell_script(command, quickstart_plan.rank_environment(plan))
+    if args.dry_run:
+        console.print(script, soft_wrap=True, markup=False)
+        return 0
+    run_folder.mkdir()
+    (run_folder / "train.sh").write_text(script)
+    return _train(console, plan, run_folder, args.model_schedule, args.iters)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megasched quickstart",
+        description="Train a small stock Llama with Megatron's own trainer on whatever this machine has.",
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=Path("quickstart"),
+        help="folder for data, model and runs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--iters", type=_positive, default=DEFAULT_ITERS, help="optimizer steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--model-schedule",
+        default=quickstart_plan.default_schedule(),
+        help="schedule file, or `auto` (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="prepare everything, print the command, don't train"
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def _next_run_folder(folder: Path) -> Path:
+    """``run-1``, ``run-2``, ...: the first that is not there; runs never overwrite each other."""
+    number = 1
+    while (folder / f"run-{number}").exists():
+        number += 1
+    return folder / f"run-{number}"
+
+
+def _train(console: Console, plan: Plan, run_folder: Path, schedule: str, iters: int) -> int:
+    log, log_path = TrainingLog(), run_folder / "train.log"
+    start = time.monotonic()
+    with quickstart_report.progress(console, f"starting {plan.ranks} ranks", iters) as show:
+
+        def on_line(line: str) -> None:
+            if entry := log.read(line):
+                show(entry)
+
+        # The very script that the user can run again, so that what it says is what was done.
+        command = ["bash", str(run_folder / "train.sh")]
+        code = run_watched(command, env=os.environ, log_path=log_path, on_line=on_line)
+    if code == INTERRUPTED:
+        console.print(f"interrupted; the log so far is in {log_path}", soft_wrap=True)
+    elif code:
+        console.print(tail(log_path), markup=False, soft_wrap=True)
+        console.print(
+            f"[red]training failed with exit code {code}[/]; the whole log: {log_path}", soft_wrap=True
+        )
+    else:
+        _report(console, plan, log, run_folder, schedule, iters, time.monotonic() - start)
+    return code
+
+
+def _report(
+    console: Console,
+    plan: Plan,
+    log: TrainingLog,
+    run_folder: Path,
+    schedule: str,
+    iters: int,
+    total_seconds: float,
+) -> None:
+    curve = run_folder / "loss.png"
+    quickstart_report.save_loss_curve(log, curve)
+    summary = quickstart_report.summarize(log, quickstart_plan.TOKENS_PER_STEP)
+    console.print(
+        quickstart_report.result_table(
+            summary, total_seconds=total_seconds, checkpoints=run_folder / "checkpoints", curve=curve
+        )
+    )
+    console.print("\nto try next:", style="bold")
+    for what, command in _next_commands(plan, run_folder, schedule, iters):
+        console.print(f"\n# {what}\n{command}", markup=False, soft_wrap=True)
+
+
+def _next_commands(plan: Plan, run_folder: Path, schedule: str, iters: int) -> list[tuple[str, str]]:
+    train, model = run_folder / "train.sh", run_folder.parent / "model"
+    resume = ["bash", str(train), "--load", str(run_folder / "checkpoints"), "--train-iters", str(iters + 50)]
+    # The learning rate's course is as long as the run, and Megatron asks whether a longer one is meant.
+    resume += ["--override-opt-param-scheduler", *quickstart_plan.other_layout_flags(plan)]
+    show = [*("python", "-m", "megasched", "show", schedule), *("--hf-model", str(model))]
+    return [
+        ("go on from the checkpoint" + ", at another layout" * (plan.ranks > 1), shlex.join(resume)),
+        ("what the schedule does to the model", shlex.join(show)),
+        (
+            "your own model folder: its config and weights instead of random ones; the rest is in train.sh",
+            "torchrun --nproc-per-node N -m megasched pretrain_gpt.py --model-schedule mysched.py "
+            "--hf-model ./MyModel <Megatron's flags>",
+        ),
+    ]

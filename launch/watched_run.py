@@ -1,0 +1,89 @@
+"""Run the ranks of a job as a child, keep its output in a file, and leave none of them behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+# torchrun itself waits 30 s for its ranks before it kills them; killed earlier, it would leave them running.
+SECONDS_TO_STOP = 40
+
+INTERRUPTED = 130
+
+
+def run_watched(
+    command: Sequence[str], *, env: Mapping[str, str], log_path: Path, on_line: Callable[[str], None]
+) -> int:
+    """Run ``command`` to its end, its stdout and stderr written to ``log_path`` and handed on line by line.
+
+    Ctrl-C and SIGTERM end the command, and with it the ranks that it started.
+
+    Args:
+        command: the launcher, e.g. torchrun, with its arguments.
+        env: the whole environment.
+        log_path: overwritten.
+        on_line: called with each line as it comes, without its line end.
+
+    Returns:
+        The exit code; `INTERRUPTED` (130) after Ctrl-C or SIGTERM.
+    """
+    previous = signal.signal(signal.SIGTERM, _as_interrupt)
+    # A session of its own: Ctrl-C reaches this process only, which then ends the launcher in good order.
+    process = subprocess.Popen(
+        list(command),
+        env=dict(env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        with log_path.open("w") as log:
+            for line in process.stdout:
+                log.write(line)
+                log.flush()
+                on_line(line.rstrip("\n"))
+        return process.wait()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        stop(process)
+        signal.signal(signal.SIGTERM, previous)
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End a launcher and its ranks; nothing to do when it has ended by itself."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    end = time.monotonic() + SECONDS_TO_STOP
+    while process.poll() is None and time.monotonic() < end:
+        # Reading on, so that a rank blocked on a full pipe can come to its end.
+        _discard(process)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def tail(path: Path, lines: int = 40) -> str:
+    """The last lines of a file."""
+    with path.open(errors="replace") as file:
+        return "".join(deque(file, maxlen=lines)).rstrip("\n")
+
+
+def _discard(process: subprocess.Popen[str]) -> None:
+    try:
+        process.communicate(timeout=0.5)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def _as_interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

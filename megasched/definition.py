@@ -1,0 +1,111 @@
+"""From an HF model folder (or config) to the definition, unmodified, with its parameters on the meta device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+@contextmanager
+def init_empty_weights() -> Iterator[None]:
+    """Modules constructed inside hold their parameters on the meta device; buffers stay real.
+
+    Each parameter is moved as it is registered, before its initialisation runs, so that nothing of its
+    size is ever touched. Buffers (rotary frequencies and the like) are computed as the class does it,
+    so that nothing has to be rebuilt afterwards.
+    """
+    import torch
+
+    register = torch.nn.Module.register_parameter
+
+    def register_on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        register(module, name, param)
+        held = module._parameters[name]
+        if held is not None and held.device.type != "meta":
+            empty = torch.nn.Parameter(held.detach().to("meta"), requires_grad=held.requires_grad)
+            empty.__dict__.update(held.__dict__)
+            module._parameters[name] = empty
+
+    torch.nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register
+
+
+def load_config(
+    hf_model: str | Path, overrides: Sequence[str] = (), *, trust_remote_code: bool = False
+) -> PretrainedConfig:
+    """The HF config of a folder, a ``config.json`` file or a hub id, with ``key=value`` overrides applied.
+
+    Args:
+        hf_model: folder that holds ``config.json``, that file itself, or a hub id.
+        overrides: ``key=value`` strings; values are JSON where they parse as such, text otherwise; nested
+            fields are written with dots (``text_config.hidden_size=64``).
+        trust_remote_code: run Python code that comes with the model; off unless the user asks for it.
+
+    Raises:
+        ConfigError: the folder has no config, it can't be read, or an override names no field of it.
+    """
+    from transformers import AutoConfig
+
+    path = Path(hf_model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(f"--hf-model {hf_model}: the folder has no config.json")
+    if not path.exists() and (str(hf_model).startswith((".", "/", "~")) or str(hf_model).endswith(".json")):
+        raise ConfigError(f"--hf-model {hf_model}: no such file or folder")
+    try:
+        config = AutoConfig.from_pretrained(str(hf_model), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--hf-model {hf_model}: can't load the HF config: {error}") from error
+    for override in overrides:
+        apply_override(config, override)
+    return config
+
+
+def apply_override(config: PretrainedConfig, override: str) -> None:
+    """Sets one ``key=value`` on the config; the key must exist."""
+    key, separator, text = override.partition("=")
+    if not separator:
+        raise ConfigError(f"--hf-override {override!r}: expected key=value")
+    target: Any = config
+    *parents, field = key.strip().split(".")
+    for parent in parents:
+        target = target.get(parent) if isinstance(target, dict) else getattr(target, parent, None)
+    known = field in target if isinstance(target, dict) else hasattr(target, field)
+    if not known:
+        raise ConfigError(f"--hf-override {override!r}: {type(config).__name__} has no field {key.strip()!r}")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    if isinstance(target, dict):
+        target[field] = value
+    else:
+        setattr(target, field, value)
+
+
+def build_definition(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The HF causal language model of this config: stock class, parameters on meta (float32), buffers real."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights():
+        try:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"transformers has no causal language model for this config: {error}"
+            ) from error
+    model.config.use_cache = False
+    return model

@@ -1,0 +1,67 @@
+"""A layout: one point in (TP, SP, PP, VPP, CP, EP, DP), as Megatron's own flags give it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megasched.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a job is spread over ranks; field names are Megatron's flag names.
+
+    Attributes:
+        tensor_model_parallel_size: TP, ranks that share one layer.
+        sequence_parallel: SP, activations between TP regions are split along the sequence.
+        pipeline_model_parallel_size: PP, ranks that share the depth of the model.
+        virtual_pipeline_model_parallel_size: VPP, model chunks per pipeline rank; None without interleaving.
+        context_parallel_size: CP, ranks that share one sequence.
+        expert_model_parallel_size: EP, ranks that share the experts of one layer.
+        data_parallel_size: DP, replicas of the whole.
+        micro_batch_size: sequences in one forward.
+    """
+
+    tensor_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    data_parallel_size: int = 1
+    micro_batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "sequence_parallel" and value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
+            raise ConfigError("virtual pipeline chunks (VPP) need pipeline_model_parallel_size of at least 2")
+
+    @property
+    def tp(self) -> int:
+        return self.tensor_model_parallel_size
+
+    @property
+    def pp(self) -> int:
+        return self.pipeline_model_parallel_size
+
+    @property
+    def vpp(self) -> int:
+        """Model chunks per pipeline rank (1 without interleaving)."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def sp(self) -> bool:
+        """Whether sequence parallelism is on and does something (Megatron ignores it at TP 1)."""
+        return self.sequence_parallel and self.tp > 1
+
+    def __str__(self) -> str:
+        parts = [f"TP{self.tp}"] if self.tp > 1 else []
+        parts += ["SP"] if self.sp else []
+        parts += [f"PP{self.pp}"] if self.pp > 1 else []
+        parts += [f"VPP{self.vpp}"] if self.vpp > 1 else []
+        parts += [f"CP{self.context_parallel_size}"] if self.context_parallel_size > 1 else []
+        parts += [f"EP{self.expert_model_parallel_size}"] if self.expert_model_parallel_size > 1 else []
+        parts += [f"DP{self.data_parallel_size}"] if self.data_parallel_size > 1 else []
+        return " x ".join(parts) or "one rank"

@@ -1,0 +1,182 @@
+"""Attention through HF's ``AttentionInterface``: one function for every definition that asks for one.
+
+It sees local heads only, so it is the same at any TP. Plain causal attention goes to a fused kernel; a
+mask that HF built (sliding window, chunks) is applied as it is.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F
+
+from megasched.errors import MegaschedError
+from megasched.lowering.recompute import recompute
+from megasched.lowering.rng import fork_rng
+
+if TYPE_CHECKING:
+    from torch import nn
+
+NAME = "megasched"
+
+
+class AttentionSettings:
+    """What the lowering knows of one attention module; kept on the module as ``megasched_attention``.
+
+    Attributes:
+        local_heads: query heads on this rank; a forward that finds another number is an error, because a
+            definition that views heads by a count of its own would go wrong silently.
+        sharded: heads are cut over TP, so that dropout must differ between the ranks.
+        recompute: compute the attention core again in the backward pass (Megatron's ``core_attn``).
+    """
+
+    def __init__(self, local_heads: int, sharded: bool, recompute: bool = False) -> None:
+        self.local_heads = local_heads
+        self.sharded = sharded
+        self.recompute = recompute
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention core in HF's calling convention.
+
+    Args:
+        query: [b, heads, s, head_dim]; key and value may have fewer heads (GQA).
+        attention_mask: [b or 1, 1, s, s], boolean (True attends) or additive; None is causal or full
+            attention, as ``module.is_causal`` says.
+
+    Returns:
+        [b, s, heads, value_head_dim] and no attention weights.
+    """
+    settings: AttentionSettings | None = getattr(module, "megasched_attention", None)
+    if settings is not None and query.shape[1] != settings.local_heads:
+        raise MegaschedError(
+            f"{type(module).__name__} views {query.shape[1]} query heads where this rank holds "
+            f"{settings.local_heads}: it takes the head count from an attribute; name it in the adapter's "
+            "local_attributes, so that it is divided by the tensor parallel size"
+        )
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    causal = bool(is_causal) and attention_mask is None and query.shape[2] > 1
+
+    def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if softcap is not None or s_aux is not None or position_bias is not None:
+            return _spelled_out(
+                query, key, value, attention_mask, causal, dropout, scaling, softcap, s_aux, position_bias
+            )
+        return _fused(query, key, value, attention_mask, causal, dropout, scaling)
+
+    sharded = settings is not None and settings.sharded
+    with fork_rng() if dropout and sharded else nullcontext():
+        if settings is not None and settings.recompute and torch.is_grad_enabled():
+            output = recompute(core, query, key, value)
+        else:
+            output = core(query, key, value)
+    return output.transpose(1, 2), None
+
+
+def _fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    grouped = key.shape[1] != query.shape[1]
+    if grouped and (mask is not None or key.shape[-1] != value.shape[-1]):
+        # torch's kernels take grouped heads only without a mask; with one they fall back to plain math.
+        key, value = (_repeat_heads(t, query.shape[1]) for t in (key, value))
+        grouped = False
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout, is_causal=causal, scale=scaling, enable_gqa=grouped
+    )
+
+
+def _spelled_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """For what no fused torch kernel takes: soft-capped logits (Gemma 2), sinks (gpt-oss), position bias (T5)."""
+    key, value = (_repeat_heads(t, query.shape[1]) for t in (key, value))
+    logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if position_bias is not None:
+        logits = logits + position_bias
+    if causal:
+        size = (query.shape[2], key.shape[2])
+        mask = torch.ones(size, dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
+    if s_aux is not None:
+        sinks = s_aux.view(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], -1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(query.dtype)
+    if s_aux is not None:
+        weights = weights[..., :-1]
+    return F.dropout(weights, dropout) @ value
+
+
+def _repeat_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """[b, groups, s, d] -> [b, heads, s, d], each group as many times as it has query heads."""
+    return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
+
+
+def register() -> None:
+    """Makes ``megasched`` an attention implementation of transformers, with HF's own masks for SDPA."""
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def is_used(model: nn.Module) -> bool:
+    """Whether a definition really calls attention through the interface; a trial call on meta tells.
+
+    Some classes accept any implementation name and silently compute something else, so the name is switched
+    only where the function is called.
+    """
+    from transformers.modeling_utils import AttentionInterface
+
+    from megasched.lowering.meta_call import meta_copy, run_on_meta, token_inputs
+
+    calls = 0
+
+    def counted(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return attention_forward(module, query, *args, **kwargs)
+
+    probe = meta_copy(model)
+    probe.config._attn_implementation = NAME
+    AttentionInterface.register(NAME, counted)
+    try:
+        run_on_meta(probe, token_inputs(2, 5))
+    finally:
+        AttentionInterface.register(NAME, attention_forward)
+    return calls > 0

@@ -1,0 +1,104 @@
+"""What the lowering of one module needs to know: the TP group, Megatron's config, where values come from."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megasched.lowering.plan import Plan
+from megasched.placement import Placement
+
+if TYPE_CHECKING:
+    from megatron.core import ModelParallelConfig
+
+    from megasched.weights.source import WeightSource
+
+
+@dataclass
+class Context:
+    """The surroundings of one build.
+
+    Attributes:
+        plan: what is to be built.
+        group: Megatron's TP group.
+        config: Megatron's config; linears and embeddings get copies of it.
+        source: where values come from; None takes those that the model holds.
+        device: where parameters are made.
+        megatron_finalizes: Megatron's ``finalize_model_grads`` will run, which sums the gradients of parameters
+            marked ``sequence_parallel`` over TP; otherwise a hook on the parameter does.
+        made: canonical name -> parameter on this rank, so that ties stay ties.
+    """
+
+    plan: Plan
+    group: torch.distributed.ProcessGroup
+    config: ModelParallelConfig
+    source: WeightSource | None
+    device: torch.device
+    megatron_finalizes: bool
+    made: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    def config_with(self, **changes: Any) -> ModelParallelConfig:
+        """A copy of Megatron's config for one layer; values are filled in by us, so it initialises nothing."""
+        found = copy.copy(self.config)
+        found.perform_initialization = False
+        found.use_cpu_initialization = self.device.type == "cpu"
+        for name, value in changes.items():
+            setattr(found, name, value)
+        return found
+
+    def splits_sequence(self, path: str) -> bool:
+        """Whether activations around the module are split along the sequence."""
+        structure = self.plan.structure
+        return self.plan.layout.sp and structure is not None and structure.index_of(path) is not None
+
+    def fill(self, parameter: nn.Parameter, placement: Placement, held: torch.Tensor | None) -> None:
+        """Gives a parameter of this rank its values, from the source or from the tensor the model held."""
+        if self.source is not None:
+            local = self.source.local(placement, self.rank, self.size)
+        elif held is not None and held.device.type != "meta":
+            local = placement.shard(held, self.rank, self.size)
+        else:
+            return  # deferred by init_empty_weights: nothing to take values from yet
+        with torch.no_grad():
+            parameter.copy_(local)
+
+    def adopt(self, parameter: nn.Parameter, placement: Placement, held: nn.Parameter) -> None:
+        """Values, ``requires_grad``, annotations and gradient reduction of a parameter just made."""
+        own = dict(parameter.__dict__)
+        parameter.__dict__.update(held.__dict__)
+        parameter.__dict__.update(own)
+        parameter.requires_grad_(held.requires_grad)
+        self.fill(parameter, placement, held.detach())
+        self.made[placement.name] = parameter
+        reduce_partial_gradient(parameter, placement, self)
+
+
+def reduce_partial_gradient(parameter: nn.Parameter, placement: Placement, context: Context) -> None:
+    """Has the gradient of a replicated parameter summed over TP where each rank computes a part of it."""
+    if placement.tp_gradient == "complete" or context.size == 1 or not parameter.requires_grad:
+        if hasattr(parameter, "sequence_parallel"):
+            parameter.sequence_parallel = False
+        return
+    by_megatron = context.megatron_finalizes and context.plan.layout.sp
+    parameter.sequence_parallel = by_megatron
+    if by_megatron:
+        return
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.contiguous().clone()
+        torch.distributed.all_reduce(total, group=context.group)
+        return total
+
+    parameter.register_hook(summed)

@@ -1,0 +1,66 @@
+"""Token embeddings cut along the vocabulary: Megatron's ``VocabParallelEmbedding`` under HF's module.
+
+HF subclasses ``nn.Embedding`` to scale or norm what is looked up; such a subclass keeps its forward, and only
+the lookup below it is Megatron's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import VocabParallelEmbedding
+from torch import nn
+
+from megasched.lowering.context import Context
+
+
+class VocabEmbedding(VocabParallelEmbedding):
+    """``VocabParallelEmbedding`` that gives the padding id no gradient, as ``nn.Embedding`` does."""
+
+    padding_idx: int | None = None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """[b, s] int64 -> [b, s, h], the same on all TP ranks."""
+        return _lookup(self, ids)
+
+
+class ShardedLookup(nn.Embedding):
+    """Stands between an HF subclass of ``nn.Embedding`` and its base: ``super().forward`` looks up a shard."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return _lookup(self, ids)
+
+
+def _lookup(module: Any, ids: torch.Tensor) -> torch.Tensor:
+    found = VocabParallelEmbedding.forward(module, ids)
+    if module.padding_idx is None:
+        return found
+    return torch.where((ids == module.padding_idx).unsqueeze(-1), found.detach(), found)
+
+
+def lower_embedding(path: str, module: nn.Embedding, context: Context) -> nn.Module:
+    """The vocabulary-parallel embedding that takes the place of an HF one, its values filled in."""
+    placement = context.plan.placement(path, "weight")
+    held = module.weight
+    dtype = context.config.params_dtype if context.source is not None else held.dtype
+    parallel = VocabEmbedding(
+        placement.padded or module.num_embeddings,
+        module.embedding_dim,
+        init_method=nn.init.zeros_,
+        config=context.config_with(params_dtype=dtype),
+        tp_group=context.group,
+    )
+    parallel.padding_idx = module.padding_idx
+    context.adopt(parallel.weight, placement, held)
+    if type(module) is nn.Embedding:
+        return parallel
+    cls = type(module)
+    module.__class__ = type(
+        f"VocabParallel{cls.__name__}", (cls, ShardedLookup), {"__module__": cls.__module__}
+    )
+    module.weight = parallel.weight
+    for name, value in parallel.__dict__.items():
+        if not name.startswith("_") and name not in ("training", "padding_idx"):
+            module.__dict__[name] = value
+    return module

@@ -1,0 +1,147 @@
+"""Linears over the TP group: Megatron's own layers, in HF's calling convention.
+
+HF hands over [b, s, h] and expects a tensor; Megatron's layers take [s, b, h] where they communicate along
+the sequence and return a tuple. Only sequence parallelism cares which of the two comes first, and there
+the transposes are views.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from megasched.lowering.context import Context
+from megasched.lowering.plan import output_axis
+from megasched.placement import Placement
+
+
+def _sequence_first(x: torch.Tensor) -> torch.Tensor:
+    """[b, s, h] <-> [s, b, h]; flattened tokens [b*s, h] stay as they are."""
+    return x.transpose(0, 1) if x.dim() == 3 else x
+
+
+class ColumnLinear(ColumnParallelLinear):
+    """``ColumnParallelLinear`` that takes [b, s, in] and returns [b, s, out / tp] (or [b, s, out] gathered).
+
+    Attributes:
+        real_features: output features without padding; what is gathered is cut to them.
+    """
+
+    real_features: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.sequence_parallel:
+            return _sequence_first(super().forward(_sequence_first(x).contiguous())[0])
+        output = super().forward(x)[0]
+        if self.gather_output and self.real_features is not None:
+            output = output[..., : self.real_features]
+        return output
+
+
+class RowLinear(RowParallelLinear):
+    """``RowParallelLinear`` that takes [b, s, in / tp] and returns [b, s, out] ([b, s / tp, out] under SP)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.sequence_parallel:
+            return _sequence_first(super().forward(_sequence_first(x))[0])
+        return super().forward(x)[0]
+
+
+class ReplicatedHeadsLinear(nn.Module):
+    """A k or v projection with fewer heads than TP ranks: whole on every rank, which uses one head of it.
+
+    Each rank computes the head that its query heads attend to, so the gradient of the whole is the sum over
+    TP (the placement says ``partial``). Megatron's own rule for ``num_query_groups < TP`` is the same
+    head to rank assignment (megatron/core/transformer/attention.py).
+    """
+
+    def __init__(self, heads: int, rank: int, size: int, group: Any, entered: bool) -> None:
+        super().__init__()
+        self.heads, self.head, self.group, self.entered = heads, rank * heads // size, group, entered
+        self.weight: nn.Parameter
+        self.bias: nn.Parameter | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, s, in] -> [b, s, head_dim]."""
+        if not self.entered:
+            x = copy_to_tensor_model_parallel_region(x, group=self.group)
+        width = self.weight.shape[0] // self.heads
+        rows = slice(self.head * width, (self.head + 1) * width)
+        return F.linear(x, self.weight[rows], None if self.bias is None else self.bias[rows])
+
+
+def lower_linear(path: str, module: nn.Module, context: Context, *, entered: bool) -> nn.Module:
+    """The layer of Megatron's that takes the place of an HF linear, its values filled in.
+
+    Args:
+        path: of the module in the definition.
+        module: ``nn.Linear`` or HF ``Conv1D``, real or on meta.
+        entered: a region around it already takes the input over to TP (see ``region.py``).
+    """
+    plan = context.plan
+    weight = plan.placement(path, "weight")
+    out_features, in_features = _sizes(module)
+    bias = getattr(module, "bias", None) is not None
+    if path in plan.replicated_heads:
+        lowered: nn.Module = ReplicatedHeadsLinear(
+            plan.replicated_heads[path], context.rank, context.size, context.group, entered
+        )
+        for name, held in module.named_parameters(recurse=False):
+            _make(lowered, name, plan.placement(path, name), held, context)
+        if not bias:
+            lowered.register_parameter("bias", None)
+        return lowered
+    tied = context.made.get(weight.name)
+    split = context.splits_sequence(path)
+    dtype = context.config.params_dtype if context.source is not None else module.weight.dtype
+    if plan.cuts[path] == "column":
+        lowered = ColumnLinear(
+            in_features,
+            weight.padded or out_features,
+            config=context.config_with(sequence_parallel=split and not entered, params_dtype=dtype),
+            init_method=nn.init.zeros_,
+            bias=bias,
+            gather_output=path in plan.derived.gather,
+            disable_grad_reduce=entered,
+            skip_weight_param_allocation=tied is not None,
+            tp_group=context.group,
+        )
+        lowered.real_features = out_features if weight.padded else None
+    else:
+        lowered = RowLinear(
+            in_features,
+            out_features,
+            config=context.config_with(sequence_parallel=split, params_dtype=dtype),
+            init_method=nn.init.zeros_,
+            bias=bias,
+            input_is_parallel=path not in plan.derived.scatter,
+            skip_bias_add=False,
+            tp_group=context.group,
+        )
+    if tied is not None:
+        lowered.weight = tied
+    for name, held in module.named_parameters(recurse=False):
+        if name != "weight" or tied is None:
+            context.adopt(getattr(lowered, name), plan.placement(path, name), held)
+    return lowered
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    """(out_features, in_features) of a Linear or Conv1D."""
+    axis = output_axis(module)
+    return module.weight.shape[axis], module.weight.shape[1 - axis]
+
+
+def _make(owner: nn.Module, name: str, placement: Placement, held: nn.Parameter, context: Context) -> None:
+    dtype = context.config.params_dtype if context.source is not None else held.dtype
+    shape = placement.local_shape(context.size)
+    owner.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=context.device)))
+    context.adopt(getattr(owner, name), placement, held)

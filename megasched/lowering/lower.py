@@ -1,0 +1,241 @@
+"""Lowers a definition in place: parallel layers, values, regions, RNG, and what the records ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.errors import ConfigError
+from megasched.lowering.attention import AttentionSettings
+from megasched.lowering.context import Context
+from megasched.lowering.embedding import lower_embedding
+from megasched.lowering.linear import lower_linear
+from megasched.lowering.local_attributes import divide_local_attributes
+from megasched.lowering.region import (
+    draw_forked,
+    enter_region,
+    join_sequence,
+    recompute_module,
+    split_sequence,
+    wrap_forward,
+)
+from megasched.records import Record
+from megasched.schedule import Schedule
+
+RecordLowering = Callable[[nn.Module, Record, Context], None]
+_RECORD_LOWERINGS: dict[str, RecordLowering] = {}
+
+
+def register_lowering(primitive: str) -> Callable[[RecordLowering], RecordLowering]:
+    """Decorator: says how a record of this primitive is carried out on the lowered module.
+
+    The function gets (module, record, context) after all parallel layers are in place; records are carried
+    out in the order of the calls.
+    """
+
+    def decorate(function: RecordLowering) -> RecordLowering:
+        if primitive in _RECORD_LOWERINGS:
+            raise ConfigError(f"a lowering of {primitive!r} is registered already")
+        _RECORD_LOWERINGS[primitive] = function
+        return function
+
+    return decorate
+
+
+# Planned as a whole before anything is lowered; nothing is left to do for the single record.
+PLANNED = frozenset({"shard", "replace", "replace_all", "cut_pipeline_stage"})
+
+
+def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
+    """Lowers the modules for which ``here(path)`` holds; the others are left alone."""
+    plan = context.plan
+    regions = {
+        path: region for path, region in plan.derived.regions.items() if _worth(path, region[1], context)
+    }
+    entered = {column for _, columns in regions.values() for column in columns}
+    for path, module in list(model.named_modules()):
+        if not here(path):
+            continue
+        if path in plan.cuts:
+            _put(model, path, _lower_cut(path, module, context, path in entered))
+        else:
+            _lower_whole(path, module, context)
+    for path, (slot, _) in regions.items():
+        if here(path):
+            enter_region(model.get_submodule(path), slot, context.group, context.splits_sequence(path))
+    divide_local_attributes(schedule.roles, model, context, here)
+    _settle_attention(model, context, here)
+    for path in plan.derived.forked:
+        if here(path):
+            draw_forked(model.get_submodule(path))
+    for record in plan.records:
+        if record.primitive in PLANNED or not here(record.path):
+            continue
+        _RECORD_LOWERINGS[record.primitive](model.get_submodule(record.path), record, context)
+
+
+def lower_sequence_boundaries(
+    model: nn.Module, context: Context, here: Callable[[str], bool], *, first: bool, last: bool
+) -> None:
+    """Sequence parallelism: the layers run on a part of the sequence each; draws inside them differ.
+
+    Args:
+        first, last: the hidden state enters from before the layers, leaves to what follows them, here.
+    """
+    structure = context.plan.structure
+    if not context.plan.layout.sp or structure is None:
+        return
+    paths = [structure.layer_path(index) for index in range(structure.count)]
+    for path in paths:
+        if here(path):
+            draw_forked(model.get_submodule(path))
+    if first:
+        split_sequence(model.get_submodule(paths[0]), structure.slot, context.group)
+    if last:
+        join_sequence(model.get_submodule(paths[-1]), structure.slot, context.group)
+
+
+def _worth(path: str, columns: tuple[str, ...], context: Context) -> bool:
+    """A region pays for several columns at once; attention needs it under SP, since it reads the length."""
+    attends = any(a == path or a.startswith(path + ".") for a in context.plan.derived.attention)
+    return len(columns) > 1 or (attends and context.plan.layout.sp)
+
+
+def _lower_cut(path: str, module: nn.Module, context: Context, entered: bool) -> nn.Module:
+    lowered = (
+        lower_embedding(path, module, context)
+        if isinstance(module, nn.Embedding)
+        else lower_linear(path, module, context, entered=entered)
+    )
+    _carry_hooks(module, lowered)
+    return lowered.train(module.training)
+
+
+def _carry_hooks(old: nn.Module, new: nn.Module) -> None:
+    for table in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        getattr(new, table).update(getattr(old, table))
+    for table in (
+        "_forward_pre_hooks_with_kwargs",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+    ):
+        getattr(new, table).update(getattr(old, table))
+
+
+def _lower_whole(path: str, module: nn.Module, context: Context) -> None:
+    """Parameters that every TP rank holds whole: made real where they are on meta, filled, marked."""
+    for name, held in list(module.named_parameters(recurse=False)):
+        placement = context.plan.placement(path, name)
+        tied = context.made.get(placement.name)
+        if tied is not None:
+            setattr(module, name, tied)
+            continue
+        if held.device.type != "meta" and context.source is None:
+            parameter = held
+        elif context.source is None:
+            continue  # deferred by init_empty_weights
+        else:
+            dtype = context.config.params_dtype
+            parameter = nn.Parameter(torch.empty(placement.shape, dtype=dtype, device=context.device))
+            setattr(module, name, parameter)
+        context.adopt(parameter, placement, held)
+
+
+def _settle_attention(model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
+    for path, (heads, sharded) in context.plan.derived.attention.items():
+        if here(path):
+            local = heads // context.size if sharded else heads
+            model.get_submodule(path).megasched_attention = AttentionSettings(
+                local, sharded and context.size > 1
+            )
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
+
+
+@register_lowering("checkpoint")
+def _checkpoint(module: nn.Module, record: Record, context: Context) -> None:
+    recompute_module(module)
+
+
+@register_lowering("fork_rng")
+def _fork_rng(module: nn.Module, record: Record, context: Context) -> None:
+    draw_forked(module)
+
+
+@register_lowering("annotate")
+def _annotate(module: nn.Module, record: Record, context: Context) -> None:
+    setattr(getattr(module, record.arguments["param"]), record.arguments["key"], record.arguments["value"])
+
+
+@register_lowering("hook")
+def _hook(module: nn.Module, record: Record, context: Context) -> None:
+    register = {
+        "fw_pre": module.register_forward_pre_hook,
+        "fw_post": module.register_forward_hook,
+        "bw_post": module.register_full_backward_hook,
+    }[record.arguments["mode"]]
+    register(record.arguments["fn"])
+
+
+@register_lowering("sync")
+def _sync(module: nn.Module, record: Record, context: Context) -> None:
+    """On a sharded module the plan has checked it and the layer does it; elsewhere it is done as written."""
+    if record.path in context.plan.cuts or context.size == 1:
+        return
+    mode, operation = record.arguments["mode"], _operation(record, context)
+
+    def wrapper(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def synced(*args: Any, **kwargs: Any) -> Any:
+            if mode == "fwd_post":
+                output = forward(*args, **kwargs)
+                return (
+                    operation(output)
+                    if isinstance(output, torch.Tensor)
+                    else (operation(output[0]), *output[1:])
+                )
+            if args:
+                return forward(operation(args[0]), *args[1:], **kwargs)
+            first = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
+            return forward(**{**kwargs, first: operation(kwargs[first])})
+
+        return synced
+
+    wrap_forward(module, wrapper)
+
+
+def _operation(record: Record, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
+    from functools import partial
+
+    from megatron.core import tensor_parallel as tp
+
+    op = record.arguments["op"]
+    if callable(op):
+        return op
+    if record.arguments["mode"] == "bwd_post":
+        # all_reduce of the input's gradient is the backward of copy, reduce_scatter that of an all-gather
+        table = {
+            "all_reduce": tp.copy_to_tensor_model_parallel_region,
+            "all_gather": tp.scatter_to_tensor_model_parallel_region,
+            "reduce_scatter": tp.all_gather_last_dim_from_tensor_parallel_region,
+            "scatter": tp.gather_from_tensor_model_parallel_region,
+        }
+    else:
+        table = {
+            "all_reduce": tp.reduce_from_tensor_model_parallel_region,
+            "all_gather": tp.gather_from_tensor_model_parallel_region,
+            "reduce_scatter": tp.reduce_scatter_last_dim_to_tensor_parallel_region,
+            "scatter": tp.scatter_to_tensor_model_parallel_region,
+        }
+    return partial(table[op], group=context.group)
+
+
+def within(paths: Iterable[str]) -> Callable[[str], bool]:
+    """A ``here`` that holds for these modules and all below them."""
+    roots = tuple(paths)
+    return lambda path: any(path == root or path.startswith(root + ".") or not root for root in roots)

@@ -1,0 +1,95 @@
+"""A trial call: the definition run once on the meta device, to learn what no attribute tells.
+
+It costs no memory and no arithmetic. The model that runs is a copy; the definition is not touched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model with every parameter and buffer on meta; ties stay ties, nothing real is copied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(
+            parameter.detach().to("meta"), requires_grad=parameter.requires_grad
+        )
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, memo)
+
+
+class DefaultScalars(TorchDispatchMode):
+    """Answers questions about values, which a meta tensor has not, with zero or False.
+
+    Models ask such things to choose between code paths of equal structure (a longer rotary table past the
+    trained length); a trial only looks at structure.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return False if args[0].dtype == torch.bool else 0
+        if func is torch.ops.aten.equal.default:
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+def to_meta(value: Any) -> Any:
+    """The same structure with every tensor on meta."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), value)
+
+
+def token_inputs(batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Inputs of a causal language model on meta: token ids and labels, both [b, s] int64."""
+    ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+@contextmanager
+def call_hooks(
+    model: nn.Module,
+    before: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any],
+    after: Callable[[str, nn.Module, Any], Any],
+) -> Iterator[None]:
+    """Calls ``before(path, module, args, kwargs)`` and ``after(path, module, output)`` around every module's forward.
+
+    ``before`` may return ``(args, kwargs)`` and ``after`` an output to put in the place of what they got.
+    """
+    handles = []
+    for path, module in model.named_modules():
+
+        def pre(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> Any:
+            return before(path, module, args, kwargs)
+
+        def post(module: nn.Module, args: Any, output: Any, path: str = path) -> Any:
+            return after(path, module, output)
+
+        handles.append(module.register_forward_pre_hook(pre, with_kwargs=True))
+        handles.append(module.register_forward_hook(post))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def run_on_meta(model: nn.Module, inputs: Mapping[str, Any], mode: TorchDispatchMode | None = None) -> Any:
+    """One forward in training mode without autograd; the model must be a ``meta_copy``."""
+    model.train()
+    with torch.no_grad(), torch.device("meta"), mode or DefaultScalars():
+        return model(**inputs)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in a nested structure (also inside HF's ModelOutput)."""
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

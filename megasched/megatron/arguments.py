@@ -1,0 +1,383 @@
+"""megasched's flags beside Megatron's, and Megatron's own flags filled in from the HF config.
+
+Everything that describes the model comes from the HF config; what the user says about the run (batch
+sizes, learning rate, parallelism, data, checkpoints) stays the user's. A flag that contradicts the HF
+config, or that can't be honoured under a schedule, is refused with all others of its kind in one message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import ConfigError
+from megasched.layout import Layout
+from megasched.megatron.derive import Derived, derive
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+AUTO_SCHEDULE = "auto"
+
+# Why a flag is refused -> Megatron's `args` attributes (shell patterns). Refused is any value but the default.
+_REASONS = {
+    "it packs sequences into one row; the definition sees one causal sequence a row": (
+        "reset_position_ids reset_attention_mask dataloader_inter_document_masking sft"
+    ),
+    "reinforcement learning drives Megatron's own inference engine": "perform_rl_step",
+    "FSDP shards Megatron's own layers; --use-distributed-optimizer shards the optimizer": (
+        "use_megatron_fsdp use_torch_fsdp2"
+    ),
+    "context parallelism is not available under a schedule yet": (
+        "context_parallel_size hierarchical_context_parallel_sizes hybrid_context_parallel"
+    ),
+    "expert parallelism is not available under a schedule yet": (
+        "expert_model_parallel_size expert_tensor_parallel_size overlap_moe_expert_parallel_comm"
+    ),
+    "8-bit and 4-bit training is not available under a schedule yet": "fp8* fp4* te_precision_config_file",
+    "it names layers of Megatron's own; the layers are the HF definition's": "spec",
+    "it shards the weights of Megatron's own layers": "tensor_parallel_num_weight_shards",
+    "megasched already builds on the meta device and fills each rank's shards": "init_model_with_meta_device",
+    "recomputed blocks of a definition keep their whole input on each rank": "distribute_saved_activations",
+    "it reads buffers of Megatron's own embedding": "defer_embedding_wgrad_compute",
+    "it would overwrite what comes from the HF config; --load works without it": "use_checkpoint_args",
+    "the YAML file replaces the command line, megasched's flags included": "yaml_cfg",
+    "ModelOpt puts its own builder in the place of the schedule": "modelopt_enabled",
+    "CUDA graphs are captured from Megatron's own layers": (
+        "enable_cuda_graph external_cuda_graph cuda_graph_impl"
+    ),
+    "it moves activations of Megatron's own layers": (
+        "cpu_offloading_num_layers fine_grained_activation_offloading"
+    ),
+    "it reads Megatron's own attention, which the definition does not use": "qk_clip log_max_attention_logit",
+    "the vocabulary is always padded, and the padding masked out of the loss": "pad_vocab_size",
+    "multi-token prediction is made of Megatron's own layers": "mtp_*",
+    "this part of the model is what the HF definition makes it": (
+        "num_experts moe_* hybrid_layer_pattern hybrid_override_pattern is_hybrid_model "
+        "heterogeneous_layers_config_* multi_latent_attention experimental_attention_variant "
+        "attention_output_gate softmax_type window_size window_attn_skip_freq qk_l2_norm "
+        "apply_query_key_layer_scaling layernorm_zero_centered_gamma "
+        "apply_residual_connection_post_layernorm fp32_residual_connection rotary_interleaved "
+        "rotary_seq_len_interpolation_factor no_rope_freq mrope_section squared_relu quick_geglu "
+        "openai_gelu glu_linear_offset activation_func_clamp_value encoder_num_layers "
+        "decoder_num_layers use_mup init_method_xavier_uniform"
+    ),
+}
+REFUSED = {pattern: reason for reason, patterns in _REASONS.items() for pattern in patterns.split()}
+
+# The same for single values of flags that have good ones too.
+REFUSED_VALUES = {
+    ("attention_backend", "local"): "Megatron allows it with --spec local only; leave it at auto",
+    ("transformer_impl", "inference_optimized"): "it has no backward pass",
+}
+
+NULL_TOKENIZERS = ("NullTokenizer", "NullMultimodalTokenizer")
+
+
+@dataclass(frozen=True)
+class GivenFlag:
+    """A flag that stands on the command line.
+
+    Attributes:
+        option: as it is spelled, e.g. ``--hidden-size``.
+        value: what it was parsed to.
+        default: what ``args`` holds without it.
+        takes_value: whether a value follows it.
+    """
+
+    option: str
+    value: Any
+    default: Any
+    takes_value: bool = True
+
+    def __str__(self) -> str:
+        value = getattr(self.value, "name", self.value)
+        if isinstance(value, list):
+            value = " ".join(map(str, value))
+        return f"{self.option} {value}" if self.takes_value else self.option
+
+
+def add_megasched_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the argument group ``megasched``; returns the parser, as Megatron's extra_args_provider must."""
+    group = parser.add_argument_group("megasched")
+    group.add_argument(
+        "--model-schedule",
+        metavar="FILE",
+        help="How the model is run: a Python file that calls schedule primitives, or `auto` for the one "
+        "that megasched derives from the model and the layout.",
+    )
+    group.add_argument(
+        "--hf-model",
+        metavar="DIR",
+        help="The Hugging Face model that is trained: a folder with config.json and, unless "
+        "--hf-random-init, safetensors; or a hub id that is in the local cache.",
+    )
+    group.add_argument(
+        "--hf-override",
+        metavar="FIELD=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="Changes fields of the HF config before anything is built, e.g. num_hidden_layers=8; nested "
+        "fields with dots. Values are JSON where they parse as such.",
+    )
+    group.add_argument(
+        "--hf-random-init",
+        action="store_true",
+        help="Initialise the weights as the HF definition does instead of loading them from --hf-model.",
+    )
+    group.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="Run the job on this machine's CPU, with CUDA emulated and gloo: the real trainer and "
+        "schedules, to find mistakes before a GPU is held. Same as MEGASCHED_REHEARSE=1.",
+    )
+    # Megatron has the flag for its tokenizers; here it covers the model as well.
+    if "--trust-remote-code" not in parser._option_string_actions:
+        group.add_argument(
+            "--trust-remote-code",
+            action="store_true",
+            help="Run Python code that comes with --hf-model.",
+        )
+    return parser
+
+
+def explicit_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, GivenFlag]:
+    """The flags that stand in ``argv``, by their ``args`` attribute.
+
+    The same parser reads ``argv`` again with every default suppressed, so that ``--flag=value``, flags
+    with several values and flags that switch something off count as Megatron itself counts them. The
+    parser has no defaults afterwards.
+    """
+    defaults = {action.dest: parser.get_default(action.dest) for action in parser._actions}
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    parser._defaults.clear()
+    given, _ = parser.parse_known_args(list(argv))
+    spelled = {word.partition("=")[0] for word in argv}
+    flags = {}
+    for dest, value in vars(given).items():
+        actions = [action for action in parser._actions if action.dest == dest]
+        used = next((a for a in actions if spelled.intersection(a.option_strings)), actions[0])
+        option = next((o for o in used.option_strings if o in spelled), used.option_strings[0])
+        flags[dest] = GivenFlag(option, value, defaults[dest], takes_value=used.nargs != 0)
+    return flags
+
+
+def load_hf_config(args: argparse.Namespace) -> PretrainedConfig:
+    """The HF config that these flags name, overrides applied; a copy of its own for each caller.
+
+    Raises:
+        ConfigError: there is no --hf-model, its config can't be read, or an override does not fit.
+    """
+    if not args.hf_model:
+        raise ConfigError("--model-schedule needs --hf-model: the model that the schedule is for")
+    return copy.deepcopy(_load(args.hf_model, tuple(args.hf_override), bool(args.trust_remote_code)))
+
+
+@lru_cache(maxsize=1)
+def _load(hf_model: str, overrides: tuple[str, ...], trust_remote_code: bool) -> PretrainedConfig:
+    from megasched.definition import load_config
+
+    return load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
+
+
+def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> None:
+    """Sets on ``args`` what Megatron must know of the model; to be called before Megatron validates them.
+
+    ``padded_vocab_size`` becomes the HF vocabulary rounded up to a multiple of
+    ``--make-vocab-size-divisible-by`` times TP; Megatron's tokenizer builder leaves it alone then
+    (``core/tokenizers/utils/build_tokenizer.py:140``).
+
+    Args:
+        args: as Megatron parsed them.
+        given: the flags that the user gave (`explicit_flags`).
+
+    Raises:
+        ConfigError: flags that contradict the HF config or can't be honoured under a schedule, a sequence
+            longer than the model's positions; all of them in one message.
+    """
+    if "yaml_cfg" in given:
+        # `args` is what the file says: there is nothing here to compare with.
+        raise ConfigError(f"{given['yaml_cfg']} can't be used under a schedule: {REFUSED['yaml_cfg']}")
+    config = load_hf_config(args)
+    derived = derive(config, trust_remote_code=bool(args.trust_remote_code))
+    vocab = derived.pop("vocab_size")
+    derived["padded_vocab_size"] = _padded(vocab, args)
+    positions = derived["position_embedding_type"]
+    derived["use_rotary_position_embeddings"] = Derived(positions.value == "rope", positions.source)
+    sequence = args.seq_length or args.encoder_seq_length
+    if "max_position_embeddings" not in derived:
+        derived["max_position_embeddings"] = Derived(
+            args.max_position_embeddings or sequence, "no limit in the HF config"
+        )
+    problems = [
+        _report(
+            "Flags that contradict the HF config", _contradictions(derived, given), _CONTRADICTION_REMEDY
+        ),
+        _report(_REFUSED_TITLE, _refusals(given)),
+        _report("Sizes that do not fit the model", _misfits(args, sequence, vocab, derived)),
+    ]
+    if any(problems):
+        raise ConfigError("\n".join([f"--hf-model {args.hf_model}:", *filter(None, problems)]))
+    for dest, found in derived.items():
+        setattr(args, dest, found.value)
+    if args.tokenizer_type in NULL_TOKENIZERS and args.vocab_size is None:
+        args.vocab_size = vocab.value
+
+
+_REFUSED_TITLE = "Flags that can't be used under a schedule"
+_CONTRADICTION_REMEDY = (
+    "Leave these flags out, megasched takes them from the HF config; to change the model itself, "
+    "say --hf-override FIELD=VALUE."
+)
+
+
+def refuse_unsupported(argv: Sequence[str]) -> None:
+    """Refuses the flags of ``argv`` that can't be used under a schedule, whatever the model.
+
+    `apply_derived` does so too, for the command line that Megatron parses. A rehearsal asks here first, for
+    the one that will run on the cluster: flags that it leaves out must not hide that they are refused there.
+
+    Raises:
+        ConfigError: with all of them.
+    """
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    lines = _refusals(explicit_flags(add_megasched_arguments(parser), argv))
+    if lines:
+        raise ConfigError(_report(_REFUSED_TITLE, lines))
+
+
+def _report(title: str, lines: Sequence[str], remedy: str = "") -> str:
+    if not lines:
+        return ""
+    return "\n".join([f"{title}:", *(f"  - {line}" for line in lines), *([remedy] if remedy else [])])
+
+
+def _padded(vocab: Derived, args: argparse.Namespace) -> Derived:
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    padded = math.ceil(vocab.value / multiple) * multiple
+    return Derived(padded, f"{vocab.source}, padded to a multiple of {multiple}: {padded}")
+
+
+def _agree(given: Any, derived: Any) -> bool:
+    if isinstance(given, float) and isinstance(derived, int | float):
+        return math.isclose(given, derived, rel_tol=1e-6)
+    return given == derived
+
+
+def _contradictions(derived: Mapping[str, Derived], given: Mapping[str, GivenFlag]) -> list[str]:
+    lines = []
+    for dest, flag in given.items():
+        # --group-query-attention only says that --num-query-groups counts.
+        implied = dest == "group_query_attention" and "num_query_groups" in given
+        if dest in derived and not implied and not _agree(flag.value, derived[dest].value):
+            lines.append(f"{flag}, but {derived[dest].source}")
+    return lines
+
+
+def _refusals(given: Mapping[str, GivenFlag]) -> list[str]:
+    lines = []
+    for dest, flag in given.items():
+        if flag.value == flag.default:
+            continue
+        name = str(getattr(flag.value, "name", flag.value))
+        reasons = [reason for pattern, reason in REFUSED.items() if fnmatchcase(dest, pattern)]
+        reasons += [REFUSED_VALUES[dest, name]] if (dest, name) in REFUSED_VALUES else []
+        lines += [f"{flag}: {reason}" for reason in reasons[:1]]
+    return lines
+
+
+def _misfits(
+    args: argparse.Namespace, sequence: int | None, vocab: Derived, derived: Mapping[str, Derived]
+) -> list[str]:
+    lines = []
+    longest = derived["max_position_embeddings"]
+    if sequence and longest.value and sequence > longest.value:
+        field = longest.source.partition(" ")[0]
+        learned = derived["position_embedding_type"].value == "learned_absolute"
+        remedy = (
+            "the model has a learned table of positions, and no rows for more"
+            if learned
+            else f"to train beyond, say --hf-override {field}={sequence}"
+        )
+        lines.append(f"--seq-length {sequence}, but {longest.source}: {remedy}")
+    if args.tokenizer_type in NULL_TOKENIZERS and args.vocab_size and args.vocab_size > vocab.value:
+        lines.append(f"--vocab-size {args.vocab_size} of the {args.tokenizer_type}, but {vocab.source}")
+    return lines
+
+
+def check_tokenizer(args: argparse.Namespace, tokenizer: Any) -> None:
+    """Refuses a tokenizer that has more tokens than the model has rows; fewer are fine.
+
+    Args:
+        args: parsed flags.
+        tokenizer: Megatron's, as ``get_tokenizer()`` returns it.
+
+    Raises:
+        ConfigError: with both sizes.
+    """
+    vocab = load_hf_config(args).get_text_config(decoder=True).vocab_size
+    if tokenizer.vocab_size > vocab:
+        named = args.tokenizer_model or args.vocab_file or args.tokenizer_type
+        raise ConfigError(
+            f"the tokenizer ({named}) has {tokenizer.vocab_size} tokens, but the model (--hf-model "
+            f"{args.hf_model}) has vocab_size = {vocab}: ids from {vocab} on would have no embedding. Use "
+            f"the tokenizer that belongs to the model, or --hf-override vocab_size={tokenizer.vocab_size} "
+            "with --hf-random-init"
+        )
+
+
+def layout_from_args(args: argparse.Namespace) -> Layout:
+    """The layout of Megatron's flags, validated by Megatron or not yet (``num_layers`` must be set).
+
+    What Megatron computes in ``validate_args`` (``training/arguments.py:452,904``) is computed here the same
+    way when it is missing: DP from the number of ranks, VPP from whichever flag gives it.
+
+    Raises:
+        ConfigError: the number of ranks is no multiple of TP x PP x CP.
+    """
+    tp, pp, cp = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    )
+    if args.world_size % (tp * pp * cp):
+        raise ConfigError(f"{args.world_size} ranks are no multiple of TP {tp} x PP {pp} x CP {cp}")
+    known = hasattr(args, "virtual_pipeline_model_parallel_size")
+    return Layout(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=args.sequence_parallel,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=(
+            args.virtual_pipeline_model_parallel_size if known else _virtual_stages(args)
+        ),
+        context_parallel_size=cp,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        data_parallel_size=args.world_size // (tp * pp * cp),
+        micro_batch_size=args.micro_batch_size or 1,
+    )
+
+
+def _virtual_stages(args: argparse.Namespace) -> int | None:
+    """VPP of flags that are not validated; None without interleaving."""
+    pp = args.pipeline_model_parallel_size
+    stages = args.num_virtual_stages_per_pipeline_rank
+    if args.pipeline_model_parallel_layout is not None:
+        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+        total = PipelineParallelLayerLayout.get_num_stages_from_str(args.pipeline_model_parallel_layout)
+        stages = total // pp
+    elif stages is None and args.num_layers_per_virtual_pipeline_stage is not None:
+        layers = args.num_layers + args.account_for_embedding_in_pipeline_split
+        layers += args.account_for_loss_in_pipeline_split
+        stages = layers // pp // args.num_layers_per_virtual_pipeline_stage
+    return None if stages == 1 else stages

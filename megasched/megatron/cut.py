@@ -1,0 +1,117 @@
+"""Where the pipeline is cut: the schedule's cuts, Megatron's own flags, or a balance by cost.
+
+The answer always becomes Megatron's ``pipeline_model_parallel_layout``, so that its bookkeeping
+(layer offsets, embedding ranks, FLOPs) agrees with ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from megasched.errors import Problem, ScheduleError
+
+if TYPE_CHECKING:
+    from megasched.lowering.structure import Structure
+    from megasched.schedule import Schedule
+
+
+def cuts_asked_for(schedule: Schedule, structure: Structure, stages: int) -> list[int] | None:
+    """Layers of each stage as the schedule's cuts say; None without any cut.
+
+    Raises:
+        ScheduleError: a cut that is not after a layer, or the wrong number of cuts.
+    """
+    records = [r for r in schedule.records if r.primitive == "cut_pipeline_stage"]
+    if not records:
+        return None
+    problems = []
+    ends = set()
+    for record in records:
+        index = structure.index_of(record.path)
+        if index is None or record.path != structure.layer_path(index):
+            what = "a pipeline stage can only end after a whole layer"
+            remedy = f"cut at {structure.layer_path(0)} to {structure.layer_path(structure.count - 2)}"
+            problems.append(Problem(what, record.path, record.source, remedy))
+        elif index == structure.count - 1:
+            what = "the last stage ends with the model; no cut goes after the last layer"
+            problems.append(Problem(what, record.path, record.source, "remove the call"))
+        else:
+            ends.add(index + 1)
+    if not problems and len(ends) != stages - 1:
+        what = f"{len(ends)} cuts make {len(ends) + 1} stages; PP x VPP is {stages}"
+        problems.append(Problem(what, source=records[0].source, remedy=f"make {stages - 1} cuts, or none"))
+    if problems:
+        raise ScheduleError(problems)
+    bounds = [0, *sorted(ends), structure.count]
+    return [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+def balance(costs: Sequence[float], first: float, last: float, stages: int) -> list[int]:
+    """Layers of each stage so that the dearest stage is as cheap as can be; at least one layer each.
+
+    Args:
+        costs: of each layer.
+        first: of what comes before the layers, on the first stage.
+        last: of what comes after them (final norm, head, loss), on the last stage.
+        stages: PP x VPP.
+
+    Among equally good cuts the one with the least sum of squares is taken, which is the most even one.
+    """
+    count = len(costs)
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+
+    def stage_cost(stage: int, start: int, stop: int) -> float:
+        extra = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+        return total[stop] - total[start] + extra
+
+    # best[stop] = (dearest, squares, bounds) over the stages so far, which hold the layers before `stop`
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(stages):
+        following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for start, (dearest, squares, bounds) in best.items():
+            rest = stages - stage - 1
+            stops = [count] if rest == 0 else range(start + 1, count - rest + 1)
+            for stop in stops:
+                cost = stage_cost(stage, start, stop)
+                found = (max(dearest, cost), squares + cost * cost, (*bounds, stop - start))
+                if stop not in following or found < following[stop]:
+                    following[stop] = found
+        best = following
+    return list(best[count][2])
+
+
+def layer_costs(
+    model: nn.Module, structure: Structure, config: Any, sequence_length: int
+) -> tuple[list[float], float, float]:
+    """Cost of each layer, of what comes before them and after them: forward FLOPs of one token.
+
+    2 FLOPs for each weight of a matrix (an embedding looks up and multiplies nothing), and
+    4 s heads head_dim for attention scores and values, halved where they are causal. Parameters weigh in
+    through the matrices, which hold nearly all of them.
+    """
+    heads = getattr(config, "num_attention_heads", 0) or 0
+    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    attention = 2.0 * sequence_length * heads * head_dim
+
+    def matrices(path: str) -> float:
+        module = model.get_submodule(path)
+        return sum(2.0 * p.numel() for p in module.parameters() if p.dim() > 1)
+
+    layers = [matrices(structure.layer_path(i)) + attention for i in range(structure.count)]
+    before = sum(
+        matrices(path) for path in structure.before if not isinstance(model.get_submodule(path), nn.Embedding)
+    )
+    return layers, before, sum(matrices(path) for path in structure.after)
+
+
+def layout_string(layers: Sequence[int]) -> str:
+    """Megatron's layout string: ``E`` embedding, ``t`` layer, ``L`` loss, ``|`` between stages."""
+    rows = ["t" * count for count in layers]
+    rows[0] = "E" + rows[0]
+    rows[-1] += "L"
+    return "|".join(rows)

@@ -1,0 +1,376 @@
+"""What Megatron must know of the model, read off the HF config and the definition that it describes.
+
+Megatron's trainer reads these from its flags: for its FLOPs count (``training/training.py``), its memory
+estimate (``training/theoretical_memory_usage.py``), its checks of the layout
+(``core/transformer/transformer_config.py``) and the ranks of the embedding group. The model itself is the
+definition; nothing here changes what it computes.
+
+Sizes are read from the config by name (``FIELDS``). What no config says (which linears have a bias,
+whether the MLP is gated, whether positions are learned) is read off the definition's modules, built on
+the meta device, never guessed from the name of the architecture.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Derived:
+    """One value for Megatron.
+
+    Attributes:
+        value: what ``args`` gets.
+        source: where it was read, in the words of the HF side, e.g. ``n_embd = 768``.
+    """
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class Field:
+    """Names under which HF configs keep one value of Megatron's.
+
+    Attributes:
+        dest: attribute of Megatron's ``args``.
+        names: HF names, the usual one first; the first that holds a value counts.
+        default: ``args`` value when no name holds one; None leaves ``args`` as it is.
+        required: whether a config without any of the names is an error.
+    """
+
+    dest: str
+    names: tuple[str, ...]
+    default: Any = None
+    required: bool = False
+
+
+FIELDS = (
+    Field("num_layers", ("num_hidden_layers", "n_layer", "n_layers", "num_layers"), required=True),
+    Field("hidden_size", ("hidden_size", "n_embd", "d_model"), required=True),
+    Field("max_position_embeddings", ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")),
+    Field("init_method_std", ("initializer_range", "init_std")),
+    Field(
+        "attention_dropout",
+        ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout"),
+        default=0.0,
+    ),
+    Field(
+        "hidden_dropout",
+        (
+            "hidden_dropout",
+            "resid_pdrop",
+            "resid_dropout",
+            "residual_dropout",
+            "hidden_dropout_prob",
+            "dropout",
+        ),
+        default=0.0,
+    ),
+)
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+HEAD_DIM = ("head_dim", "kv_channels", "attention_head_dim", "d_kv")
+KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "inner_size")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
+NORM_EPSILON = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+
+
+def derive_megatron_args(config: PretrainedConfig, *, trust_remote_code: bool = False) -> dict[str, object]:
+    """``args`` attribute -> value, for everything Megatron must know of the model.
+
+    Raises:
+        ConfigError: the config lacks a size that Megatron needs, or transformers can't build the model.
+    """
+    return {dest: found.value for dest, found in derive(config, trust_remote_code=trust_remote_code).items()}
+
+
+def derive(config: PretrainedConfig, *, trust_remote_code: bool = False) -> dict[str, Derived]:
+    """As ``derive_megatron_args``, each value with the place where it was read.
+
+    ``vocab_size`` is the model's own, without padding: `megasched.megatron.arguments` decides the padding,
+    which depends on the layout. ``qk_layernorm`` says whether the definition has q/k norms; Megatron's rule
+    for their gradients goes by parameter names (``core/distributed/finalize_model_grads.py:453``), so
+    whoever builds the ``TransformerConfig`` must not leave that decision to it.
+    """
+    model = build_on_meta(config, trust_remote_code=trust_remote_code)
+    text = _text_config(config)
+    found = dict(_sizes(text))
+    found |= _heads(text, model, found)
+    found["vocab_size"] = _required(text, "vocab_size", ("vocab_size", "n_vocab"))
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    found["untie_embeddings_and_output_weights"] = Derived(not tied, f"tie_word_embeddings = {tied}")
+    layer = _last_layer(model, found["num_layers"].value)
+    found |= _mlp(text, layer, found)
+    found |= _norms(text, layer)
+    found |= _biases(layer)
+    found |= _positions(text, model, found)
+    return found
+
+
+def build_on_meta(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The definition with parameters and buffers on the meta device: for its structure alone, no memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), trust_remote_code=trust_remote_code
+            )
+    except (ValueError, TypeError, AttributeError, KeyError, ImportError, AssertionError) as error:
+        raise ConfigError(
+            f"transformers can't build a causal language model from this {type(config).__name__}: {error}"
+        ) from error
+
+
+# ---- from the config --------------------------------------------------------------------------------
+
+
+def _text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The decoder's part of a multimodal config; of sizes that differ by layer, the one for all layers."""
+    text = copy.deepcopy(config.get_text_config(decoder=True))
+    if getattr(text, "is_heterogeneous", False):
+        # Megatron has one number for each size, for its bookkeeping.
+        text.allow_global_per_layer_attribute_access = True
+    return text
+
+
+def _read(config: PretrainedConfig, names: tuple[str, ...]) -> Derived | None:
+    """The first of these names that holds a value; the source names the field as config.json spells it."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            spelled = config.attribute_map.get(name, name)
+            return Derived(value, f"{spelled} = {value}")
+    return None
+
+
+def _required(config: PretrainedConfig, dest: str, names: tuple[str, ...]) -> Derived:
+    found = _read(config, names)
+    if found is None:
+        raise ConfigError(
+            f"{type(config).__name__} has none of {', '.join(names)}, so Megatron's {dest} is unknown; "
+            "if this config calls it otherwise, add the name in megasched/megatron/derive.py"
+        )
+    return found
+
+
+def _sizes(config: PretrainedConfig) -> Iterator[tuple[str, Derived]]:
+    for field in FIELDS:
+        if field.required:
+            yield field.dest, _required(config, field.dest, field.names)
+            continue
+        found = _read(config, field.names)
+        if found is not None:
+            yield field.dest, found
+        elif field.default is not None:
+            yield field.dest, Derived(field.default, f"none of {', '.join(field.names)}")
+
+
+def _heads(config: PretrainedConfig, model: PreTrainedModel, sizes: dict[str, Derived]) -> dict[str, Derived]:
+    if any(_in_attention(path) for path, _ in model.named_modules()):
+        heads = _required(config, "num_attention_heads", HEADS)
+    else:
+        # Megatron wants a number (`training/arguments.py:1274`); of one head, TP can't split anything.
+        heads = _read(config, HEADS) or Derived(1, f"{type(model).__name__} has no attention")
+    hidden = sizes["hidden_size"]
+    per_head = _read(config, HEAD_DIM)
+    if per_head is None:
+        per_head = Derived(hidden.value // heads.value, f"{hidden.source}, {heads.source}")
+    groups = _read(config, KEY_VALUE_HEADS) or heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        groups = Derived(1, "multi_query = True")
+    return {
+        "num_attention_heads": heads,
+        "kv_channels": per_head,
+        "group_query_attention": Derived(groups.value != heads.value, groups.source),
+        "num_query_groups": groups,
+    }
+
+
+def _rope(config: PretrainedConfig) -> dict[str, Any] | None:
+    """RoPE parameters; of models with several sets (one a layer type) that of full attention."""
+    rope = getattr(config, "rope_parameters", None)
+    if rope and "rope_type" not in rope:
+        sets = {name: value for name, value in rope.items() if isinstance(value, dict)}
+        rope = sets.get("full_attention") or next(iter(sets.values()), rope)
+    if rope:
+        return rope
+    # GPT-J and CodeGen have neither base nor fraction, only how many channels of a head turn.
+    return {"rotary_dim": config.rotary_dim} if getattr(config, "rotary_dim", None) else None
+
+
+# ---- from the definition ----------------------------------------------------------------------------
+
+
+def _last_layer(model: PreTrainedModel, num_layers: int) -> nn.Module:
+    """The last decoder layer: the first ones of MoE models may be dense.
+
+    The layer list is the longest ModuleList that is as long as the model is deep; a model without one is
+    taken as a whole.
+    """
+    from torch import nn
+
+    decoder = model.get_decoder() or model
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    fitting = [layers for layers in lists if len(layers) == num_layers]
+    return (fitting[0] if fitting else max(lists, key=len))[-1] if lists else model
+
+
+def _in_attention(path: str) -> bool:
+    return re.search(r"attn|attention", path) is not None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _mlp_matrices(layer: nn.Module) -> list[int]:
+    """Element counts of the matrices of one MLP (of one expert): those of the heaviest parent module."""
+    parents: dict[str, list[int]] = {}
+    for path, module in layer.named_modules():
+        if _in_attention(path):
+            continue
+        parent = path.rpartition(".")[0]
+        for param in module.parameters(recurse=False):
+            if param.dim() == 3:
+                parents.setdefault(path, []).append(param[0].numel())
+            elif param.dim() == 2 and _is_linear(module):
+                parents.setdefault(parent, []).append(param.numel())
+    return max(parents.values(), key=sum, default=[])
+
+
+def _mlp(config: PretrainedConfig, layer: nn.Module, sizes: dict[str, Derived]) -> dict[str, Derived]:
+    matrices = _mlp_matrices(layer)
+    name = type(layer).__name__
+    # Up and down are equal; a gate adds a third, beside up or packed with it.
+    gated = bool(matrices) and sum(matrices) > 2.5 * min(matrices)
+    found = {"swiglu": Derived(gated, f"{name} has {'a gated' if gated else 'no gated'} MLP")}
+    width = _read(config, FFN)
+    if width is None or not isinstance(width.value, int):
+        if not matrices:
+            return found
+        width = Derived(min(matrices) // sizes["hidden_size"].value, f"the width of the MLP of {name}")
+    experts = _read(config, EXPERTS_PER_TOKEN)
+    found["ffn_hidden_size"] = _active_width(config, experts, matrices, sizes) if experts else width
+    return found
+
+
+def _active_width(
+    config: PretrainedConfig, experts: Derived, matrices: list[int], sizes: dict[str, Derived]
+) -> Derived:
+    """MLP width that one token goes through: Megatron's FLOPs are counted as of a dense MLP that wide.
+
+    ``num_experts`` stays unset: the router is HF's, and with it set the trainer would report and scale
+    auxiliary losses that only Megatron's own router records.
+    """
+    one = min(matrices) // sizes["hidden_size"].value
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    shared = shared or (getattr(config, "n_shared_experts", None) or 0) * one
+    source = f"{experts.source}, experts of width {one}"
+    if shared:
+        source += f", shared expert of width {shared}"
+    return Derived(experts.value * one + shared, source)
+
+
+def _norms(config: PretrainedConfig, layer: nn.Module) -> dict[str, Derived]:
+    norms = {
+        path: module
+        for path, module in layer.named_modules()
+        if "norm" in type(module).__name__.lower() and not list(module.children())
+    }
+    outside = [module for path, module in norms.items() if not _in_attention(path)]
+    found = {}
+    if outside:
+        kind = type(outside[0]).__name__
+        found["normalization"] = Derived("RMSNorm" if "rms" in kind.lower() else "LayerNorm", kind)
+        own = getattr(outside[0], "eps", getattr(outside[0], "variance_epsilon", None))
+        epsilon = _read(config, NORM_EPSILON) or (Derived(own, f"{kind}.eps = {own}") if own else None)
+        if epsilon:
+            found["layernorm_epsilon"] = epsilon
+    # The latent norms of multi-head latent attention (q_a_, kv_a_) are not norms of heads.
+    leaves = [path.rpartition(".")[2] for path in norms if _in_attention(path)]
+    per_head = sorted({leaf for leaf in leaves if leaf[:1] in "qk" and "_a_" not in leaf})
+    source = f"{type(layer).__name__} has {', '.join(per_head) or 'no q/k norms'}"
+    found["qk_layernorm"] = Derived(bool(per_head), source)
+    return found
+
+
+def _biases(layer: nn.Module) -> dict[str, Derived]:
+    """Megatron's ``add_bias_linear`` speaks of all linears, ``add_qkv_bias`` of those of attention alone."""
+    linears = [(path, module) for path, module in layer.named_modules() if _is_linear(module)]
+    biased = [path for path, module in linears if module.bias is not None]
+    attention = [path for path in biased if _in_attention(path)]
+    others = [path for path in biased if not _in_attention(path)]
+    name = type(layer).__name__
+
+    def say(paths: list[str], where: str) -> Derived:
+        return Derived(bool(paths), f"{name} has {f'a bias in {paths[0]}' if paths else f'no bias {where}'}")
+
+    return {
+        "add_bias_linear": say(others, "outside attention"),
+        "add_qkv_bias": say(attention, "in attention"),
+    }
+
+
+def _position_table(model: PreTrainedModel, positions: int) -> str | None:
+    """Path of a learned table of positions: an embedding other than the tokens' with a row for each."""
+    from torch import nn
+
+    tokens = model.get_input_embeddings()
+    for path, module in model.named_modules():
+        is_table = isinstance(module, nn.Embedding) and module is not tokens
+        # OPT and its relatives keep a few rows more than positions.
+        if is_table and positions <= module.num_embeddings <= positions + 8:
+            return path
+    return None
+
+
+def _positions(
+    config: PretrainedConfig, model: PreTrainedModel, sizes: dict[str, Derived]
+) -> dict[str, Derived]:
+    rope = _rope(config)
+    if rope is not None:
+        return _rotary(rope, sizes)
+    longest = sizes.get("max_position_embeddings")
+    table = _position_table(model, longest.value) if longest else None
+    if table:
+        return {"position_embedding_type": Derived("learned_absolute", f"{table} is a table of positions")}
+    source = f"{type(config).__name__} has neither RoPE parameters nor a table of positions"
+    return {"position_embedding_type": Derived("none", source)}
+
+
+def _rotary(rope: dict[str, Any], sizes: dict[str, Derived]) -> dict[str, Derived]:
+    base = rope.get("rope_theta", 10000)
+    # Megatron keeps the base as an integer.
+    base = int(base) if math.isclose(base, round(base)) else base
+    percent, source = rope.get("partial_rotary_factor", 1.0), "partial_rotary_factor"
+    if rope.get("rotary_dim"):
+        percent, source = (
+            rope["rotary_dim"] / sizes["kv_channels"].value,
+            f"rotary_dim = {rope['rotary_dim']}",
+        )
+    kind = rope.get("rope_type", "default")
+    found = {
+        "position_embedding_type": Derived("rope", f"rope_type = {kind}"),
+        "rotary_base": Derived(base, f"rope_theta = {base}"),
+        "rotary_percent": Derived(percent, f"{source} = {percent}"),
+        "use_rope_scaling": Derived(kind == "llama3", f"rope_type = {kind}"),
+    }
+    if kind == "llama3":
+        found["rope_scaling_factor"] = Derived(rope["factor"], f"factor = {rope['factor']}")
+    return found

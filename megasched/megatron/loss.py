@@ -1,0 +1,57 @@
+"""The loss that takes the place of HF's: per token, over logits that are cut along the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    gather_from_tensor_model_parallel_region,
+    vocab_parallel_cross_entropy,
+)
+from torch.nn import functional as F
+
+
+class VocabParallelLoss:
+    """Called by the definition as ``model.loss_function``; labels are shifted already, as Megatron's are.
+
+    Args:
+        vocab_size: real size of the vocabulary; columns past it are padding and take no part in the softmax,
+            so that the loss does not depend on TP.
+        sharded: the head is cut over TP; a whole head gives whole logits.
+    """
+
+    def __init__(self, vocab_size: int, sharded: bool, group: torch.distributed.ProcessGroup) -> None:
+        self.vocab_size, self.sharded, self.group = vocab_size, sharded, group
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Loss of each token.
+
+        Args:
+            logits: [b, s, v / tp] (or [b, s, v]); may be written to.
+            labels: [b, s], the id that follows at each position.
+
+        Returns:
+            [b, s] float32, contiguous.
+        """
+        logits = logits.float()
+        if not self.sharded:
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(
+                labels.shape
+            )
+        real = self.vocab_size - self.group.rank() * logits.shape[-1]
+        if real < logits.shape[-1]:
+            logits = self._mask(logits, max(real, 0))
+        return vocab_parallel_cross_entropy(logits, labels, tp_group=self.group).contiguous()
+
+    @staticmethod
+    def _mask(logits: torch.Tensor, real: int) -> torch.Tensor:
+        # The lowest finite number, not -inf: a rank may hold padding alone, and the maximum is subtracted.
+        padding = torch.arange(logits.shape[-1], device=logits.device) >= real
+        return logits.masked_fill(padding, torch.finfo(logits.dtype).min)
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """[b, s, v / tp] -> [b, s, v], padding cut off."""
+        if not self.sharded:
+            return logits
+        return gather_from_tensor_model_parallel_region(logits, group=self.group)[..., : self.vocab_size]

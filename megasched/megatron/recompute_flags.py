@@ -1,0 +1,73 @@
+"""Megatron's recompute flags, applied to a definition's layers."""
+
+from __future__ import annotations
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from megasched.errors import ConfigError
+from megasched.lowering.region import recompute_module
+from megasched.lowering.structure import Structure
+from megasched.megatron.stage import Stage
+
+
+def apply_recompute_flags(
+    model: nn.Module, structure: Structure, stage: Stage, config: TransformerConfig
+) -> None:
+    """``--recompute-granularity`` full (uniform or block) and selective (core_attn, mlp) on this stage's layers.
+
+    ``uniform`` recomputes every layer, each on its own: a definition calls its layers one by one, so a
+    group of several can't be one unit, and ``--recompute-num-layers`` above 1 keeps more than it asks for,
+    never less. ``block`` recomputes the first ``--recompute-num-layers`` of each chunk.
+
+    Raises:
+        ConfigError: a recompute module that a definition does not have.
+    """
+    layers = [model.get_submodule(structure.layer_path(i)) for i in range(stage.start, stage.stop)]
+    if config.recompute_granularity == "full":
+        if config.recompute_method == "block":
+            layers = layers[: config.recompute_num_layers]
+        for layer in layers:
+            recompute_module(layer)
+    elif config.recompute_granularity == "selective":
+        _selective(layers, config.recompute_modules or ["core_attn"])
+
+
+def _selective(layers: list[nn.Module], modules: list[str]) -> None:
+    for name in modules:
+        if name == "core_attn":
+            _core_attention(layers)
+        elif name == "mlp":
+            for layer in layers:
+                recompute_module(_mlp(layer))
+        else:
+            raise ConfigError(
+                f"--recompute-modules {name}: a definition has core_attn and mlp; recompute others by "
+                '.checkpoint() in the schedule, e.g. sch["model.layers.*.input_layernorm"].checkpoint()'
+            )
+
+
+def _core_attention(layers: list[nn.Module]) -> None:
+    found = [
+        m.megasched_attention
+        for layer in layers
+        for m in layer.modules()
+        if hasattr(m, "megasched_attention")
+    ]
+    if layers and not found:
+        raise ConfigError(
+            "--recompute-modules core_attn: this definition does not call attention through HF's "
+            "AttentionInterface; recompute the module around it by .checkpoint() in the schedule"
+        )
+    for settings in found:
+        settings.recompute = True
+
+
+def _mlp(layer: nn.Module) -> nn.Module:
+    for name in ("mlp", "feed_forward", "ffn"):
+        if isinstance(getattr(layer, name, None), nn.Module):
+            return getattr(layer, name)
+    raise ConfigError(
+        f"--recompute-modules mlp: {type(layer).__name__} has no MLP module of its own; recompute the whole "
+        "layer by .checkpoint() in the schedule"
+    )

@@ -1,0 +1,243 @@
+"""What one run works on: the definition, its schedule, and the plan; made once in each process.
+
+Made while arguments are parsed, before any process group exists, so that a schedule that can't be built ends
+every rank at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+from collections.abc import Container
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import ConfigError, Problem, ScheduleError
+from megasched.layout import Layout
+from megasched.lowering.plan import Plan, make_plan
+from megasched.lowering.replacement import replace_modules
+from megasched.megatron.cut import balance, cuts_asked_for, layer_costs, layout_string
+from megasched.schedule import Schedule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from megasched.weights.source import WeightSource
+
+
+@dataclass
+class Session:
+    """One run's model.
+
+    Attributes:
+        definition: pristine, parameters on meta; nobody changes it.
+        schedule: the user's records on it.
+        replaced: the definition after replacements; the same object where there are none.
+        renamed: parameter of a replaced module -> parameter of the definition it stands for.
+        vocab_multiple: vocabularies are padded to a multiple of this.
+        source: where the weights come from.
+    """
+
+    definition: PreTrainedModel
+    schedule: Schedule
+    replaced: Any
+    renamed: dict[str, str]
+    vocab_multiple: int
+    source: WeightSource | None = None
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The validated plan; vocabularies are padded as Megatron pads its tokenizer's.
+
+        Raises:
+            ScheduleError: with every problem found.
+        """
+        plan = make_plan(
+            self.schedule, model=self.replaced, causal_lm=True, vocab_multiple=self.vocab_multiple
+        )
+        for new, old in self.renamed.items():
+            canonical = plan.canonical[new]
+            plan.placements[canonical] = replace(plan.placements[canonical], name=old)
+        if plan.layout.pp > 1 and plan.structure is not None and plan.structure.extra_outputs:
+            what = "the layers return tensors beside the hidden state, and Megatron's wire carries one"
+            raise ScheduleError(Problem(what, plan.structure.layers, remedy="run it without pipeline stages"))
+        return plan
+
+    def pipeline_layout(self, sequence_length: int) -> str | None:
+        """Megatron's layout string for this schedule's cuts, or balanced by cost; None without a pipeline.
+
+        Raises:
+            ScheduleError: more stages than layers, or cuts that do not fit.
+        """
+        layout = self.schedule.layout
+        stages = layout.pp * layout.vpp
+        if stages == 1:
+            return None
+        structure = self.plan.structure
+        assert structure is not None
+        if stages > structure.count:
+            what = f"PP x VPP = {stages} stages for {structure.count} layers"
+            remedy = (
+                f"at most {structure.count} stages, or a --pipeline-model-parallel-layout with empty ones"
+            )
+            raise ScheduleError(Problem(what, structure.layers, remedy=remedy))
+        asked = cuts_asked_for(self.schedule, structure, stages)
+        if asked is None:
+            costs = layer_costs(self.replaced, structure, self.definition.config, sequence_length)
+            asked = balance(*costs, stages)
+        return layout_string(asked)
+
+    def copy_of_definition(self) -> Any:
+        """A definition (replacements made) for one stage to take apart."""
+        return copy.deepcopy(self.replaced)
+
+
+def open_session(args: Namespace, layout: Layout) -> Session:
+    """Config, definition, adapter and schedule of a run.
+
+    Args:
+        args: with ``hf_model``, ``hf_override``, ``trust_remote_code`` and ``model_schedule``.
+        layout: what the flags say.
+
+    Raises:
+        ConfigError, ScheduleError: whatever can't be used as given.
+    """
+    from megasched.definition import build_definition, load_config
+    from megasched.lowering import attention
+    from megasched.schedule import create_schedule
+    from megasched.schedule_file import apply_schedule, find_schedule
+
+    function = find_schedule(args.model_schedule)
+    remote = bool(args.trust_remote_code)
+    config = load_config(args.hf_model, args.hf_override or (), trust_remote_code=remote)
+    definition = build_definition(config, trust_remote_code=remote)
+    attention.register()
+    if attention.is_used(definition):
+        definition.config._attn_implementation = attention.NAME
+    schedule = create_schedule(definition, layout, _roles(definition, args.model_schedule))
+    apply_schedule(schedule, function)
+    replaced: Any = definition
+    renamed: dict[str, str] = {}
+    if any(r.primitive in ("replace", "replace_all") for r in schedule.records):
+        replaced = copy.deepcopy(definition)
+        renamed = replace_modules(schedule, replaced)
+    multiple = args.make_vocab_size_divisible_by * layout.tp
+    return Session(definition, schedule, replaced, renamed, multiple)
+
+
+def _roles(definition: Any, schedule: str) -> Any:
+    """The adapter's roles; a schedule of the user's own can do without."""
+    from megasched.model_adapters.registry import roles_of
+    from megasched.roles import Roles
+
+    try:
+        return roles_of(definition)
+    except ConfigError:
+        if schedule == "auto":
+            raise
+        return Roles()
+
+
+# Flags by which a user cuts the pipeline; Megatron's own rules hold where one is given.
+CUT_FLAGS = (
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+def begin_session(args: Namespace, given: Container[str]) -> None:
+    """Opens the process's session from flags that Megatron has parsed but not validated, and plans it.
+
+    Where neither the flags nor Megatron's own rules for uneven stages say how the pipeline is cut,
+    ``args.pipeline_model_parallel_layout`` is set.
+
+    Raises:
+        ConfigError, ScheduleError: whatever can't be used as given.
+    """
+    session = open_session(args, layout_before_validation(args))
+    plan = session.plan
+    session.source = weight_source(args, session.definition)
+    session.source.check({placement.name for placement in plan.placements.values()})
+    flags = [name for name in CUT_FLAGS if name in given]
+    cuts = plan.records_of("cut_pipeline_stage")
+    if flags and cuts:
+        what = f"the schedule cuts the pipeline, and so does --{flags[0].replace('_', '-')}"
+        raise ScheduleError(Problem(what, cuts[0].path, cuts[0].source, "keep one of the two"))
+    if not flags:
+        args.pipeline_model_parallel_layout = session.pipeline_layout(args.seq_length)
+        if args.pipeline_model_parallel_layout is not None:  # says how many chunks there are, too
+            args.num_layers_per_virtual_pipeline_stage = None
+            args.num_virtual_stages_per_pipeline_rank = None
+    set_session(session)
+
+
+def layout_before_validation(args: Namespace) -> Layout:
+    """The layout that Megatron's flags ask for; VPP and DP by the rules of ``validate_args``
+    (megatron/training/arguments.py:908)."""
+    pp = args.pipeline_model_parallel_size
+    if args.pipeline_model_parallel_layout:
+        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+        vpp = PipelineParallelLayerLayout.get_num_stages_from_str(args.pipeline_model_parallel_layout) // pp
+    elif args.num_layers_per_virtual_pipeline_stage:
+        vpp = args.num_layers // pp // args.num_layers_per_virtual_pipeline_stage
+    else:
+        vpp = args.num_virtual_stages_per_pipeline_rank or 1
+    ranks = args.tensor_model_parallel_size * pp * args.context_parallel_size
+    return Layout(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        data_parallel_size=max(args.world_size // ranks, 1),
+        micro_batch_size=args.micro_batch_size or 1,
+    )
+
+
+_current: list[Session] = []
+
+
+def set_session(session: Session) -> None:
+    """Makes this the process's session, which Megatron's model builder takes up."""
+    _current[:] = [session]
+
+
+def get_session() -> Session:
+    """The process's session.
+
+    Raises:
+        ConfigError: none was opened: the run was not started through megasched.
+    """
+    if not _current:
+        raise ConfigError(
+            "no schedule is open; start the run with `python -m megasched SCRIPT --model-schedule ...`"
+        )
+    return _current[0]
+
+
+def weight_source(args: Namespace, definition: Any) -> WeightSource:
+    """Where the run's weights come from: the HF folder, or an initialisation when asked for.
+
+    Raises:
+        ConfigError: the folder has no weights and ``--hf-random-init`` was not given.
+    """
+    from megasched.weights.hf_folder import HFFolder
+    from megasched.weights.random_init import RandomInit
+    from megasched.weights.safetensors_files import has_weights
+
+    if args.hf_random_init:
+        return RandomInit(definition, args.seed)
+    folder = Path(args.hf_model)
+    if not has_weights(folder):
+        raise ConfigError(
+            f"--hf-model {args.hf_model}: no safetensors weights there; pass --hf-random-init to initialise "
+            "them as the HF class would"
+        )
+    return HFFolder(folder, definition)

@@ -1,0 +1,23 @@
+"""The built-in primitives, one a file. Importing this package registers them."""
+
+from megasched.primitives.annotate import Annotate
+from megasched.primitives.checkpoint import Checkpoint
+from megasched.primitives.cut_pipeline_stage import CutPipelineStage
+from megasched.primitives.fork_rng import ForkRng
+from megasched.primitives.hook import Hook
+from megasched.primitives.replace import Replace
+from megasched.primitives.replace_all import ReplaceAll
+from megasched.primitives.shard import Shard
+from megasched.primitives.sync import Sync
+
+__all__ = [
+    "Annotate",
+    "Checkpoint",
+    "CutPipelineStage",
+    "ForkRng",
+    "Hook",
+    "Replace",
+    "ReplaceAll",
+    "Shard",
+    "Sync",
+]

@@ -1,0 +1,34 @@
+"""Primitive ``annotate``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import Problem
+from megasched.primitives._parameters import missing_parameter
+from megasched.registry import Primitive, register_primitive
+
+if TYPE_CHECKING:
+    from megasched.schedule import Schedule
+
+
+@register_primitive
+class Annotate(Primitive):
+    """Puts an attribute on a parameter; it survives shard, replace, build and load.
+
+    Parameters:
+        param: name of the parameter in this module, e.g. ``weight``.
+        key: attribute name, e.g. ``is_embedding_parameter``.
+        value: its value.
+
+    Example: ``sch["model.embed_tokens"].annotate("weight", "is_embedding_parameter", True)``
+    """
+
+    name = "annotate"
+
+    def record(self, node: Schedule, param: str, key: str, value: Any) -> Mapping[str, Any]:
+        return {"param": param, "key": key, "value": value}
+
+    def check(self, node: Schedule, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+        return missing_parameter(node, arguments["param"], source)

@@ -1,0 +1,28 @@
+"""Primitive ``checkpoint``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megasched.registry import Primitive, register_primitive
+
+if TYPE_CHECKING:
+    from megasched.schedule import Schedule
+
+
+@register_primitive
+class Checkpoint(Primitive):
+    """Recomputes this module's activations in the backward pass instead of keeping them.
+
+    Random numbers are drawn again as they were, from the default generator and from Megatron's
+    model-parallel one. Keyword arguments arrive by name; paths and state-dict keys do not change; a module
+    that is fed integer ids alone still gets its gradients.
+
+    Example: ``sch["model.layers"][::2].checkpoint()`` recomputes every second layer.
+    """
+
+    name = "checkpoint"
+
+    def record(self, node: Schedule) -> Mapping[str, Any]:
+        return {}

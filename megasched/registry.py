@@ -1,0 +1,100 @@
+"""The registry of primitives: what exists, and where its documentation is.
+
+Built-in primitives and third parties' come the same way, through the entry point group
+``megasched.primitives``: importing the module named there registers what it defines.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, ClassVar, overload
+
+from megasched.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from megasched.schedule import Schedule
+
+GROUP = "megasched.primitives"
+
+
+class Primitive:
+    """One transformation. Subclasses say what its call records; a lowering of the same name carries it out.
+
+    Attributes:
+        name: how it is called on a schedule.
+        aliases: other names for the same.
+    """
+
+    name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+
+    def record(self, node: Schedule, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+        """The arguments to keep, by name. Nothing is changed and nothing heavy is done here."""
+        raise NotImplementedError(f"primitive {self.name} defines no record()")
+
+    def check(self, node: Schedule, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+        """What is wrong with this call as seen on the definition alone; collected over the whole schedule."""
+        return []
+
+
+_PRIMITIVES: dict[str, Primitive] = {}
+
+
+def register_primitive[P: type[Primitive]](cls: P) -> P:
+    """Class decorator: makes a primitive callable on every schedule, under its name and aliases."""
+    instance = cls()
+    for name in (cls.name, *cls.aliases):
+        known = _PRIMITIVES.get(name)
+        if known is not None and type(known).__qualname__ != cls.__qualname__:
+            raise ConfigError(
+                f"primitive {name!r} is registered twice: by {type(known).__module__} and by {cls.__module__}"
+            )
+        _PRIMITIVES[name] = instance
+    return cls
+
+
+@cache
+def _load_entry_points() -> None:
+    for point in entry_points(group=GROUP):
+        point.load()
+
+
+def has_primitive(name: str) -> bool:
+    _load_entry_points()
+    return name in _PRIMITIVES
+
+
+def get_primitive(name: str) -> Primitive:
+    """The primitive of this name or alias.
+
+    Raises:
+        ConfigError: there is none; lists those that exist.
+    """
+    if not has_primitive(name):
+        raise ConfigError(f"no primitive {name!r}; there are: {', '.join(list_primitives(name_only=True))}")
+    return _PRIMITIVES[name]
+
+
+@overload
+def list_primitives(*, name_only: bool = True) -> list[str]: ...
+@overload
+def list_primitives(*, name_only: bool = False) -> dict[str, str]: ...
+def list_primitives(*, name_only: bool = False) -> list[str] | dict[str, str]:
+    """All primitives: their names, or name -> documentation."""
+    _load_entry_points()
+    own = {primitive.name: primitive for primitive in _PRIMITIVES.values()}
+    if name_only:
+        return sorted(own)
+    return {name: document(own[name]) for name in sorted(own)}
+
+
+def document(primitive: Primitive) -> str:
+    """Signature and documentation of a primitive, as text."""
+    signature = inspect.signature(primitive.record)
+    parameters = [p for name, p in signature.parameters.items() if name != "node"]
+    call = f"{primitive.name}{signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)}"
+    also = f"\n\nAlso known as: {', '.join(primitive.aliases)}" if primitive.aliases else ""
+    return f"{call}\n\n{inspect.getdoc(primitive) or ''}{also}"

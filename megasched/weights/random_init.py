@@ -1,0 +1,162 @@
+"""Weights as the HF class would initialise them: one parameter at a time, the same at every layout."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from megasched.errors import CheckpointError, ConfigError
+from megasched.weights.names import canonical_names, compare_names
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from megasched.placement import Placement
+
+# transformers.initialization passes over tensors that carry this flag.
+INITIALIZED = "_is_hf_initialized"
+
+
+def parameter_seed(seed: int, name: str) -> int:
+    """RNG seed of one parameter, the same in every process and layout; 32 bits, the CPU RNG takes no more."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:4], "big")
+
+
+class RandomInit:
+    """A weight source that runs the HF class's own ``_init_weights``.
+
+    A value depends on the seed, the parameter's canonical name and the config, and on nothing else: not on
+    the layout, nor on which other parameters were asked for. (Hosts whose CPUs lack AVX2 differ from those
+    that have it in the last bits.) Memory: one full float32 parameter at a time.
+
+    Args:
+        definition: from ``megasched.definition.build_definition``, parameters on meta, not scheduled yet.
+            It is copied (that costs no parameter memory), so that the caller may go on to change it.
+        seed: Megatron's ``--seed``.
+
+    Raises:
+        ConfigError: a parameter of the definition is not on meta.
+    """
+
+    def __init__(self, definition: PreTrainedModel, seed: int) -> None:
+        for name, param in definition.named_parameters():
+            if not param.is_meta:
+                raise ConfigError(
+                    f"RandomInit: {name} is on {param.device}, not on meta; give it the definition as "
+                    "build_definition returns it, before it is filled"
+                )
+        self._skeleton = copy.deepcopy(definition)
+        self._seed = seed
+        for original, param in zip(definition.parameters(), self._skeleton.parameters(), strict=True):
+            # deepcopy drops attributes of parameters, and some _init_weights read theirs.
+            param.__dict__.update(original.__dict__)
+            setattr(param, INITIALIZED, True)
+        self._sources = self._find_sources()
+
+    def local(self, placement: Placement, rank: int, size: int) -> torch.Tensor:
+        """See ``WeightSource.local``; float32.
+
+        Raises:
+            CheckpointError: the definition has no parameter of that name, or it has another shape.
+            ConfigError: the HF class leaves the parameter uninitialised.
+        """
+        import torch
+
+        if placement.name not in self._sources:
+            raise CheckpointError(f"{placement.name}: {type(self._skeleton).__name__} has no such parameter")
+        shape = tuple(self._skeleton.get_parameter(placement.name).shape)
+        if shape != placement.shape:
+            raise CheckpointError(
+                f"{placement.name}: {type(self._skeleton).__name__} has it in shape {list(shape)}, "
+                f"expected {list(placement.shape)}"
+            )
+        full = self._initialised(placement.name)
+        piece = placement.shard(full, rank, size)
+        if piece.numel() == full.numel():
+            return piece.contiguous()
+        # A view would keep the memory of the full parameter.
+        return piece.clone(memory_format=torch.contiguous_format)
+
+    def buffer(self, name: str) -> None:
+        """None: buffers are real in the definition, as the class made them."""
+        return None
+
+    def check(self, names: Collection[str]) -> None:
+        """See ``WeightSource.check``."""
+        wanted, found = set(names), set(self._sources)
+        compare_names(f"the parameters of {type(self._skeleton).__name__}", wanted - found, found - wanted)
+
+    def _find_sources(self) -> dict[str, str]:
+        """Canonical name -> name under which HF initialises the parameter.
+
+        HF initialises first and ties afterwards, so the value of a tie is what its source gets (an
+        embedding zeroes its padding row, a head doesn't), whichever of them is named first.
+        """
+        canonical = canonical_names(self._skeleton)
+        tied_to = self._skeleton.all_tied_weights_keys
+        sources = {first: first for first in canonical.values()}
+        for target, source in tied_to.items():
+            if canonical.get(target) is not None and canonical[target] == canonical.get(source):
+                sources[canonical[target]] = source
+        return sources
+
+    def _initialised(self, name: str) -> torch.Tensor:
+        """The full parameter of that canonical name; float32, CPU."""
+        import torch
+
+        source = self._sources[name]
+        with self._made_real(source) as real, torch.random.fork_rng(devices=[]), torch.no_grad():
+            # torch.manual_seed would seed the GPUs as well, which fork_rng does not bring back here.
+            torch.default_generator.manual_seed(parameter_seed(self._seed, name))
+            for model, module in self._initialisers(source):
+                try:
+                    model._init_weights(module)
+                except RuntimeError as error:
+                    raise ConfigError(
+                        f"{name}: {type(model).__name__}._init_weights can't initialise it while the other "
+                        f"parameters are on meta ({error}), so there is no random start for it; load weights"
+                    ) from error
+        if real.isnan().any():
+            raise ConfigError(
+                f"{name}: {type(self._skeleton).__name__}._init_weights leaves it uninitialised, so there is "
+                "no random start for it; load weights, or initialise it in the class's _init_weights"
+            )
+        return real.detach()
+
+    @contextmanager
+    def _made_real(self, name: str) -> Iterator[torch.nn.Parameter]:
+        """The parameter in its place in the skeleton, real and full of NaN; meta again afterwards."""
+        import torch
+
+        path, _, leaf = name.rpartition(".")
+        slots = self._skeleton.get_submodule(path)._parameters
+        empty = slots[leaf]
+        assert empty is not None
+        nan = torch.full(empty.shape, float("nan"), dtype=torch.float32, device="cpu")
+        real = torch.nn.Parameter(nan, requires_grad=empty.requires_grad)
+        real.__dict__.update({key: value for key, value in empty.__dict__.items() if key != INITIALIZED})
+        slots[leaf] = real
+        try:
+            yield real
+        finally:
+            slots[leaf] = empty
+
+    def _initialisers(self, name: str) -> list[tuple[PreTrainedModel, torch.nn.Module]]:
+        """(model whose ``_init_weights`` is called, module it is called on), from the owner up to the root.
+
+        The order and the choice of model are those of ``smart_apply`` in transformers/modeling_utils.py:
+        children first, and below a nested PreTrainedModel it is that one's function.
+        """
+        from transformers import PreTrainedModel
+
+        model, module = self._skeleton, self._skeleton
+        chain: list[tuple[PreTrainedModel, torch.nn.Module]] = [(model, module)]
+        for part in name.split(".")[:-1]:
+            module = getattr(module, part)
+            model = module if isinstance(module, PreTrainedModel) else model
+            chain.append((model, module))
+        return chain[::-1]

@@ -1,0 +1,22 @@
+"""The schedule that ``--model-schedule auto`` runs: every role cut as its kind is, nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megasched.roles import ROLES
+
+if TYPE_CHECKING:
+    from megasched.layout import Layout
+    from megasched.schedule import Schedule
+
+
+def schedule(sch: Schedule, layout: Layout) -> None:
+    """Shards all that the adapter gives a role; stages are balanced and recompute follows Megatron's flags."""
+    for path, role in sch.roles.role.items():
+        cut = ROLES[role]
+        if cut is None:
+            continue
+        output = 1 if type(sch[path].mod).__name__ == "Conv1D" else 0
+        axis = {"column": output, "row": 1 - output, "vocab": 0}[cut]
+        sch[path].shard("weight", axis=axis)

@@ -1,0 +1,94 @@
+"""Resuming the distributed optimizer when neither Transformer Engine nor NVIDIA apex provides Adam.
+
+With torch's AdamW, megatron-core 0.19 can't resume from a torch_dist checkpoint, or resumes wrong:
+
+* a fresh optimizer has no ``step`` yet, and ``state_dict`` asserts that there is one;
+* the checkpoint keeps ``step`` once, in the parameter groups; the code that loads parameter states asks
+  for it there too (KeyError in ``fully_reshardable``), or writes the fresh one over the loaded one
+  (``dp_reshardable``);
+* all parameters get the same ``step`` tensor, so that each in-place ``step += 1`` counts for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megasched.patches.attributes import Undo, set_attribute, undo_all
+from megasched.patches.registry import Patch
+
+if TYPE_CHECKING:
+    import torch
+
+_MODULE = "megatron.core.optimizer.distrib_optimizer"
+_STATE_DICT = f"{_MODULE}:DistributedOptimizer.state_dict"
+_LOAD = f"{_MODULE}:DistributedOptimizer.load_state_dict"
+_SET_STATE = f"{_MODULE}:DistributedOptimizer._set_main_param_and_optimizer_states"
+
+
+def _unneeded() -> str | None:
+    from megatron.core.optimizer import distrib_optimizer
+
+    return "Transformer Engine or NVIDIA apex provides Adam" if distrib_optimizer.HAVE_APEX_OR_TE else None
+
+
+def _change() -> Undo:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    state_dict = DistributedOptimizer.state_dict
+    load_state_dict = DistributedOptimizer.load_state_dict
+    set_state = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def patched_state_dict(self: Any) -> dict[str, Any]:
+        _start_state(self.optimizer)
+        return state_dict(self)
+
+    def patched_load_state_dict(self: Any, loaded: dict[str, Any]) -> None:
+        load_state_dict(self, loaded)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    def patched_set_state(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+        # Whatever is no tensor is left as it is: `step` was already set from the parameter groups.
+        set_state(self, model_param, {**tensors, "step": None})
+
+    return _undo_together(
+        set_attribute(_STATE_DICT, patched_state_dict),
+        set_attribute(_LOAD, patched_load_state_dict),
+        set_attribute(_SET_STATE, patched_set_state),
+    )
+
+
+def _undo_together(*undos: Undo) -> Undo:
+    return lambda: undo_all(undos)
+
+
+def _start_state(optimizer: Any) -> None:
+    """Gives each parameter that AdamW has not stepped yet the state that its first step starts from."""
+    import torch
+
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = optimizer.state[param]
+            if "step" not in state:
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+                state.setdefault("exp_avg", torch.zeros_like(param.data))
+                state.setdefault("exp_avg_sq", torch.zeros_like(param.data))
+
+
+PATCH = Patch(
+    name="adamw_resume",
+    targets=(_STATE_DICT, _LOAD, _SET_STATE),
+    versions={"megatron-core": ">=0.19,<0.20"},
+    why=(
+        "with torch's AdamW the distributed optimizer can't resume: "
+        "megatron/core/optimizer/distrib_optimizer.py:838 asserts a step on a fresh optimizer, "
+        ":1223 asks checkpoints for a step per parameter, "
+        ":1028-1032 shares one step tensor among all parameters"
+    ),
+    change=_change,
+    signature={_LOAD: ("state_dict",), _SET_STATE: ("model_param", "tensors")},
+    unneeded=_unneeded,
+)

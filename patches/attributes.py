@@ -1,0 +1,91 @@
+"""The one way to change an attribute of someone else's module: named, checked, undoable."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+from megasched.errors import ConfigError
+
+Undo = Callable[[], None]
+
+_ABSENT = object()
+
+
+def locate(target: str) -> tuple[Any, str]:
+    """Owner and last name of ``"module:attr"`` or ``"module:Class.attr"``; the owner's module is imported.
+
+    Raises:
+        ConfigError: the module can't be imported or an attribute on the way does not exist.
+    """
+    module_name, _, path = target.partition(":")
+    try:
+        owner: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{target}: can't import {module_name}: {error}") from error
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent, _ABSENT)
+        if owner is _ABSENT:
+            raise ConfigError(f"{target}: {module_name} has no {parent}")
+    return owner, name
+
+
+def resolve(target: str) -> Any:
+    """What ``target`` names now.
+
+    Raises:
+        ConfigError: nothing has that name.
+    """
+    owner, name = locate(target)
+    value = getattr(owner, name, _ABSENT)
+    if value is _ABSENT:
+        raise ConfigError(f"{target}: no such attribute")
+    return value
+
+
+def set_attribute(target: str, value: Any, *, rebind: tuple[str, ...] = ()) -> Undo:
+    """Sets ``target`` to ``value`` and returns what puts the old state back.
+
+    Args:
+        target: ``"module:attr"`` or ``"module:Class.attr"``; it must exist.
+        value: the new attribute.
+        rebind: packages, e.g. ``("megatron",)``, in whose loaded modules a copy made by
+            ``from module import attr`` is changed too (and, at undo, changed back, modules that were
+            loaded in between included).
+
+    Raises:
+        ConfigError: the target does not exist.
+    """
+    owner, name = locate(target)
+    old = resolve(target)
+    # An inherited attribute must be deleted again, not copied down to the subclass.
+    own = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, value)
+    _rebind(old, value, rebind)
+
+    def undo() -> None:
+        if own is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+        _rebind(value, old, rebind)
+
+    return undo
+
+
+def undo_all(undos: Iterable[Undo]) -> None:
+    """Runs undos in the reverse of the order in which they were made."""
+    for undo in reversed(list(undos)):
+        undo()
+
+
+def _rebind(old: Any, new: Any, packages: tuple[str, ...]) -> None:
+    for module_name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and module_name.partition(".")[0] in packages:
+            for name, value in list(vars(module).items()):
+                if value is old:
+                    setattr(module, name, new)

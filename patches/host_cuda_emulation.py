@@ -1,0 +1,298 @@
+"""What host_cuda puts in the place of CUDA: each of these answers for one or more rows of its table."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+CPU = torch.device("cpu")
+
+# Reported for each emulated device. Compute capability 9.0 keeps Megatron on its ordinary code paths.
+CAPABILITY = (9, 0)
+MEMORY_BYTES = 80 * 2**30
+
+
+def host_device(device: Any) -> Any:
+    """The device to use instead of ``device``: CPU for any form of CUDA, everything else (meta) as it is."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return CPU
+    if isinstance(device, str) and device.partition(":")[0] == "cuda":
+        return CPU
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return CPU
+    return device
+
+
+class DeviceRewriting(TorchFunctionMode):
+    """Rewrites CUDA devices in calls of torch functions; per thread, as every TorchFunctionMode is."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = host_device(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if func is torch.Tensor.to and len(args) > 1:
+            args = (args[0], host_device(args[1]), *args[2:])
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def device_rewriting() -> Iterator[None]:
+    """Device rewriting, entered only where it is not in force already."""
+    if any(isinstance(mode, DeviceRewriting) for mode in _get_current_function_mode_stack()):
+        yield
+    else:
+        with DeviceRewriting():
+            yield
+
+
+# --- device queries
+
+
+class _Devices:
+    current = int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def always_true(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+def always_false(*args: Any, **kwargs: Any) -> bool:
+    return False
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def zero(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+def device_count() -> int:
+    """One device a local rank, as on a node where every rank has its GPU."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+
+
+def current_device() -> int:
+    return _Devices.current
+
+
+def set_device(device: Any) -> None:
+    index = device if isinstance(device, int) else torch.device(device).index
+    _Devices.current = index if index is not None and index >= 0 else _Devices.current
+
+
+class DeviceContext(contextlib.nullcontext):
+    """Stands for ``torch.cuda.device``."""
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
+
+
+class DeviceProperties(NamedTuple):
+    name: str = "host CPU (rehearsal)"
+    major: int = CAPABILITY[0]
+    minor: int = CAPABILITY[1]
+    total_memory: int = MEMORY_BYTES
+    multi_processor_count: int = 1
+
+
+def get_device_properties(device: Any = None) -> DeviceProperties:
+    return DeviceProperties()
+
+
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    return CAPABILITY
+
+
+def get_device_name(device: Any = None) -> str:
+    return DeviceProperties().name
+
+
+# --- streams and events: everything runs at once and in order, so that there is nothing to wait for
+
+
+class Stream:
+    cuda_stream = 0
+    device = CPU
+    priority = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
+        self.priority = priority
+
+    def wait_stream(self, stream: Any) -> None:
+        return None
+
+    def wait_event(self, event: Any) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+
+class Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._seconds = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds, as CUDA's."""
+        return 1e3 * (end_event._seconds - self._seconds)
+
+
+_THE_STREAM = Stream()
+
+
+def current_stream(device: Any = None) -> Stream:
+    return _THE_STREAM
+
+
+def stream_context(stream: Any) -> contextlib.nullcontext:
+    return contextlib.nullcontext(stream)
+
+
+# --- random numbers: the CPU's default generator is the device's too
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
+    torch.set_rng_state(new_state)
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [torch.get_rng_state() for _ in range(device_count())]
+
+
+def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(new_states[current_device()])
+
+
+def manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
+def initial_seed() -> int:
+    return torch.initial_seed()
+
+
+class DefaultGenerators:
+    """Stands for ``torch.cuda.default_generators``: the same generator for each device."""
+
+    def __getitem__(self, index: int) -> torch.Generator:
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return device_count()
+
+
+DEFAULT_GENERATORS = DefaultGenerators()
+
+
+def call_now(function: Callable[[], Any], **kwargs: Any) -> None:
+    """Stands for ``torch.cuda._lazy_call``, which waits for CUDA to be initialised."""
+    function()
+
+
+# --- memory statistics
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    return defaultdict(int)
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    return MEMORY_BYTES, MEMORY_BYTES
+
+
+# --- tensors
+
+_tensor_type = torch.Tensor.type
+
+
+def tensor_cuda(
+    self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any
+) -> torch.Tensor:
+    """The tensor itself, as for one that is on the device already; torch refuses meta tensors."""
+    return self.to(CPU, **kwargs)
+
+
+def tensor_pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+    return self
+
+
+def tensor_type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    """``torch.cuda.FloatTensor`` and the like, which Megatron's optimizers compare with; or a conversion."""
+    if isinstance(dtype, str):
+        dtype = dtype.replace("torch.cuda.", "torch.")
+    # A TorchFunctionMode gets methods by their name on torch.Tensor: it would come back here.
+    with torch._C.DisableTorchFunction():
+        result = _tensor_type(self, dtype, non_blocking, **kwargs)
+    if isinstance(result, str) and self.device.type == "cpu":
+        return result.replace("torch.", "torch.cuda.", 1)
+    return result
+
+
+# --- the rest
+
+_dataloader_init = torch.utils.data.DataLoader.__init__
+_dataloader_signature = inspect.signature(_dataloader_init)
+_engine_run_backward = torch.autograd._engine_run_backward
+
+
+def dataloader_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    """No pinned memory, and a generator of its own.
+
+    An iterator draws a base seed from the CPU's default generator. Not every rank makes one, and here
+    that generator is the device's, whose state must stay equal over a TP group (replicated dropout).
+    """
+    bound = _dataloader_signature.bind(self, *args, **kwargs)
+    bound.arguments["pin_memory"] = False
+    if bound.arguments.get("generator") is None:
+        bound.arguments["generator"] = torch.Generator().manual_seed(torch.initial_seed())
+    _dataloader_init(*bound.args, **bound.kwargs)
+
+
+def run_backward(*args: Any, **kwargs: Any) -> Any:
+    """``Tensor.backward`` runs with every TorchFunctionMode off; custom backwards need the rewriting."""
+    with device_rewriting():
+        return _engine_run_backward(*args, **kwargs)

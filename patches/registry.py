@@ -1,0 +1,161 @@
+"""Every runtime change to someone else's code: what, for which versions, why; applied and undone by name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+from megasched.patches.attributes import Undo, resolve
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from megasched.errors import ConfigError
+
+# One file each; every one of them defines PATCH.
+MODULES = ("host_cuda", "arguments", "wheel_helpers", "adamw_resume", "fp32_resume")
+
+
+def _always_needed() -> str | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """A declared change.
+
+    Attributes:
+        name: what users call it, e.g. ``adamw_resume``; the name of its file.
+        targets: ``"module:attr"`` of everything it changes.
+        versions: package -> version range it is for, e.g. ``{"megatron-core": ">=0.19,<0.20"}``; the range
+            is what is known to work.
+        why: the fault that it mends, with the upstream file and line.
+        change: makes the change and returns what takes it back; keyword options of ``apply`` reach it.
+        signature: target -> names of the parameters it must have.
+        unneeded: why this installation can do without it, or None when it can't. Asked at ``apply``.
+    """
+
+    name: str
+    targets: tuple[str, ...]
+    versions: Mapping[str, str]
+    why: str
+    change: Callable[..., Undo]
+    signature: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unneeded: Callable[[], str | None] = _always_needed
+
+    @property
+    def version_range(self) -> str:
+        """E.g. ``megatron-core >=0.19,<0.20``."""
+        return "; ".join(f"{package} {versions}" for package, versions in self.versions.items())
+
+
+_undos: dict[str, Undo] = {}
+
+
+@cache
+def _patches() -> dict[str, Patch]:
+    found = [importlib.import_module(f"megasched.patches.{module}").PATCH for module in MODULES]
+    return {patch.name: patch for patch in found}
+
+
+def available() -> list[Patch]:
+    """All patches, active or not. Imports neither torch nor Megatron."""
+    return list(_patches().values())
+
+
+def active() -> list[str]:
+    """Names of the patches that are in force in this process, in the order of their application."""
+    return list(_undos)
+
+
+def apply(name: str, **options: object) -> bool:
+    """Applies a patch; a second time is a no-op.
+
+    Args:
+        name: as ``available`` lists it.
+        options: handed to the patch (``force=True`` for host_cuda).
+
+    Returns:
+        Whether the patch is now in force: False when this installation does not need it.
+
+    Raises:
+        ConfigError: unknown name, a package version outside the patch's range, a target that moved or
+            whose parameters changed.
+    """
+    patch = _get(name)
+    if name in _undos:
+        return True
+    _check_versions(patch)
+    if patch.unneeded():
+        return False
+    _check_targets(patch)
+    _undos[name] = patch.change(**options)
+    return True
+
+
+def undo(name: str) -> None:
+    """Takes a patch back; nothing happens when it is not in force.
+
+    Raises:
+        ConfigError: unknown name.
+    """
+    _get(name)
+    if name in _undos:
+        _undos.pop(name)()
+
+
+def installed_version(package: str) -> str:
+    """Version of what this process imports: Megatron may be a checkout beside or instead of the wheel.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    if package == "megatron-core":
+        return resolve("megatron.core:__version__")
+    try:
+        return version(package)
+    except PackageNotFoundError as error:
+        raise ConfigError(f"{package} is not installed") from error
+
+
+def _get(name: str) -> Patch:
+    try:
+        return _patches()[name]
+    except KeyError:
+        raise ConfigError(f"no patch is called {name!r}; there are: {', '.join(_patches())}") from None
+
+
+def _check_versions(patch: Patch) -> None:
+    for package, versions in patch.versions.items():
+        installed = installed_version(package)
+        if not SpecifierSet(versions).contains(Version(installed), prereleases=True):
+            raise ConfigError(
+                f"patch {patch.name} can't be applied to {package} {installed}; "
+                f"it is known to work with {patch.version_range}"
+            )
+
+
+def _check_targets(patch: Patch) -> None:
+    for target in patch.targets:
+        try:
+            found = resolve(target)
+        except ConfigError as error:
+            raise _moved(patch, str(error)) from error
+        wanted = patch.signature.get(target, ())
+        missing = (
+            [name for name in wanted if name not in inspect.signature(found).parameters] if wanted else []
+        )
+        if missing:
+            raise _moved(patch, f"{target} has no parameter {', '.join(missing)} any more")
+
+
+def _moved(patch: Patch, what: str) -> ConfigError:
+    installed = ", ".join(f"{package} {installed_version(package)}" for package in patch.versions)
+    return ConfigError(
+        f"patch {patch.name} does not fit what is installed ({installed}): {what}. "
+        f"Versions known to work: {patch.version_range}"
+    )

@@ -1,0 +1,69 @@
+"""The quickstart's main, with the training itself replaced by a few lines of output."""
+
+import shlex
+import sys
+
+import pytest
+from megasched.launch import quickstart, quickstart_plan
+from megasched.launch.corpus import Corpus
+
+from tests.launch.test_training_log import line
+
+OUTPUT = line(1, 900.0, 5.6) + line(2, 700.0, 5.5) + line(3, 500.0, 5.2)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    """A corpus without tokenizing, and a plan that asks for no GPU."""
+    corpus = Corpus(folder=tmp_path / "corpus", documents=3, tokens=1000)
+    monkeypatch.setattr(quickstart, "prepare_corpus", lambda folder: corpus)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+
+
+def train_by(monkeypatch, code):
+    monkeypatch.setattr(
+        quickstart_plan, "training_command", lambda plan, **kwargs: [sys.executable, "-c", code]
+    )
+
+
+def test_dry_run_prints_the_command_and_trains_nothing(tmp_path, capsys):
+    assert quickstart.main(["--dir", str(tmp_path / "q"), "--dry-run", "--iters", "7"]) == 0
+    words = shlex.split(capsys.readouterr().out.split("exec ")[1].replace("\\\n", " "))
+    assert words[words.index("--train-iters") + 1] == "7"
+    assert words[words.index("-m", 2) :][:2] == ["-m", "megasched"]
+    assert not (tmp_path / "q" / "run-1").exists()
+
+
+def test_a_run_ends_with_table_curve_and_next_commands(tmp_path, capsys, monkeypatch):
+    train_by(monkeypatch, f"print({OUTPUT!r})")
+    assert quickstart.main(["--dir", str(tmp_path / "q")]) == 0
+    out = capsys.readouterr().out
+    run = tmp_path / "q" / "run-1"
+    assert "5.600 nats per byte" in out
+    assert f"bash {run}/train.sh --load {run}/checkpoints --train-iters" in out
+    assert "megasched show" in out
+    assert (run / "loss.png").stat().st_size > 1000
+    assert (run / "train.log").read_text().startswith(OUTPUT)
+
+
+def test_runs_do_not_overwrite_each_other(tmp_path, monkeypatch):
+    train_by(monkeypatch, f"print({OUTPUT!r})")
+    for _ in range(2):
+        quickstart.main(["--dir", str(tmp_path / "q")])
+    assert {path.name for path in (tmp_path / "q").iterdir()} == {"model", "run-1", "run-2"}
+
+
+def test_a_failure_shows_the_tail_and_passes_the_exit_code_on(tmp_path, capsys, monkeypatch):
+    train_by(monkeypatch, "import sys; print('[rank2] out of [memory]'); sys.exit(7)")
+    assert quickstart.main(["--dir", str(tmp_path / "q")]) == 7
+    out = capsys.readouterr().out
+    assert "[rank2] out of [memory]" in out
+    assert "exit code 7" in out
+    assert str(tmp_path / "q" / "run-1" / "train.log") in out
+
+
+@pytest.mark.parametrize("iters", ["0", "-3"])
+def test_no_steps_are_refused(iters, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        quickstart.main(["--iters", iters])
+    assert "is less than 1" in capsys.readouterr().err

@@ -1,0 +1,242 @@
+"""Rank processes that live as long as the pytest session: a test sends a function, each rank runs it.
+
+::
+
+    def _sum(value):
+        tensor = torch.tensor([value + torch.distributed.get_rank()])
+        torch.distributed.all_reduce(tensor)
+        return tensor
+
+    def test_sum(ranks):
+        assert ranks.run(2, _sum, 1) == [torch.tensor([3]), torch.tensor([3])]
+
+The function must be importable: module level of a test module, no lambda. Ranks have CUDA emulated
+(``patches.host_cuda``) and Megatron imported; a case finds a fresh gloo world of the size it asked for
+and none of Megatron's global state. Output of ranks is shown when a case fails, never else.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKER = Path(__file__).with_name("rank_worker.py")
+MAX_RANKS = 4
+START_SECONDS = 300
+# After the first failure, the time that the other ranks get to end by themselves.
+GRACE_SECONDS = 3
+OUTPUT_CHARS = 4000
+
+
+class RankError(AssertionError):
+    """A case failed on some rank, or hung: the report of every rank concerned."""
+
+
+class Rank:
+    """One process and its files."""
+
+    def __init__(self, number: int, port: int, folder: Path) -> None:
+        self.number = number
+        self.log = folder / f"rank{number}.log"
+        self.stacks = folder / f"rank{number}.stacks"
+        self.connection, theirs = Pipe()
+        arguments = [number, theirs.fileno(), port, self.stacks]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(WORKER), *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                # WORKER's folder must not come first on sys.path: tests/megatron is not Megatron.
+                env={
+                    **os.environ,
+                    "PYTHONSAFEPATH": "1",
+                    "PYTHONPATH": os.pathsep.join(search_path()),
+                    "OMP_NUM_THREADS": "1",
+                    "CUDA_VISIBLE_DEVICES": "",
+                },
+            )
+        theirs.close()
+
+    def receive(self) -> Any:
+        """The next message, or None when the process has died."""
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            return None
+
+    def stack(self) -> str:
+        """Stacks of all its threads, now."""
+        self.process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 3
+        while not self.stacks.read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        return self.stacks.read_text()
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")[-OUTPUT_CHARS:]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+
+
+class RankPool:
+    """At most ``MAX_RANKS`` processes, started when a case first needs them."""
+
+    def __init__(self) -> None:
+        self._ranks: list[Rank] = []
+        self._store: Any = None
+        self._cases = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks")
+
+    def run(
+        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
+    ) -> list[Any]:
+        """Runs ``fn(*args, **kwargs)`` on ranks 0 to ``world_size - 1`` of a gloo world of that size.
+
+        Args:
+            world_size: 1 to 4.
+            fn: a function at module level.
+            timeout: seconds for the case (starting the processes not counted).
+
+        Returns:
+            The ranks' results in rank order; tensors come back as detached CPU tensors.
+
+        Raises:
+            RankError: a rank raised, died or did not end in time. The pool is then started anew.
+        """
+        if not 1 <= world_size <= MAX_RANKS:
+            raise ValueError(f"world_size {world_size}: the pool has 1 to {MAX_RANKS} ranks")
+        payload = pickle.dumps((fn, args, kwargs))
+        ranks = self._started(world_size)
+        self._cases += 1
+        for rank in ranks:
+            rank.connection.send((self._cases, world_size, timeout, search_path(), payload))
+        outcomes = _collect(ranks, timeout)
+        if any(outcome is None or outcome[2] is not None for outcome in outcomes.values()) or len(
+            outcomes
+        ) < len(ranks):
+            report = _report(ranks, outcomes, timeout)
+            self.close()
+            raise RankError(report)
+        return [pickle.loads(outcomes[rank.number][1]) for rank in ranks]
+
+    def close(self) -> None:
+        """Ends all processes; the next ``run`` starts new ones."""
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks.clear()
+
+    def _started(self, count: int) -> list[Rank]:
+        new = [
+            Rank(number, self._port(), Path(self._folder.name)) for number in range(len(self._ranks), count)
+        ]
+        self._ranks += new
+        outcomes = _collect(new, START_SECONDS)
+        failed = [rank for rank in new if outcomes.get(rank.number) != "ready"]
+        if failed:
+            report = "\n".join(f"rank {rank.number} did not start:\n{rank.output()}" for rank in failed)
+            self.close()
+            raise RankError(report)
+        return self._ranks[:count]
+
+    def _port(self) -> int:
+        """Of the store that lives here, so that no two ranks race for a free port."""
+        if self._store is None:
+            from torch.distributed import TCPStore
+
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+
+def search_path() -> list[str]:
+    """This process's ``sys.path`` (pytest adds folders of test modules as it goes), and the repository."""
+    return [path for path in dict.fromkeys([*sys.path, str(ROOT)]) if path]
+
+
+def rebuild_tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of a rank's result, in this process."""
+    import torch
+
+    element = getattr(torch, dtype)
+    if not data:
+        return torch.empty(shape, dtype=element)
+    return torch.frombuffer(bytearray(data), dtype=element).reshape(shape)
+
+
+def _collect(ranks: list[Rank], timeout: float) -> dict[int, Any]:
+    """Rank number -> message, None for a rank that died; ranks that sent nothing in time are missing."""
+    by_connection: dict[Connection, Rank] = {rank.connection: rank for rank in ranks}
+    outcomes: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    while by_connection and (left := deadline - time.monotonic()) > 0:
+        for connection in wait(list(by_connection), timeout=left):
+            rank = by_connection.pop(connection)
+            outcome = outcomes[rank.number] = rank.receive()
+            if outcome is None or (outcome != "ready" and outcome[2] is not None):
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    return outcomes
+
+
+def _report(ranks: list[Rank], outcomes: dict[int, Any], timeout: float) -> str:
+    failures, waiting = [], []
+    for rank in ranks:
+        outcome = outcomes.get(rank.number, "running")
+        if outcome == "running":
+            waiting.append(
+                f"--- rank {rank.number} was still running; its stacks:\n{rank.stack()}{_tail(rank)}"
+            )
+        elif outcome is None:
+            failures.append(f"--- rank {rank.number} died with exit code {rank.process.wait()}{_tail(rank)}")
+        elif outcome[2] is not None:
+            failures.append(f"--- rank {rank.number} failed:\n{outcome[2]}{_tail(rank)}")
+    head = (
+        f"{len(failures)} of {len(ranks)} ranks failed" if failures else f"no end after {timeout:g} s (hang?)"
+    )
+    return "\n".join([head, *failures, *waiting])
+
+
+def _tail(rank: Rank) -> str:
+    output = rank.output().strip()
+    return f"\n    its output:\n{output}" if output else ""
+
+
+def init_megatron(
+    tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1, ep: int = 1, seed: int = 1234
+) -> ProcessGroupCollection:
+    """In a rank: Megatron's groups over the case's world, its random states seeded as the trainer does it."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+    )
+    # megatron/training/initialize.py:428: pipeline stages differ, all else is the RNG tracker's.
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(stage_seed)
+    model_parallel_cuda_manual_seed(stage_seed)
+    return ProcessGroupCollection.use_mpu_process_groups()

@@ -1,0 +1,211 @@
+"""From config to definition: meta parameters, real buffers, and errors that teach."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from megasched.definition import apply_override, build_definition, init_empty_weights, load_config
+from megasched.errors import ConfigError
+
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+    "pad_token_id": 0,
+}
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "opt", "gpt_neox"]
+
+
+def tiny_config(family):
+    return AutoConfig.for_model(family, **TINY)
+
+
+class Block(torch.nn.Module):
+    """Everything that registration has to cope with."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+        self.tied = torch.nn.Linear(3, 2, bias=False)
+        self.tied.weight = self.linear.weight
+        self.frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        marked = torch.nn.Parameter(torch.ones(2))
+        marked.mark = "kept"
+        self.marked = marked
+        self.register_parameter("absent", None)
+        self.register_buffer("table", torch.arange(3.0))
+
+
+@pytest.fixture
+def block():
+    with init_empty_weights():
+        return Block()
+
+
+def test_parameters_are_on_meta_and_buffers_real(block):
+    assert {name for name, _ in block.named_parameters()} == {
+        "linear.weight",
+        "linear.bias",
+        "frozen",
+        "marked",
+    }
+    assert all(param.is_meta and isinstance(param, torch.nn.Parameter) for param in block.parameters())
+    assert block.table.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_shapes_and_dtypes_are_kept(block):
+    real = dict(Block().named_parameters())
+    for name, param in block.named_parameters():
+        assert (param.shape, param.dtype) == (real[name].shape, real[name].dtype)
+
+
+def test_ties_are_kept(block):
+    assert block.tied.weight is block.linear.weight
+
+
+def test_requires_grad_attributes_and_absent_parameters_are_kept(block):
+    assert [block.frozen.requires_grad, block.linear.weight.requires_grad] == [False, True]
+    assert block.marked.mark == "kept"
+    assert block.absent is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_registration_is_as_before_afterwards(fails):
+    before = torch.nn.Module.register_parameter
+    with pytest.raises(ZeroDivisionError) if fails else init_empty_weights():
+        if fails:
+            with init_empty_weights():
+                raise ZeroDivisionError
+        assert torch.nn.Module.register_parameter is not before
+    assert torch.nn.Module.register_parameter is before
+    assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+def test_nothing_of_a_parameters_size_is_touched():
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with init_empty_weights():
+        layer = torch.nn.Linear(1 << 14, 1 << 15)
+    assert layer.weight.nbytes == 2 << 30
+    # ru_maxrss is in KiB: 2 GiB of weight must not show as even a half.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 19
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_build_definition(family):
+    config = tiny_config(family)
+    definition = build_definition(config)
+    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+    assert type(definition) is MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] is type(model)
+    assert definition.config.use_cache is False
+    real = dict(model.named_parameters())
+    params = dict(definition.named_parameters())
+    assert list(params) == list(real)
+    for name, param in params.items():
+        assert param.is_meta
+        assert (param.shape, param.dtype) == (real[name].shape, torch.float32)
+        assert param.requires_grad
+    buffers = dict(definition.named_buffers())
+    assert list(buffers) == [name for name, _ in model.named_buffers()]
+    for name, buffer in model.named_buffers():
+        assert (buffers[name].device.type, buffers[name].dtype) == ("cpu", buffer.dtype)
+        assert torch.equal(buffers[name], buffer), name
+    head, embedding = definition.get_output_embeddings(), definition.get_input_embeddings()
+    assert (head.weight is embedding.weight) is bool(config.tie_word_embeddings)
+
+
+def test_both_tied_and_untied_families_are_among_the_nine():
+    tied = {family for family in FAMILIES if tiny_config(family).tie_word_embeddings}
+    assert {"gpt2", "gemma2", "opt"} <= tied
+    assert {"llama", "gpt_neox"}.isdisjoint(tied)
+
+
+def test_parameters_are_float32_whatever_the_config_says():
+    config = tiny_config("llama")
+    config.dtype = torch.bfloat16
+    assert {param.dtype for param in build_definition(config).parameters()} == {torch.float32}
+
+
+def test_a_config_without_causal_language_model_is_refused():
+    with pytest.raises(ConfigError, match="no causal language model for this config"):
+        build_definition(AutoConfig.for_model("vit"))
+    assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_config("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_load_config_of_a_folder_and_of_the_file(folder):
+    for where in (folder, str(folder), folder / "config.json"):
+        config = load_config(where)
+        assert type(config) is LlamaConfig
+        assert config.hidden_size == 32
+
+
+def test_overrides_are_json_where_they_parse_and_text_otherwise(folder):
+    config = load_config(
+        folder,
+        [
+            "hidden_size=64",
+            "rms_norm_eps=1e-3",
+            "tie_word_embeddings=true",
+            "hidden_act=gelu",
+            "rope_parameters.rope_theta=5000.0",
+            "eos_token_id=[1, 2]",
+        ],
+    )
+    assert config.hidden_size == 64
+    assert config.rms_norm_eps == 1e-3
+    assert config.tie_word_embeddings is True
+    assert config.hidden_act == "gelu"
+    assert config.rope_parameters["rope_theta"] == 5000.0
+    assert config.eos_token_id == [1, 2]
+
+
+def test_overrides_reach_nested_configs():
+    config = AutoConfig.for_model("gemma3")
+    apply_override(config, "text_config.num_hidden_layers=3")
+    assert config.text_config.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("hidden_size", r"--hf-override 'hidden_size': expected key=value"),
+        ("hiden_size=64", r"'hiden_size=64': LlamaConfig has no field 'hiden_size'"),
+        ("rope_parameters.thetta=1", r"LlamaConfig has no field 'rope_parameters\.thetta'"),
+        ("text_config.hidden_size=64", r"LlamaConfig has no field 'text_config\.hidden_size'"),
+        ("a.b.c=1", r"LlamaConfig has no field 'a\.b\.c'"),
+    ],
+)
+def test_overrides_that_name_nothing_are_refused(folder, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(folder, [override])
+
+
+def test_a_folder_without_config(tmp_path):
+    with pytest.raises(ConfigError, match=r"the folder has no config\.json"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "nowhere/config.json"])
+def test_a_path_that_is_not_there(tmp_path, name):
+    with pytest.raises(ConfigError, match="no such file or folder"):
+        load_config(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", json.dumps({"model_type": "no_such_type"}), json.dumps({"hidden_size": 3})]
+)
+def test_a_config_that_can_not_be_read(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="can't load the HF config"):
+        load_config(tmp_path)

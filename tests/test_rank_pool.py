@@ -1,0 +1,153 @@
+"""The pool itself: results, failure and hang reports, and a clean state from case to case."""
+
+import time
+
+import pytest
+import torch
+
+from tests.rank_pool import RankError, init_megatron
+
+
+def sum_of_ranks(offset):
+    tensor = torch.tensor([float(torch.distributed.get_rank() + offset)], requires_grad=True)
+    total = tensor.detach().clone()
+    torch.distributed.all_reduce(total)
+    print("noise that a passing test must not show")
+    return {
+        "total": total,
+        "own": tensor,
+        "view": torch.zeros(1000)[:2],
+        "bf16": torch.nn.Parameter(total.bfloat16()),
+    }
+
+
+def fail_on_rank_one():
+    print("said before the failure")
+    if torch.distributed.get_rank() == 1:
+        raise ValueError("seven is not even")
+    torch.distributed.barrier()
+
+
+def hang_on_rank_zero():
+    if torch.distributed.get_rank() == 0:
+        sleep_here()
+    torch.distributed.barrier()
+
+
+def sleep_here():
+    time.sleep(600)
+
+
+def die():
+    import os
+
+    os._exit(7)
+
+
+def groups(tp):
+    from megatron.core import parallel_state
+
+    fresh = not parallel_state.model_parallel_is_initialized()
+    collection = init_megatron(tp=tp)
+    mine = torch.tensor([2.0 ** torch.distributed.get_rank()])
+    torch.distributed.all_reduce(mine, group=collection.tp)
+    return fresh, collection.tp.size(), collection.dp.size(), mine.item()
+
+
+def leave_global_state():
+    import os
+
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+    from megatron.training.global_vars import set_args
+
+    set_args("left over")
+    init_num_microbatches_calculator(0, None, 4, 1, 4)
+    os.environ["LEFT_OVER"] = "1"
+    init_megatron()
+    torch.set_default_dtype(torch.float64)
+
+
+def found_global_state():
+    import os
+
+    from megatron.core import num_microbatches_calculator
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.training import global_vars
+
+    return [
+        global_vars._GLOBAL_ARGS,
+        num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR,
+        os.environ.get("LEFT_OVER"),
+        get_cuda_rng_tracker().get_states(),
+        torch.get_default_dtype(),
+        torch.initial_seed(),
+        os.environ["WORLD_SIZE"],
+    ]
+
+
+def test_results_come_back_in_rank_order_as_plain_tensors(ranks, capfd):
+    results = ranks.run(2, sum_of_ranks, 10)
+    assert [result["total"].item() for result in results] == [21.0, 21.0]
+    assert [result["own"].item() for result in results] == [10.0, 11.0]
+    assert not results[0]["own"].requires_grad
+    assert type(results[0]["bf16"]) is torch.Tensor
+    assert results[0]["bf16"].dtype is torch.bfloat16
+    assert results[0]["view"].untyped_storage().nbytes() == 8
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err == ""
+
+
+def test_keyword_arguments_and_another_world_size(ranks):
+    (result,) = ranks.run(1, sum_of_ranks, offset=3)
+    assert result["total"].item() == 3.0
+
+
+def test_groups_are_made_anew_for_each_case(ranks):
+    assert ranks.run(2, groups, 2) == [(True, 2, 1, 3.0), (True, 2, 1, 3.0)]
+    assert ranks.run(2, groups, 1) == [(True, 1, 2, 1.0), (True, 1, 2, 2.0)]
+    assert ranks.run(4, groups, 2) == [(True, 2, 2, 3.0)] * 2 + [(True, 2, 2, 12.0)] * 2
+
+
+def test_nothing_of_a_case_reaches_the_next(ranks):
+    ranks.run(1, leave_global_state)
+    (found,) = ranks.run(1, found_global_state)
+    assert found == [None, None, None, {}, torch.float32, 1234, "1"]
+
+
+def test_a_failure_shows_the_traceback_and_what_the_others_were_doing(ranks):
+    with pytest.raises(RankError) as error:
+        ranks.run(2, fail_on_rank_one)
+    report = str(error.value)
+    assert report.startswith("1 of 2 ranks failed\n--- rank 1 failed:\nTraceback")
+    assert "ValueError: seven is not even" in report
+    assert 'in fail_on_rank_one\n    raise ValueError("seven is not even")' in report
+    assert "rank 0 was still running" in report
+    assert "in barrier" in report
+    assert "said before the failure" in report
+
+
+def test_a_hang_shows_every_ranks_stack_in_time(ranks):
+    ranks.run(2, groups, 1)
+    start = time.monotonic()
+    with pytest.raises(RankError) as error:
+        ranks.run(2, hang_on_rank_zero, timeout=3)
+    assert time.monotonic() - start < 20
+    report = str(error.value)
+    assert report.startswith("no end after 3 s (hang?)")
+    assert "in sleep_here" in report
+    assert "in barrier" in report
+
+
+def test_a_rank_that_dies_is_told(ranks):
+    with pytest.raises(RankError, match="rank 0 died with exit code 7"):
+        ranks.run(1, die)
+
+
+def test_the_pool_works_again_after_failures(ranks):
+    assert ranks.run(2, groups, 2) == [(True, 2, 1, 3.0), (True, 2, 1, 3.0)]
+
+
+def test_more_ranks_than_the_pool_has_are_refused(ranks):
+    with pytest.raises(ValueError, match="1 to 4 ranks"):
+        ranks.run(5, groups, 1)

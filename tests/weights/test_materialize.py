@@ -1,0 +1,48 @@
+import pytest
+import torch
+
+from megasched.definition import build_definition
+from megasched.errors import CheckpointError
+from megasched.weights.hf_folder import HFFolder
+from megasched.weights.materialize import materialize
+from megasched.weights.random_init import RandomInit
+
+
+def test_from_a_folder_computes_what_the_saved_model_does(config, definition, trained, tmp_path):
+    model = trained(config)
+    model.save_pretrained(tmp_path)
+    assert materialize(definition, HFFolder(tmp_path, definition)) is definition
+    ids = torch.arange(4, 20).reshape(2, 8)
+    with torch.no_grad():
+        got, want = definition.eval()(ids).logits, model.eval()(ids, use_cache=False).logits
+    assert torch.equal(got, want)
+
+
+def test_from_random_init_of_the_same_definition(definition):
+    source = RandomInit(definition, 3)
+    materialize(definition, source)
+    assert not any(param.is_meta for param in definition.parameters())
+    assert not any(hasattr(param, "_is_hf_initialized") for param in definition.parameters())
+    ids = torch.arange(4, 20).reshape(2, 8)
+    assert definition(ids).logits.isfinite().all()
+
+
+def test_ties_requires_grad_attributes_and_dtype(tiny):
+    definition = build_definition(tiny("qwen2"))
+    definition.model.norm.weight.requires_grad_(False)
+    definition.model.norm.weight.mark = "kept"
+    frequencies = definition.model.rotary_emb.inv_freq.clone()
+    materialize(definition, RandomInit(definition, 3), torch.bfloat16)
+    assert definition.lm_head.weight is definition.model.embed_tokens.weight
+    assert definition.model.norm.weight.requires_grad is False
+    assert definition.model.norm.weight.mark == "kept"
+    assert {param.dtype for param in definition.parameters()} == {torch.bfloat16}
+    assert torch.equal(definition.model.rotary_emb.inv_freq, frequencies)
+
+
+def test_a_source_that_does_not_fit_is_refused_before_anything_is_filled(tiny):
+    source = RandomInit(build_definition(tiny("llama", num_hidden_layers=1)), 3)
+    definition = build_definition(tiny("llama"))
+    with pytest.raises(CheckpointError, match=r"missing \(9\)"):
+        materialize(definition, source)
+    assert all(param.is_meta for param in definition.parameters())
