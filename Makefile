@@ -5,13 +5,13 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 # The Python to make the environment with; empty looks for one. The pins of constraints.txt were made with
-# 3.12, so that comes first. pyenv's versions are tried by path too: its shims are on PATH even where no
-# version is selected, and fail when run.
+# 3.12, so that comes first. 3.14 is too new: argparse there refuses how Megatron 0.19 declares its flags.
+# pyenv's versions are tried by path too: its shims are on PATH even where no version is selected, and
+# fail when run.
 PYTHON ?=
 PYENV_ROOT ?= $(HOME)/.pyenv
-CANDIDATES = $(or $(PYTHON),python3.12 python3.13 python3.14 python3 \
-	$(wildcard $(PYENV_ROOT)/versions/3.12*/bin/python $(PYENV_ROOT)/versions/3.13*/bin/python \
-	$(PYENV_ROOT)/versions/3.14*/bin/python))
+CANDIDATES = $(or $(PYTHON),python3.12 python3.13 python3 \
+	$(wildcard $(PYENV_ROOT)/versions/3.12*/bin/python $(PYENV_ROOT)/versions/3.13*/bin/python))
 
 .PHONY: help setup quickstart test test-all lint format clean
 
@@ -23,13 +23,13 @@ setup: $(STAMP) ## make .venv with everything that constraints.txt pins
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@set -e; \
 	for python in $(CANDIDATES); do \
-		if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
+		if "$$python" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' 2>/dev/null; then \
 			echo "$$python -m venv $(VENV)"; \
 			"$$python" -m venv $(VENV); \
 			exit 0; \
 		fi; \
 	done; \
-	echo "error: no Python 3.12 or newer among: $(CANDIDATES)" >&2; \
+	echo "error: no working Python 3.12 or 3.13 among: $(CANDIDATES)" >&2; \
 	echo "install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; \
 	exit 1
 	$(RUN) -m pip install --constraint constraints.txt --editable '.[dev,quickstart]'

@@ -8,8 +8,9 @@ What ``install`` does besides the table ``SURFACES`` below:
 
 * environment: ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which ``megatron/training/arguments.py:1413`` demands
   for TP and CP; ``TORCHDYNAMO_DISABLE=1``, because Megatron's ``jit_fuser`` is bound to ``torch.compile``
-  when it is imported (``megatron/core/jit.py``) and a compiler per rank for a few steps is not worth it.
-  A value that the user has set is kept.
+  when it is imported (``megatron/core/jit.py``): compiled, the fused functions (MoE's router among them)
+  give the same losses, but each rank needs a C++ compiler and its time. A value that the user has set
+  is kept.
 * a ``TorchFunctionMode`` in the calling thread that rewrites ``device=`` (and ``Tensor.to``'s positional
   device) from any form of CUDA, an index included, to the CPU; ``meta`` stays ``meta``. Threads that are
   started later do not inherit it; autograd's backward does, in any thread.
@@ -109,6 +110,10 @@ SURFACES: dict[str, tuple[Surface, ...]] = {
     "tensor type names": (Surface("torch:Tensor.type", "tensor_type"),),
     "data loading": (Surface("torch.utils.data:DataLoader.__init__", "dataloader_init"),),
     "backward": (Surface("torch.autograd:_engine_run_backward", "run_backward"),),
+    # Decides by Tensor.is_cuda whether token counts become the numpy arrays that all_to_all needs.
+    "MoE token counts": (
+        Surface("megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu", "counts_to_host"),
+    ),
     # Five rounds of full-size activations through every fused function, to warm up a compiler that is off.
     "jit warm-up": (Surface("megatron.training.initialize:_warmup_jit_function", "nothing"),),
 }

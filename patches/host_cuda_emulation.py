@@ -296,3 +296,8 @@ def run_backward(*args: Any, **kwargs: Any) -> Any:
     """``Tensor.backward`` runs with every TorchFunctionMode off; custom backwards need the rewriting."""
     with device_rewriting():
         return _engine_run_backward(*args, **kwargs)
+
+
+def counts_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Stands for ``maybe_move_tensor_to_cpu``: numpy where asked for; what is no tensor stays as it is."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 AUTO_SCHEDULE = "auto"
 
-# Why a flag is refused -> Megatron's `args` attributes (shell patterns). Refused is any value but the default.
+# Why a flag is refused -> Megatron's `args` attributes (shell patterns). The default value is never refused.
 _REASONS = {
     "it packs sequences into one row; the definition sees one causal sequence a row": (
         "reset_position_ids reset_attention_mask dataloader_inter_document_masking sft"

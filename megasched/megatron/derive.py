@@ -240,18 +240,22 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _mlp_matrices(layer: nn.Module) -> list[int]:
-    """Element counts of the matrices of one MLP (of one expert): those of the heaviest parent module."""
+    """Element counts of the matrices of one MLP: of one routed expert where there are some.
+
+    Otherwise those that hang on the same module, the heaviest such group of the layer.
+    """
     parents: dict[str, list[int]] = {}
+    experts: dict[str, list[int]] = {}
     for path, module in layer.named_modules():
         if _in_attention(path):
             continue
         parent = path.rpartition(".")[0]
         for param in module.parameters(recurse=False):
             if param.dim() == 3:
-                parents.setdefault(path, []).append(param[0].numel())
+                experts.setdefault(path, []).append(param[0].numel())
             elif param.dim() == 2 and _is_linear(module):
                 parents.setdefault(parent, []).append(param.numel())
-    return max(parents.values(), key=sum, default=[])
+    return max((experts or parents).values(), key=sum, default=[])
 
 
 def _mlp(config: PretrainedConfig, layer: nn.Module, sizes: dict[str, Derived]) -> dict[str, Derived]:

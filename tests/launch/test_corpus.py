@@ -76,7 +76,7 @@ def test_an_order_that_does_not_depend_on_the_place(sources, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     sources_there = sources.rename(elsewhere)
     order = [path.relative_to(elsewhere).as_posix() for path in source_files(sources_there)]
-    assert order == ["pkg/latin.py", "alpha.py", "pkg/empty.py", "pkg/beta.py"]
+    assert order == ["alpha.py", "pkg/beta.py", "pkg/empty.py", "pkg/latin.py"]
 
 
 def test_the_standard_library_is_large_enough_and_holds_no_tests():

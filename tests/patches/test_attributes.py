@@ -1,0 +1,86 @@
+"""The helper behind every patch: sets, rebinds copies, and puts everything back."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from megasched.errors import ConfigError
+from megasched.patches.attributes import resolve, set_attribute, undo_all
+
+
+class Base:
+    def greet(self):
+        return "base"
+
+
+class Derived(Base):
+    pass
+
+
+def original():
+    return "original"
+
+
+def replacement():
+    return "replacement"
+
+
+@pytest.fixture
+def house(monkeypatch):
+    """A package `house` whose `rooms` module copied a function of `house.stock`, and a stranger that did too."""
+    modules = {name: ModuleType(name) for name in ("house", "house.stock", "house.rooms", "stranger")}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+        module.function = original
+    modules["house.stock"].Derived = Derived
+    return SimpleNamespace(
+        stock=modules["house.stock"], rooms=modules["house.rooms"], stranger=modules["stranger"]
+    )
+
+
+def test_only_the_target_changes_without_rebind(house):
+    undo = set_attribute("house.stock:function", replacement)
+    assert house.stock.function is replacement
+    assert house.rooms.function is original
+    undo()
+    assert house.stock.function is original
+
+
+def test_copies_in_the_named_packages_are_rebound_and_come_back(house, monkeypatch):
+    undo = set_attribute("house.stock:function", replacement, rebind=("house",))
+    assert house.rooms.function is replacement
+    assert house.stranger.function is original
+    late = ModuleType("house.late")
+    late.function = house.stock.function
+    monkeypatch.setitem(sys.modules, "house.late", late)
+    undo()
+    assert [house.stock.function, house.rooms.function, late.function] == [original] * 3
+
+
+def test_an_inherited_method_is_inherited_again_after_undo(house):
+    undo = set_attribute("house.stock:Derived.greet", lambda self: "patched")
+    assert Derived().greet() == "patched"
+    assert Base().greet() == "base"
+    undo()
+    assert "greet" not in vars(Derived)
+    assert Derived().greet() == "base"
+
+
+def test_undo_all_goes_backwards():
+    order = []
+    undo_all([lambda: order.append("first made"), lambda: order.append("last made")])
+    assert order == ["last made", "first made"]
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("no_such_module:name", "can't import no_such_module"),
+        ("house.stock:nothing", "house.stock:nothing: no such attribute"),
+        ("house.stock:Missing.method", "house.stock has no Missing"),
+    ],
+)
+def test_a_target_that_is_not_there_is_named(house, target, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(target)
