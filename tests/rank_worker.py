@@ -79,7 +79,7 @@ def prepare(rank: int, port: int) -> Any:
 def reset_megatron() -> None:
     """No groups, no global args, no RNG states, no patches of the case before."""
     import torch
-    from megasched.patches import active, undo
+    from megasched.patches import active, apply, undo
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.training import checkpointing
@@ -88,6 +88,8 @@ def reset_megatron() -> None:
     for name in reversed(active()):
         if name not in (*PATCHES, "host_cuda"):
             undo(name)
+    for name in PATCHES:
+        apply(name)
     destroy_global_state()
     destroy_moe_metrics_tracker()
     checkpointing._CHECKPOINT_VERSION = checkpointing._LOADED_ITERATION = None

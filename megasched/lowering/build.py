@@ -38,6 +38,8 @@ def build(schedule: Schedule, *, inputs: Mapping[str, Any] | None = None) -> nn.
     replace_modules(schedule, model)
     plan = make_plan(schedule, model=model, inputs=inputs)
     _lower_here(schedule, model, plan)
+    if plan.records_of("checkpoint") and hasattr(model, "config"):
+        model.config.use_cache = False  # a layer run again would append to the cache again, as HF notes too
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -104,6 +105,12 @@ def test_traceback_when_asked_for(tmp_path: Path) -> None:
     assert "absent.py: no such script" in done.stderr
 
 
+def test_a_rank_of_slurm_names_itself(tmp_path: Path) -> None:
+    done = run("absent.py", cwd=tmp_path, SLURM_PROCID="1", SLURM_LOCALID="1")
+    assert done.returncode == 1
+    assert done.stderr == "megasched: error on rank 1: absent.py: no such script\n"
+
+
 def test_schedule_may_be_a_registered_name() -> None:
     entry.check_inputs("x.py", Namespace(model_schedule="someones_schedule", hf_model="org/model"))
 
@@ -184,7 +191,8 @@ def extra(parser):
 
 if __name__ == "__main__":
     import torch
-    args = parse_and_validate_args(extra_args_provider=extra, args_defaults={"tokenizer_type": "NullTokenizer"})
+    defaults = {"tokenizer_type": "NullTokenizer"}
+    args = parse_and_validate_args(extra_args_provider=extra, args_defaults=defaults)
     names = "num_layers hidden_size num_query_groups padded_vocab_size distributed_backend of_the_script"
     print("found", json.dumps({
         "name": __name__, "argv0": sys.argv[0], "path0": sys.path[0], "neighbour": neighbour.__file__,
@@ -203,8 +211,8 @@ def test_an_unmodified_script_in_a_rehearsal(tmp_path: Path, hf_model: str) -> N
     (elsewhere / "megatron").mkdir(parents=True)
     (elsewhere / "megatron" / "__init__.py").touch()
     flags = (
-        f"--model-schedule auto --hf-model {hf_model} --hf-random-init --rehearse --of-the-script 5 --lr 0.25 "
-        "--vocab-size 300 --seq-length 32 --micro-batch-size 1 --train-iters 1 --mock-data "
+        f"--model-schedule auto --hf-model {hf_model} --hf-random-init --rehearse --of-the-script 5 "
+        "--lr 0.25 --vocab-size 300 --seq-length 32 --micro-batch-size 1 --train-iters 1 --mock-data "
         "--transformer-impl transformer_engine"
     )
     done = run(path, *flags.split(), cwd=elsewhere)
@@ -269,7 +277,10 @@ def test_the_checkout_beside_the_script_wins(tmp_path: Path) -> None:
 
 
 def test_without_a_checkout_the_installed_one_is_used(tmp_path: Path) -> None:
-    assert "site-packages/megatron'), version='0.19." in found_beside(tmp_path).stdout
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.origin is not None
+    assert f"folder={Path(spec.origin).parents[1]!r}" in found_beside(tmp_path).stdout
 
 
 @pytest.mark.parametrize("version", ["0.18.2", "0.20.0"])

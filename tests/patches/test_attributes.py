@@ -4,9 +4,9 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from megasched.patches.attributes import resolve, set_attribute, undo_all
 
 from megasched.errors import ConfigError
-from megasched.patches.attributes import resolve, set_attribute, undo_all
 
 
 class Base:
@@ -28,7 +28,7 @@ def replacement():
 
 @pytest.fixture
 def house(monkeypatch):
-    """A package `house` whose `rooms` module copied a function of `house.stock`, and a stranger that did too."""
+    """Package `house`: its `rooms` copied a function of its `stock`; so did a stranger."""
     modules = {name: ModuleType(name) for name in ("house", "house.stock", "house.rooms", "stranger")}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)

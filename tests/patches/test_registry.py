@@ -5,11 +5,11 @@ import sys
 from types import ModuleType
 
 import pytest
-
-from megasched.errors import ConfigError
 from megasched.patches import registry
 from megasched.patches.attributes import set_attribute
 from megasched.patches.registry import Patch
+
+from megasched.errors import ConfigError
 
 
 def size(width, height):

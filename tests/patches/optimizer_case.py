@@ -1,0 +1,102 @@
+"""A two-layer model under Megatron's DDP and distributed optimizer, small enough for a unit test."""
+
+from pathlib import Path
+
+import torch
+
+from tests.rank_pool import init_megatron
+
+
+def build(bf16=False):
+    """DDP-wrapped model and its optimizer, over all ranks of the case as data parallel."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        bf16=bf16,
+        params_dtype=dtype,
+        gradient_accumulation_fusion=False,
+    )
+
+    class Model(MegatronModule):
+        def __init__(self):
+            super().__init__(config)
+            init = torch.nn.init.normal_
+            self.up = ColumnParallelLinear(16, 32, config=config, init_method=init)
+            self.down = ColumnParallelLinear(32, 16, config=config, init_method=init)
+
+        def forward(self, x):
+            return self.down(torch.tanh(self.up(x)[0]))[0]
+
+    torch.manual_seed(3)
+    ddp = DistributedDataParallel(
+        config, DistributedDataParallelConfig(use_distributed_optimizer=True), Model().to(dtype)
+    )
+    settings = OptimizerConfig(
+        optimizer="adam", lr=0.05, bf16=bf16, params_dtype=dtype, use_distributed_optimizer=True
+    )
+    return ddp, get_megatron_optimizer(settings, [ddp])
+
+
+def inner(optimizer):
+    """Megatron's DistributedOptimizer under the chain that get_megatron_optimizer returns."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])[0]
+
+
+def train(ddp, optimizer, steps, first=0):
+    for step in range(first, first + steps):
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        ddp(x.to(next(ddp.parameters()).dtype)).float().square().mean().backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+
+
+def weights(ddp):
+    return torch.cat([param.detach().float().flatten() for param in ddp.parameters()])
+
+
+def adam_steps(optimizer):
+    return [state["step"].item() for state in inner(optimizer).optimizer.state.values()]
+
+
+def checkpoint(ddp, optimizer, folder, kind, is_loading):
+    """Saves or loads the optimizer's torch_dist checkpoint in one of Megatron's two formats."""
+    from megatron.core import dist_checkpointing
+
+    metadata = {"distrib_optim_sharding_type": kind}
+    model = ddp.module.sharded_state_dict()
+    state = {"optimizer": optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)}
+    if not is_loading:
+        dist_checkpointing.save(state, folder)
+    else:
+        optimizer.load_state_dict(dist_checkpointing.load(state, folder)["optimizer"])
+
+
+def resume(folder, kind, bf16=False):
+    """Weights after 2 + 3 steps without a break and with a checkpoint between; the steps AdamW counted in each."""
+    init_megatron()
+    ddp, optimizer = build(bf16)
+    train(ddp, optimizer, 2)
+    if torch.distributed.get_rank() == 0:
+        Path(folder).mkdir()
+    torch.distributed.barrier()
+    checkpoint(ddp, optimizer, folder, kind, is_loading=False)
+    saved = {name: value.clone() for name, value in ddp.module.state_dict().items() if value is not None}
+    train(ddp, optimizer, 3, first=2)
+
+    again, fresh = build(bf16)
+    again.module.load_state_dict(saved, strict=False)
+    fresh.reload_model_params()
+    checkpoint(again, fresh, folder, kind, is_loading=True)
+    train(again, fresh, 3, first=2)
+    return weights(ddp), weights(again), adam_steps(optimizer), adam_steps(fresh)
