@@ -15,19 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megasched.errors import ConfigError
 from megasched.launch import quickstart_plan, quickstart_report
 from megasched.launch.corpus import prepare_corpus, write_tokenizer
 from megasched.launch.quickstart_plan import Plan
 from megasched.launch.training_log import TrainingLog
 from megasched.launch.watched_run import INTERRUPTED, run_watched, tail
 
-from megasched.errors import ConfigError
-
 if TYPE_CHECKING:
     from rich.console import Console
 
-# About two and a half minutes on two quiet cores.
-DEFAULT_ITERS = 400
+# Two to three minutes of training on two quiet cores, and well below 2.6 nats per byte.
+DEFAULT_ITERS = 300
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,15 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("the loss curve is drawn by matplotlib: pip install 'megasched[quickstart]'")
     console = Console(highlight=False)
     plan = quickstart_plan.detect_plan()
-    console.print(f"machine: {plan}")
+    console.print(f"machine: {plan}", soft_wrap=True)
 
     folder: Path = args.dir.resolve()
     corpus = prepare_corpus(folder / "data")
-    console.print(f"corpus: {corpus.documents} files of Python's standard library, {corpus.tokens:,} tokens")
+    console.print(
+        f"corpus: {corpus.documents} files of Python's standard library, {corpus.tokens:,} tokens",
+        soft_wrap=True,
+    )
     model = folder / "model"
     quickstart_plan.write_model(model)
     write_tokenizer(model)
-    console.print(f"model: {model}/config.json")
+    console.print(f"model: {model}/config.json", soft_wrap=True)
 
     run_folder = _next_run_folder(folder)
     command = quickstart_plan.training_command(
@@ -134,9 +136,7 @@ def _train(console: Console, plan: Plan, run_folder: Path, schedule: str, iters:
         console.print(f"interrupted; the log so far is in {log_path}", soft_wrap=True)
     elif code:
         console.print(tail(log_path), markup=False, soft_wrap=True)
-        console.print(
-            f"[red]training failed with exit code {code}[/]; the whole log: {log_path}", soft_wrap=True
-        )
+        console.print(f"[red]training failed with exit code {code}[/]; the whole log: {log_path}", soft_wrap=True)
     else:
         _report(console, plan, log, run_folder, schedule, iters, time.monotonic() - start)
     return code

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from megasched.launch import bundled_script
 from megasched.launch.corpus import EOD, VOCAB_SIZE
-
 from megasched.layout import Layout
 
 SEQ_LENGTH = 128

@@ -9,9 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from megasched.launch.training_log import Iteration, TrainingLog
-
 from megasched.errors import MegaschedError
+from megasched.launch.training_log import Iteration, TrainingLog
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,9 +117,7 @@ def save_loss_curve(log: TrainingLog, path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     steps = log.iterations
-    axes.plot(
-        [step.iteration for step in steps], [step.loss for step in steps], linewidth=1, label="training"
-    )
+    axes.plot([step.iteration for step in steps], [step.loss for step in steps], linewidth=1, label="training")
     if log.validation:
         points = sorted(log.validation.items())
         axes.plot(*zip(*points, strict=True), marker="o", label="validation")

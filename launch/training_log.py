@@ -44,19 +44,20 @@ class TrainingLog:
     validation: dict[int, float] = field(default_factory=dict)
 
     def read(self, line: str) -> Iteration | None:
-        """Take in one line of output; returns the iteration when it is an iteration's line."""
+        """Take in one line of output; returns the iteration, corrected, when it is an iteration's line."""
         if found := VALIDATION.search(line):
             self.validation[int(found["iteration"])] = float(found["value"])
         if not (found := ITERATION.search(line)) or not (seconds := SECONDS.search(line)):
             return None
         loss = LOSS.search(line)
-        entry = Iteration(
-            iteration=int(found["iteration"]),
-            loss=float(loss["value"]) if loss else math.nan,
-            seconds=float(seconds["value"]) / 1000.0,
+        self.printed.append(
+            Iteration(
+                iteration=int(found["iteration"]),
+                loss=float(loss["value"]) if loss else math.nan,
+                seconds=float(seconds["value"]) / 1000.0,
+            )
         )
-        self.printed.append(entry)
-        return entry
+        return self.iterations[-1]
 
     @property
     def iterations(self) -> list[Iteration]:

@@ -104,8 +104,6 @@ def build_definition(config: PretrainedConfig, *, trust_remote_code: bool = Fals
                 config, dtype=torch.float32, trust_remote_code=trust_remote_code
             )
         except ValueError as error:
-            raise ConfigError(
-                f"transformers has no causal language model for this config: {error}"
-            ) from error
+            raise ConfigError(f"transformers has no causal language model for this config: {error}") from error
     model.config.use_cache = False
     return model

@@ -6,8 +6,9 @@ compared and replayed on another schedule.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,22 +17,20 @@ from typing import Any
 
 from megasched.errors import ConfigError
 
-_LIBRARY = (str(Path(__file__).parent), str(Path(__file__).parent.parent / "model_adapters"))
+_LIBRARY = str(Path(__file__).parent) + os.sep
+# Where adapters are once installed; a schedule in there is who asked, not the machinery that carries it.
+_ADAPTERS = _LIBRARY + "model_adapters" + os.sep
 
 
 def caller_source() -> str:
-    """``file:line`` of the innermost frame outside this library (outside the adapters too, if there is one)."""
+    """``file:line`` of the innermost frame outside this library; a schedule among the adapters counts as outside."""
     frame = sys._getframe(1)
-    fallback = ""
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not filename.startswith(_LIBRARY[0]):
-            place = f"{filename}:{frame.f_lineno}"
-            if not filename.startswith(_LIBRARY[1]):
-                return place
-            fallback = fallback or place
+        if not filename.startswith(_LIBRARY) or filename.startswith(_ADAPTERS):
+            return f"{filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return fallback
+    return ""
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,17 @@ def _show(value: Any) -> str:
 
 
 def save_records(records: Iterable[Record], path: str | Path) -> None:
-    """Writes records as JSON. Functions and classes are saved by import path; a lambda or local one is an error."""
+    """Writes records as JSON, functions and classes by import path.
+
+    Raises:
+        ConfigError: an argument is neither plain data nor a function or class that can be imported again
+            (a lambda, a local function, one defined in a schedule file, a module instance).
+    """
     rows = [
         {
             "primitive": r.primitive,
             "path": r.path,
-            "arguments": _encode(dict(r.arguments)),
+            "arguments": _encode(dict(r.arguments), r),
             "source": r.source,
         }
         for r in records
@@ -77,33 +81,57 @@ def save_records(records: Iterable[Record], path: str | Path) -> None:
 
 
 def load_records(path: str | Path) -> list[Record]:
-    """Reads what ``save_records`` wrote; named functions are imported again."""
+    """Reads what ``save_records`` wrote, equal to what was saved; named functions are imported again.
+
+    Raises:
+        ConfigError: a function or class is no longer where it was.
+    """
     rows = json.loads(Path(path).read_text())
     return [Record(row["primitive"], row["path"], _decode(row["arguments"]), row["source"]) for row in rows]
 
 
-def _encode(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _encode(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_encode(item) for item in value]
-    if callable(value):
-        name = getattr(value, "__qualname__", "")
-        if not name or "<" in name:
-            raise ConfigError(f"can't save {value!r}: only functions and classes at module level have a name")
-        return {"$function": f"{value.__module__}:{name}"}
-    return value
+def _encode(value: Any, record: Record) -> Any:
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _encode(item, record) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_encode(item, record) for item in value]
+    if isinstance(value, tuple):
+        return {"$tuple": [_encode(item, record) for item in value]}
+    name = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+    if callable(value) and _found(name) is value:
+        return {"$function": name}
+    raise ConfigError(
+        f"can't save {value!r}, an argument of {record} at {record.source}: only plain data, and functions "
+        "and classes at the top level of a module that can be imported"
+    )
 
 
 def _decode(value: Any) -> Any:
     if isinstance(value, Mapping):
+        if set(value) == {"$tuple"}:
+            return tuple(_decode(item) for item in value["$tuple"])
         if set(value) == {"$function"}:
-            module, _, name = value["$function"].partition(":")
-            found: Any = importlib.import_module(module)
-            for part in name.split("."):
-                found = getattr(found, part)
+            found = _found(value["$function"])
+            if found is None:
+                raise ConfigError(f"the saved schedule uses {value['$function']}, which can't be imported")
             return found
         return {key: _decode(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_decode(item) for item in value]
     return value
+
+
+def _found(name: str) -> Any:
+    """What ``module:qualified.name`` names; None when there is no such thing."""
+    module, _, path = name.partition(":")
+    try:
+        if importlib.util.find_spec(module) is None:  # ValueError: there, but not to be imported again
+            return None
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError):
+        return None
+    return found

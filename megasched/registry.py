@@ -44,15 +44,29 @@ _PRIMITIVES: dict[str, Primitive] = {}
 
 
 def register_primitive[P: type[Primitive]](cls: P) -> P:
-    """Class decorator: makes a primitive callable on every schedule, under its name and aliases."""
-    instance = cls()
-    for name in (cls.name, *cls.aliases):
-        known = _PRIMITIVES.get(name)
-        if known is not None and type(known).__qualname__ != cls.__qualname__:
+    """Class decorator: makes a primitive callable on every schedule, under its name and aliases.
+
+    A file that is run again (a schedule file) may register its classes again.
+
+    Raises:
+        ConfigError: another class has the name, or a schedule has a method or attribute of this name.
+    """
+    from megasched.schedule import Schedule
+
+    names = (cls.name, *cls.aliases)
+    for name in names:
+        if hasattr(Schedule, name) or name.startswith("_"):
             raise ConfigError(
-                f"primitive {name!r} is registered twice: by {type(known).__module__} and by {cls.__module__}"
+                f"a primitive can't be called {name!r} ({cls.__module__}): a schedule has an attribute of this "
+                "name, or it starts with an underscore"
             )
-        _PRIMITIVES[name] = instance
+        known = type(_PRIMITIVES.get(name, instance := cls()))
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ConfigError(
+                f"primitive {name!r} is registered twice: by {known.__module__}.{known.__qualname__} and by "
+                f"{cls.__module__}.{cls.__qualname__}"
+            )
+    _PRIMITIVES.update(dict.fromkeys(names, instance))
     return cls
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
@@ -47,6 +46,8 @@ class Schedule:
         path: path of the module in the definition; the first one where it is known under several.
         mod: the module of the definition (not yet lowered).
         parent: schedule of the module around it; None at the root.
+
+    A schedule is true also where its module has no children, so that ``if "x" in sch`` is how to ask.
     """
 
     def __init__(self, root: Root, path: str) -> None:
@@ -90,7 +91,7 @@ class Schedule:
         """
         found: list[Schedule] = []
         seen: set[str] = set()
-        for path in self._paths_below():
+        for path in map(self._join, self._names_below()):
             role = self.role_of(path)
             if role is None:
                 continue
@@ -113,6 +114,9 @@ class Schedule:
     def __len__(self) -> int:
         return len(self.children())
 
+    def __bool__(self) -> bool:
+        return True
+
     def __contains__(self, path: str) -> bool:
         return self._join(path) in self._root.modules
 
@@ -126,7 +130,10 @@ class Schedule:
         if isinstance(key, slice):
             return self.children()[key]
         if isinstance(key, int):
-            return self.children()[key]
+            children = self.children()
+            if not -len(children) <= key < len(children):
+                self._refuse(f"no child {key} in {self.path or 'the model'}", f"it has {len(children)}")
+            return children[key]
         if any(sign in key for sign in "*?["):
             return self._glob(key)
         if self._join(key) not in self._root.modules:
@@ -134,11 +141,7 @@ class Schedule:
         return self._child(key)
 
     def __getattr__(self, name: str) -> Callable[..., Schedule]:
-        if name.startswith("_") or not has_primitive(name):
-            raise AttributeError(
-                f"{name!r} is no primitive; megasched.list_primitives() lists them. "
-                f'Child modules are items: sch["{name}"]'
-            )
+        _must_be_primitive(name)
         primitive = get_primitive(name)
 
         def call(*args: Any, **kwargs: Any) -> Schedule:
@@ -165,29 +168,21 @@ class Schedule:
     def _child(self, path: str) -> Schedule:
         return Schedule(self._root, self._join(path))
 
-    def _paths_below(self) -> list[str]:
+    def _names_below(self) -> list[str]:
+        """Every name of every module below this one, seen from here; those of shared modules too."""
         prefix = self.path + "." if self.path else ""
-        return [
-            p
-            for p, m in self._root.modules.items()
-            if p.startswith(prefix) and self._root.first_path[id(m)] == p
-        ]
+        return [p[len(prefix) :] for p in self._root.modules if p and p.startswith(prefix)]
 
     def _glob(self, pattern: str) -> ScheduleList:
-        """A ``*`` stands for one name of the path, as in HF's plans; ``**`` for any number of them."""
-        regex = re.compile(_glob_regex(pattern))
-        prefix = self.path + "." if self.path else ""
-        found = [
-            Schedule(self._root, p) for p in self._paths_below() if p and regex.fullmatch(p[len(prefix) :])
-        ]
-        if not found:
-            self._refuse(
-                f"no module matches {pattern!r} in {self.path or 'the model'}", self._suggest(pattern)
-            )
-        return ScheduleList(found)
+        """``*`` stands for one name of the path, as in HF's plans, ``**`` for any number of them, none too."""
+        parts = pattern.split(".")
+        nodes = [self._child(name) for name in self._names_below() if _matches(parts, name.split("."))]
+        if not nodes:
+            self._refuse(f"no module matches {pattern!r} in {self.path or 'the model'}", self._suggest(pattern))
+        return ScheduleList(list({node.path: node for node in nodes}.values()))
 
     def _suggest(self, key: str) -> str:
-        names = [p[len(self.path) + 1 if self.path else 0 :] for p in self._paths_below() if p]
+        names = self._names_below()
         close = difflib.get_close_matches(key, names, n=3, cutoff=0.6)
         children = [name for name, _ in self.mod.named_children()]
         hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
@@ -197,9 +192,21 @@ class Schedule:
         raise ScheduleError(Problem(what, module=self.path, source=caller_source(), remedy=remedy))
 
 
-def _glob_regex(pattern: str) -> str:
-    found = re.escape(pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]*").replace(r"\?", "[^.]")
-    return re.sub(r"\\\[(.*?)\\\]", lambda match: "[" + match[1].replace(r"\-", "-") + "]", found)
+def _matches(pattern: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether a path, split at its dots, matches a glob, split likewise."""
+    if not pattern:
+        return not names
+    if pattern[0] == "**":
+        return any(_matches(pattern[1:], names[taken:]) for taken in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and _matches(pattern[1:], names[1:])
+
+
+def _must_be_primitive(name: str) -> None:
+    if name.startswith("_") or not has_primitive(name):
+        raise AttributeError(
+            f"{name!r} is no primitive; megasched.list_primitives() lists them. "
+            f'Child modules are items: sch["{name}"]'
+        )
 
 
 class ScheduleList(Sequence[Schedule]):
@@ -219,7 +226,7 @@ class ScheduleList(Sequence[Schedule]):
             return ScheduleList(self._items[key])
         if isinstance(key, int):
             return self._items[key]
-        found = []
+        found: list[Schedule] = []
         for item in self._items:
             inner = item[key]
             found += inner if isinstance(inner, ScheduleList) else [inner]
@@ -229,6 +236,7 @@ class ScheduleList(Sequence[Schedule]):
         return ScheduleList([found for item in self._items for found in item.role(name)])
 
     def __getattr__(self, name: str) -> Callable[..., ScheduleList]:
+        _must_be_primitive(name)
         calls = [getattr(item, name) for item in self._items]
 
         def call(*args: Any, **kwargs: Any) -> ScheduleList:

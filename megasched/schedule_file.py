@@ -6,6 +6,8 @@ Installed packages register theirs through the entry point group ``megasched.sch
 
 from __future__ import annotations
 
+import inspect
+import sys
 import traceback
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -33,9 +35,7 @@ def register_schedule(name: str) -> Callable[[ScheduleFunction], ScheduleFunctio
             function.__module__,
             function.__qualname__,
         ):
-            raise ConfigError(
-                f"schedule {name!r} is registered twice: {_place(known)} and {_place(function)}"
-            )
+            raise ConfigError(f"schedule {name!r} is registered twice: {_place(known)} and {_place(function)}")
         _REGISTERED[name] = function
         return function
 
@@ -101,17 +101,18 @@ def _import(path: Path) -> ModuleType:
     """Runs the file as a module of its own name; a failure names the line in it."""
     module = ModuleType(f"megasched_schedule_{path.stem}")
     module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look their module up there
     try:
-        code = compile(path.read_text(), str(path), "exec")
+        code = compile(path.read_text(), str(path), "exec", dont_inherit=True)
         exec(code, module.__dict__)  # the user's own file, named on the command line
     except SyntaxError as error:
         what = f"the schedule file has a syntax error: {error.msg}"
         raise ScheduleError(Problem(what, source=f"{error.filename}:{error.lineno}")) from error
-    except (ConfigError, ScheduleError):
+    except ScheduleError:
         raise
     except Exception as error:
         what = f"the schedule file fails when it is imported: {type(error).__name__}: {error}"
-        raise ScheduleError(Problem(what, source=_line_in(error, str(path)))) from error
+        raise ScheduleError(Problem(what, source=_line_in(error, str(path)) or str(path))) from error
     return module
 
 
@@ -121,14 +122,18 @@ def _registered() -> dict[str, ScheduleFunction]:
 
 
 def _raised_at(error: Exception, function: ScheduleFunction) -> str:
-    return _line_in(error, function.__code__.co_filename)
+    """The line of the user's function that raised; where the function stands if it could not even be called."""
+    place = _place(function)
+    return _line_in(error, place.rpartition(":")[0]) or place
 
 
 def _line_in(error: Exception, filename: str) -> str:
-    """The innermost line of the user's file in a traceback."""
+    """The innermost line of the user's file in a traceback; empty if the file is not in it."""
     lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == filename]
-    return f"{filename}:{lines[-1].lineno}" if lines else filename
+    return f"{filename}:{lines[-1].lineno}" if lines else ""
 
 
 def _place(function: ScheduleFunction) -> str:
-    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+    """``file:line`` of a function; what it is for a callable that has no code of its own."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)

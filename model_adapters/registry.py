@@ -47,9 +47,7 @@ class Adapter:
         """
         config: Any = model.config
         paths = [path for path, _ in model.named_modules()]
-        role = {
-            path: name for glob, name in self.roles.items() for path in self._matching(glob, paths, config)
-        }
+        role = {path: name for glob, name in self.roles.items() for path in self._matching(glob, paths, config)}
         components = {path: self.packed[name](config) for path, name in role.items() if name in self.packed}
         local = {
             path: names

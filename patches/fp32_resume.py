@@ -8,9 +8,7 @@ from typing import Any
 from megasched.patches.attributes import Undo, set_attribute
 from megasched.patches.registry import Patch
 
-_TARGET = (
-    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_reshardable"
-)
+_TARGET = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_reshardable"
 
 
 def _change() -> Undo:

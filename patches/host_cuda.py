@@ -29,11 +29,10 @@ import os
 import sys
 from typing import NamedTuple
 
+from megasched.errors import ConfigError
 from megasched.patches import registry
 from megasched.patches.attributes import Undo, set_attribute, undo_all
 from megasched.patches.registry import Patch
-
-from megasched.errors import ConfigError
 
 
 class Surface(NamedTuple):

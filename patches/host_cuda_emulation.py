@@ -61,7 +61,7 @@ def device_rewriting() -> Iterator[None]:
 
 
 class _Devices:
-    current = int(os.environ.get("LOCAL_RANK", "0"))
+    current: int | None = None
 
 
 def always_true(*args: Any, **kwargs: Any) -> bool:
@@ -86,12 +86,14 @@ def device_count() -> int:
 
 
 def current_device() -> int:
-    return _Devices.current
+    """What ``set_device`` chose; before that the local rank's own."""
+    return int(os.environ.get("LOCAL_RANK") or 0) if _Devices.current is None else _Devices.current
 
 
 def set_device(device: Any) -> None:
     index = device if isinstance(device, int) else torch.device(device).index
-    _Devices.current = index if index is not None and index >= 0 else _Devices.current
+    if index is not None and index >= 0:
+        _Devices.current = index
 
 
 class DeviceContext(contextlib.nullcontext):
@@ -249,9 +251,7 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 _tensor_type = torch.Tensor.type
 
 
-def tensor_cuda(
-    self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any
-) -> torch.Tensor:
+def tensor_cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
     """The tensor itself, as for one that is on the device already; torch refuses meta tensors."""
     return self.to(CPU, **kwargs)
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from megasched.patches.attributes import Undo, resolve
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from megasched.errors import ConfigError
+from megasched.patches.attributes import Undo, resolve
 
 # One file each; every one of them defines PATCH.
 MODULES = ("host_cuda", "arguments", "wheel_helpers", "adamw_resume", "fp32_resume")
@@ -146,9 +146,7 @@ def _check_targets(patch: Patch) -> None:
         except ConfigError as error:
             raise _moved(patch, str(error)) from error
         wanted = patch.signature.get(target, ())
-        missing = (
-            [name for name in wanted if name not in inspect.signature(found).parameters] if wanted else []
-        )
+        missing = [name for name in wanted if name not in inspect.signature(found).parameters] if wanted else []
         if missing:
             raise _moved(patch, f"{target} has no parameter {', '.join(missing)} any more")
 

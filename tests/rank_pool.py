@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,18 +47,15 @@ class RankError(AssertionError):
     """A case failed on some rank, or hung: the report of every rank concerned."""
 
 
-class Rank:
-    """One process and its files."""
+class Template:
+    """The process that imports torch and Megatron once; ranks are forked from it (never from pytest)."""
 
-    def __init__(self, number: int, port: int, folder: Path) -> None:
-        self.number = number
-        self.log = folder / f"rank{number}.log"
-        self.stacks = folder / f"rank{number}.stacks"
-        self.connection, theirs = Pipe()
-        arguments = [number, theirs.fileno(), port, self.stacks]
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "template.log"
+        self.control, theirs = Pipe()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(WORKER), *map(str, arguments)],
+                [sys.executable, str(WORKER), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -68,21 +66,48 @@ class Rank:
                     "PYTHONSAFEPATH": "1",
                     "PYTHONPATH": os.pathsep.join(search_path()),
                     "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
                     "CUDA_VISIBLE_DEVICES": "",
                 },
             )
         theirs.close()
+        if not self.control.poll(START_SECONDS) or _receive(self.control) != "ready":
+            self.process.kill()
+            raise RankError(f"the ranks' template did not start:\n{self.log.read_text()[-OUTPUT_CHARS:]}")
 
-    def receive(self) -> Any:
-        """The next message, or None when the process has died."""
-        try:
-            return self.connection.recv()
-        except (EOFError, ConnectionResetError):
-            return None
+    def fork(self, descriptor: int, *details: object) -> int:
+        """Process id of a new rank that talks over ``descriptor``."""
+        self.control.send(("fork", *details))
+        send_handle(self.control, descriptor, self.process.pid)
+        return self.control.recv()
+
+    def reap(self, pid: int) -> int:
+        """Waits for a rank's end; its exit code (negative: the signal that ended it)."""
+        self.control.send(("reap", pid))
+        return self.control.recv()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.control.close()
+
+
+class Rank:
+    """One process and its files."""
+
+    def __init__(self, template: Template, number: int, port: int, folder: Path) -> None:
+        self.template = template
+        self.number = number
+        self.log = folder / f"rank{number}.log"
+        self.stacks = folder / f"rank{number}.stacks"
+        self.connection, theirs = Pipe()
+        self.pid = template.fork(theirs.fileno(), number, port, str(self.log), str(self.stacks))
+        self.exit_code: int | None = None
+        theirs.close()
 
     def stack(self) -> str:
         """Stacks of all its threads, now."""
-        self.process.send_signal(signal.SIGUSR1)
+        os.kill(self.pid, signal.SIGUSR1)
         deadline = time.monotonic() + 3
         while not self.stacks.read_text() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -92,16 +117,20 @@ class Rank:
     def output(self) -> str:
         return self.log.read_text(errors="replace")[-OUTPUT_CHARS:]
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.connection.close()
+    def end(self) -> int:
+        """Kills it if it still lives; its exit code."""
+        if self.exit_code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.exit_code = self.template.reap(self.pid)
+            self.connection.close()
+        return self.exit_code
 
 
 class RankPool:
     """At most ``MAX_RANKS`` processes, started when a case first needs them."""
 
     def __init__(self) -> None:
+        self._template: Template | None = None
         self._ranks: list[Rank] = []
         self._store: Any = None
         self._cases = 0
@@ -131,31 +160,32 @@ class RankPool:
         for rank in ranks:
             rank.connection.send((self._cases, world_size, timeout, search_path(), payload))
         outcomes = _collect(ranks, timeout)
-        if any(outcome is None or outcome[2] is not None for outcome in outcomes.values()) or len(
-            outcomes
-        ) < len(ranks):
+        if any(outcome is None or outcome[2] is not None for outcome in outcomes.values()) or len(outcomes) < len(
+            ranks
+        ):
             report = _report(ranks, outcomes, timeout)
-            self.close()
+            self._end_ranks()
             raise RankError(report)
         return [pickle.loads(outcomes[rank.number][1]) for rank in ranks]
 
     def close(self) -> None:
-        """Ends all processes; the next ``run`` starts new ones."""
+        """Ends all processes."""
+        self._end_ranks()
+        if self._template is not None:
+            self._template.close()
+            self._template = None
+
+    def _end_ranks(self) -> None:
         for rank in self._ranks:
-            rank.kill()
+            rank.end()
         self._ranks.clear()
 
     def _started(self, count: int) -> list[Rank]:
-        new = [
-            Rank(number, self._port(), Path(self._folder.name)) for number in range(len(self._ranks), count)
-        ]
-        self._ranks += new
-        outcomes = _collect(new, START_SECONDS)
-        failed = [rank for rank in new if outcomes.get(rank.number) != "ready"]
-        if failed:
-            report = "\n".join(f"rank {rank.number} did not start:\n{rank.output()}" for rank in failed)
-            self.close()
-            raise RankError(report)
+        folder = Path(self._folder.name)
+        if self._template is None:
+            self._template = Template(folder)
+        for number in range(len(self._ranks), count):
+            self._ranks.append(Rank(self._template, number, self._port(), folder))
         return self._ranks[:count]
 
     def _port(self) -> int:
@@ -182,6 +212,14 @@ def rebuild_tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Ten
     return torch.frombuffer(bytearray(data), dtype=element).reshape(shape)
 
 
+def _receive(connection: Connection) -> Any:
+    """The next message, or None when the other side has died."""
+    try:
+        return connection.recv()
+    except (EOFError, ConnectionResetError):
+        return None
+
+
 def _collect(ranks: list[Rank], timeout: float) -> dict[int, Any]:
     """Rank number -> message, None for a rank that died; ranks that sent nothing in time are missing."""
     by_connection: dict[Connection, Rank] = {rank.connection: rank for rank in ranks}
@@ -190,8 +228,8 @@ def _collect(ranks: list[Rank], timeout: float) -> dict[int, Any]:
     while by_connection and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(by_connection), timeout=left):
             rank = by_connection.pop(connection)
-            outcome = outcomes[rank.number] = rank.receive()
-            if outcome is None or (outcome != "ready" and outcome[2] is not None):
+            outcome = outcomes[rank.number] = _receive(connection)
+            if outcome is None or outcome[2] is not None:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     return outcomes
 
@@ -201,16 +239,12 @@ def _report(ranks: list[Rank], outcomes: dict[int, Any], timeout: float) -> str:
     for rank in ranks:
         outcome = outcomes.get(rank.number, "running")
         if outcome == "running":
-            waiting.append(
-                f"--- rank {rank.number} was still running; its stacks:\n{rank.stack()}{_tail(rank)}"
-            )
+            waiting.append(f"--- rank {rank.number} was still running; its stacks:\n{rank.stack()}{_tail(rank)}")
         elif outcome is None:
-            failures.append(f"--- rank {rank.number} died with exit code {rank.process.wait()}{_tail(rank)}")
+            failures.append(f"--- rank {rank.number} died with exit code {rank.end()}{_tail(rank)}")
         elif outcome[2] is not None:
             failures.append(f"--- rank {rank.number} failed:\n{outcome[2]}{_tail(rank)}")
-    head = (
-        f"{len(failures)} of {len(ranks)} ranks failed" if failures else f"no end after {timeout:g} s (hang?)"
-    )
+    head = f"{len(failures)} of {len(ranks)} ranks failed" if failures else f"no end after {timeout:g} s (hang?)"
     return "\n".join([head, *failures, *waiting])
 
 

@@ -1,8 +1,10 @@
-"""One rank process of the pool: emulated CUDA, a gloo world for each case, Megatron's global state reset."""
+"""The processes of the rank pool: a template that has imported everything, and ranks forked from it.
+
+A rank has CUDA emulated, makes a gloo world for each case and resets Megatron's global state before it.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -14,6 +16,7 @@ import sys
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any, NamedTuple
 
 from tests.rank_pool import rebuild_tensor
@@ -60,11 +63,10 @@ def dump(result: Any) -> bytes:
     return buffer.getvalue()
 
 
-def prepare(rank: int, port: int) -> Any:
-    """The imports that cost, once; returns the client of the pool's store."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+def prepare() -> None:
+    """The imports that cost, once for all ranks."""
     import torch
+
     from megasched.patches import apply, host_cuda
 
     torch.set_num_threads(1)
@@ -73,17 +75,16 @@ def prepare(rank: int, port: int) -> Any:
         apply(name)
     import megatron.training.training  # noqa: F401
 
-    return torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
-
 
 def reset_megatron() -> None:
     """No groups, no global args, no RNG states, no patches of the case before."""
     import torch
-    from megasched.patches import active, apply, undo
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-    from megatron.training import checkpointing
+    from megatron.training import checkpointing, training
     from megatron.training.training import destroy_global_state
+
+    from megasched.patches import active, apply, undo
 
     for name in reversed(active()):
         if name not in (*PATCHES, "host_cuda"):
@@ -93,6 +94,8 @@ def reset_megatron() -> None:
     destroy_global_state()
     destroy_moe_metrics_tracker()
     checkpointing._CHECKPOINT_VERSION = checkpointing._LOADED_ITERATION = None
+    # Left over on some ranks only, they would make pretrain() reduce what the other ranks do not.
+    training._STARTUP_TIMESTAMPS.update(dict.fromkeys(training._STARTUP_TIMESTAMPS))
     initialize_rng_tracker(force_reset=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -123,18 +126,19 @@ def run_job(job: Job, rank: int, store: Any, environment: dict[str, str]) -> Any
 
 
 def serve(connection: Connection, rank: int, port: int) -> None:
-    store = prepare(rank, port)
+    """The life of a rank: one job after the other, until pytest hangs up."""
+    import torch
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
     environment = dict(os.environ)
-    connection.send("ready")
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
             job = Job(*connection.recv())
         except EOFError:
             return
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            with contextlib.suppress(OSError):
-                os.ftruncate(stream.fileno(), 0)
+        os.ftruncate(sys.stdout.fileno(), 0)
         try:
             outcome = Outcome(job.number, dump(run_job(job, rank, store, environment)), None)
         except BaseException:
@@ -144,14 +148,48 @@ def serve(connection: Connection, rank: int, port: int) -> None:
         connection.send(tuple(outcome))
 
 
-def main() -> None:
-    """Arguments: rank, connection's file descriptor, store's port, file for stacks."""
-    rank, descriptor, port, stacks = sys.argv[1:]
-    # A rank that waits in a collective would outlive a killed pytest (1: PR_SET_PDEATHSIG).
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+def become_rank(descriptor: int, rank: int, port: int, log: str, stacks: str) -> None:
+    """In the fork: own output file, stacks on SIGUSR1, and no life after the template's."""
+    die_with_parent()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     stack_file = open(stacks, "w")  # noqa: SIM115 (faulthandler needs it as long as the process lives)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
-    serve(Connection(int(descriptor)), int(rank), int(port))
+    serve(Connection(descriptor), rank, port)
+
+
+def die_with_parent() -> None:
+    """A rank that waits in a collective would outlive a killed pytest (1: PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def main() -> None:
+    """The template: imports everything, then forks a rank for each request and reaps it on request.
+
+    Argument: file descriptor of the connection to the pool. It has one thread, so that forking is safe.
+    """
+    die_with_parent()
+    control = Connection(int(sys.argv[1]))
+    prepare()
+    gc.freeze()
+    control.send("ready")
+    while True:
+        try:
+            request, *details = control.recv()
+        except EOFError:
+            return
+        if request == "fork":
+            descriptor = recv_handle(control)
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                become_rank(descriptor, *details)
+                os._exit(0)
+            os.close(descriptor)
+            control.send(pid)
+        elif request == "reap":
+            control.send(os.waitstatus_to_exitcode(os.waitpid(*details, 0)[1]))
 
 
 if __name__ == "__main__":

@@ -202,9 +202,7 @@ def test_a_path_that_is_not_there(tmp_path, name):
         load_config(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    "text", ["{", json.dumps({"model_type": "no_such_type"}), json.dumps({"hidden_size": 3})]
-)
+@pytest.mark.parametrize("text", ["{", json.dumps({"model_type": "no_such_type"}), json.dumps({"hidden_size": 3})])
 def test_a_config_that_can_not_be_read(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="can't load the HF config"):

@@ -85,9 +85,7 @@ def test_ranks_hold_the_rows_that_ranges_name_then_zeros(case):
         upright = held.t() if placement.transposed else held
         rows = [index for start, stop in placement.ranges(rank, size) for index in range(start, stop)]
         axis = placement.axis
-        assert torch.equal(
-            upright.narrow(axis, 0, len(rows)), full.index_select(axis, torch.tensor(rows).long())
-        )
+        assert torch.equal(upright.narrow(axis, 0, len(rows)), full.index_select(axis, torch.tensor(rows).long()))
         assert torch.count_nonzero(upright.narrow(axis, len(rows), upright.shape[axis] - len(rows))) == 0
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from megasched.errors import MegaschedError
+from megasched.lowering.attention_te import TeCore, window_of
 from megasched.lowering.recompute import recompute
 from megasched.lowering.rng import fork_rng
 
@@ -29,13 +30,15 @@ class AttentionSettings:
         local_heads: query heads on this rank; a forward that finds another number is an error, because a
             definition that views heads by a count of its own would go wrong silently.
         sharded: heads are cut over TP, so that dropout must differ between the ranks.
+        te: Transformer Engine's kernels, where they are used.
         recompute: compute the attention core again in the backward pass (Megatron's ``core_attn``).
     """
 
-    def __init__(self, local_heads: int, sharded: bool, recompute: bool = False) -> None:
+    def __init__(self, local_heads: int, sharded: bool, te: TeCore | None = None) -> None:
         self.local_heads = local_heads
         self.sharded = sharded
-        self.recompute = recompute
+        self.te = te
+        self.recompute = False
 
 
 def attention_forward(
@@ -50,6 +53,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention core in HF's calling convention.
@@ -73,15 +77,26 @@ def attention_forward(
         is_causal = getattr(module, "is_causal", True)
     causal = bool(is_causal) and attention_mask is None and query.shape[2] > 1
 
+    plain = softcap is None and s_aux is None and position_bias is None
+    window = window_of(sliding_window, query.shape[2])
+    # A causal layer's mask is its window; any other mask is the definition's own and goes to torch.
+    windowed = bool(is_causal) and attention_mask is not None and window[0] >= 0
+    te = settings.te if settings is not None and plain and (attention_mask is None or windowed) else None
+
     def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if softcap is not None or s_aux is not None or position_bias is not None:
+        if te is not None:
+            return te(
+                query, key, value, causal=causal or windowed, window=window, dropout=dropout, scaling=scaling
+            )
+        if not plain:
             return _spelled_out(
                 query, key, value, attention_mask, causal, dropout, scaling, softcap, s_aux, position_bias
             )
         return _fused(query, key, value, attention_mask, causal, dropout, scaling)
 
     sharded = settings is not None and settings.sharded
-    with fork_rng() if dropout and sharded else nullcontext():
+    # TE forks by itself, through the tracker it is given.
+    with fork_rng() if dropout and sharded and te is None else nullcontext():
         if settings is not None and settings.recompute and torch.is_grad_enabled():
             output = recompute(core, query, key, value)
         else:

@@ -56,9 +56,7 @@ def lower_embedding(path: str, module: nn.Embedding, context: Context) -> nn.Mod
     if type(module) is nn.Embedding:
         return parallel
     cls = type(module)
-    module.__class__ = type(
-        f"VocabParallel{cls.__name__}", (cls, ShardedLookup), {"__module__": cls.__module__}
-    )
+    module.__class__ = type(f"VocabParallel{cls.__name__}", (cls, ShardedLookup), {"__module__": cls.__module__})
     module.weight = parallel.weight
     for name, value in parallel.__dict__.items():
         if not name.startswith("_") and name not in ("training", "padding_idx"):

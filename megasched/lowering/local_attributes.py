@@ -13,9 +13,7 @@ from megasched.lowering.context import Context
 from megasched.roles import Roles
 
 
-def divide_local_attributes(
-    roles: Roles, model: nn.Module, context: Context, here: Callable[[str], bool]
-) -> None:
+def divide_local_attributes(roles: Roles, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
     """Divides the attributes that the adapter names by TP, where the module's heads are sharded.
 
     ``config.x`` divides a field of the module's config, on a copy of its own.

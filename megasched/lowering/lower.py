@@ -10,6 +10,7 @@ from torch import nn
 
 from megasched.errors import ConfigError
 from megasched.lowering.attention import AttentionSettings
+from megasched.lowering.attention_te import TeCore, te_attention
 from megasched.lowering.context import Context
 from megasched.lowering.embedding import lower_embedding
 from megasched.lowering.linear import lower_linear
@@ -52,9 +53,7 @@ PLANNED = frozenset({"shard", "replace", "replace_all", "cut_pipeline_stage"})
 def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
     """Lowers the modules for which ``here(path)`` holds; the others are left alone."""
     plan = context.plan
-    regions = {
-        path: region for path, region in plan.derived.regions.items() if _worth(path, region[1], context)
-    }
+    regions = {path: region for path, region in plan.derived.regions.items() if _worth(path, region[1], context)}
     entered = {column for _, columns in regions.values() for column in columns}
     for path, module in list(model.named_modules()):
         if not here(path):
@@ -147,10 +146,11 @@ def _lower_whole(path: str, module: nn.Module, context: Context) -> None:
 def _settle_attention(model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
     for path, (heads, sharded) in context.plan.derived.attention.items():
         if here(path):
-            local = heads // context.size if sharded else heads
-            model.get_submodule(path).megasched_attention = AttentionSettings(
-                local, sharded and context.size > 1
-            )
+            sharded = sharded and context.size > 1
+            size, group = (context.size, context.group) if sharded else (1, None)
+            te = TeCore(size, group) if context.device.type == "cuda" and te_attention() is not None else None
+            settings = AttentionSettings(heads // size, sharded, te)
+            model.get_submodule(path).megasched_attention = settings
 
 
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:
@@ -195,9 +195,7 @@ def _sync(module: nn.Module, record: Record, context: Context) -> None:
             if mode == "fwd_post":
                 output = forward(*args, **kwargs)
                 return (
-                    operation(output)
-                    if isinstance(output, torch.Tensor)
-                    else (operation(output[0]), *output[1:])
+                    operation(output) if isinstance(output, torch.Tensor) else (operation(output[0]), *output[1:])
                 )
             if args:
                 return forward(operation(args[0]), *args[1:], **kwargs)

@@ -19,9 +19,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
     """A copy of the model with every parameter and buffer on meta; ties stay ties, nothing real is copied."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(
-            parameter.detach().to("meta"), requires_grad=parameter.requires_grad
-        )
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
     return copy.deepcopy(model, memo)
@@ -61,7 +59,7 @@ def call_hooks(
     before: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any],
     after: Callable[[str, nn.Module, Any], Any],
 ) -> Iterator[None]:
-    """Calls ``before(path, module, args, kwargs)`` and ``after(path, module, output)`` around every module's forward.
+    """Calls ``before(path, module, args, kwargs)`` and ``after(path, module, output)`` around every forward.
 
     ``before`` may return ``(args, kwargs)`` and ``after`` an output to put in the place of what they got.
     """

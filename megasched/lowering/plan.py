@@ -140,9 +140,7 @@ def _place_one(
         plan.replicated_heads[path] = kv
     components = record.arguments.get("components") or schedule.roles.components.get(path, ())
     for name, parameter in module.named_parameters(recurse=False):
-        placement = _placement(
-            plan, path, name, parameter, module, cut, kv, components if cut == "column" else ()
-        )
+        placement = _placement(plan, path, name, parameter, module, cut, kv, components if cut == "column" else ())
         if cut == "vocab" or (cut == "column" and schedule.role_of(path) == "head"):
             length = placement.shape[placement.axis or 0]
             placement = replace(placement, padded=-(-length // vocab_multiple) * vocab_multiple)
@@ -206,9 +204,7 @@ def _kv_heads(schedule: Schedule, path: str, tp: int) -> int | Problem | None:
         return heads
     what = f"TP {tp} does not divide {heads} heads of {role}"
     if role in ("qkv.k", "qkv.v"):
-        remedy = (
-            f"a tensor parallel size that divides {heads}, or that is a multiple of it (heads are replicated)"
-        )
+        remedy = f"a tensor parallel size that divides {heads}, or that is a multiple of it (heads are replicated)"
     else:
         remedy = f"a tensor parallel size that divides {heads}"
     return Problem(what, path, remedy=remedy)
@@ -271,11 +267,7 @@ def _mark_partial(plan: Plan) -> None:
     partial = plan.derived.partial | plan.derived.sequence
     if plan.layout.sp and plan.structure is not None:
         for path, cut in plan.cuts.items():  # a row's bias is added to its split output
-            if (
-                cut == "row"
-                and plan.structure.index_of(path) is not None
-                and f"{path}.bias" in plan.canonical
-            ):
+            if cut == "row" and plan.structure.index_of(path) is not None and f"{path}.bias" in plan.canonical:
                 partial.add(plan.canonical[f"{path}.bias"])
     for name in partial:
         if not plan.placements[name].sharded:
@@ -294,8 +286,6 @@ def _without_inputs(plan: Plan) -> list[Problem]:
                 plan.derived.gather.add(path)
                 continue
             what = "nothing tells where the sharded output goes: no row-parallel linear stands beside it"
-            remedy = (
-                'pass build(..., inputs={...}) to have it derived, or call .sync("fwd_post", "all_gather")'
-            )
+            remedy = 'pass build(..., inputs={...}) to have it derived, or call .sync("fwd_post", "all_gather")'
             problems.append(Problem(what, path, record.source, remedy))
     return problems + check_syncs(plan)

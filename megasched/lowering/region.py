@@ -36,9 +36,7 @@ def enter_region(module: nn.Module, slot: int | str, group: Any, split: bool) ->
     Forward: identity, or all-gather along the sequence. Backward: all-reduce, or reduce-scatter. The
     columns inside then reduce nothing themselves.
     """
-    take = functools.partial(
-        _gather_for_region if split else copy_to_tensor_model_parallel_region, group=group
-    )
+    take = functools.partial(_gather_for_region if split else copy_to_tensor_model_parallel_region, group=group)
 
     def wrapper(forward: Forward) -> Forward:
         def entered(*args: Any, **kwargs: Any) -> Any:
@@ -62,7 +60,7 @@ def _gather_for_region(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def split_sequence(layer: nn.Module, slot: Slot, group: Any) -> None:
-    """The hidden state is split along the sequence as it enters this (first) layer: [b, s, h] -> [b, s / tp, h]."""
+    """The hidden state is split along the sequence as it enters this (first) layer, to [b, s / tp, h]."""
 
     def wrapper(forward: Forward) -> Forward:
         def entered(*args: Any, **kwargs: Any) -> Any:

@@ -60,18 +60,14 @@ def _refusals(old: nn.Module, new: Any, path: str, record: Record, used: dict[in
     if not isinstance(new, nn.Module):
         return [Problem(f"the factory returned {type(new).__name__}, not a module", path, record.source)]
     if not path:
-        return [
-            Problem("the whole model can't be replaced", path, record.source, "replace a module inside it")
-        ]
+        return [Problem("the whole model can't be replaced", path, record.source, "replace a module inside it")]
     if id(new) in used:
         what = f"the same module instance already stands at {used[id(new)]}"
         return [Problem(what, path, record.source, "pass a function that makes a new module each time")]
     used[id(new)] = path
     wrong = _wrong_call(old, new)
     if wrong:
-        remedy = (
-            f"a forward that takes what {type(old).__name__}.forward takes: {inspect.signature(old.forward)}"
-        )
+        remedy = f"a forward that takes what {type(old).__name__}.forward takes: {inspect.signature(old.forward)}"
         return [
             Problem(
                 f"{type(new).__name__}.forward can't take its parent's call: {wrong}",
@@ -123,9 +119,7 @@ def _carry_weights(
         )
     if strange:
         problems.append(
-            Problem(
-                f"weights names no parameter of the new module: {', '.join(strange)}", path, record.source
-            )
+            Problem(f"weights names no parameter of the new module: {', '.join(strange)}", path, record.source)
         )
     if problems:
         return problems, {}

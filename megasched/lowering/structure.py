@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -153,9 +154,7 @@ def find_structure(model: nn.Module) -> Structure:
     count = len(probe.get_submodule(layers))
     calls = [next(c for c in first if c.path == f"{layers}.{i}") for i in range(count)]
     slot, extra = _find_slot(calls)
-    owners = {
-        path for path, m in probe.named_modules() if next(m.parameters(recurse=False), None) is not None
-    }
+    owners = {path for path, m in probe.named_modules() if next(m.parameters(recurse=False), None) is not None}
     start, end = first.index(calls[0]), calls[-1].end
     outside = {path for path in owners if not path.startswith(layers + ".")}
     shapes = {c.path: _shape(c, _at(second, c.path)) for c in first[:start] if c.path in outside}
@@ -185,7 +184,7 @@ def _find_layers(model: nn.Module, calls: list[_Call]) -> str:
 def _find_slot(calls: list[_Call]) -> tuple[Slot, bool]:
     """Where the hidden state is: the argument that is, for most layers, what the layer before returned."""
     votes: Counter[int | str] = Counter()
-    for previous, call in zip(calls, calls[1:], strict=False):
+    for previous, call in pairwise(calls):
         returned = {id(t) for t in tensors_in(previous.output)}
         for key, value in [*enumerate(call.args), *call.kwargs.items()]:
             if isinstance(value, torch.Tensor) and id(value) in returned:
@@ -213,9 +212,7 @@ def _at(calls: list[_Call], path: str) -> _Call:
 def _shape(first: _Call, second: _Call) -> Shape:
     if not isinstance(first.output, torch.Tensor):
         remedy = "it must return one tensor to be left out on later stages"
-        raise ScheduleError(
-            Problem("a module before the layers returns no tensor", first.path, remedy=remedy)
-        )
+        raise ScheduleError(Problem("a module before the layers returns no tensor", first.path, remedy=remedy))
     words = {(b1, b2): word for (b1, b2), word in _words().items()}
     dims: list[int | str] = []
     for one, two in zip(first.output.shape, second.output.shape, strict=True):

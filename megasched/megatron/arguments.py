@@ -218,9 +218,7 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
             args.max_position_embeddings or sequence, "no limit in the HF config"
         )
     problems = [
-        _report(
-            "Flags that contradict the HF config", _contradictions(derived, given), _CONTRADICTION_REMEDY
-        ),
+        _report("Flags that contradict the HF config", _contradictions(derived, given), _CONTRADICTION_REMEDY),
         _report(_REFUSED_TITLE, _refusals(given)),
         _report("Sizes that do not fit the model", _misfits(args, sequence, vocab, derived)),
     ]

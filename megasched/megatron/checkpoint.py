@@ -62,9 +62,7 @@ def _factory(
         for i in range((stop - start) // block)
     ]
 
-    def build(
-        key: str, local: torch.Tensor, replica_id: ReplicaId, flattened_range: Any
-    ) -> list[ShardedTensor]:
+    def build(key: str, local: torch.Tensor, replica_id: ReplicaId, flattened_range: Any) -> list[ShardedTensor]:
         upright = local.t() if placement.transposed else local
         return [
             ShardedTensor.from_rank_offsets(

@@ -7,6 +7,7 @@ The answer always becomes Megatron's ``pipeline_model_parallel_layout``, so that
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -46,7 +47,7 @@ def cuts_asked_for(schedule: Schedule, structure: Structure, stages: int) -> lis
     if problems:
         raise ScheduleError(problems)
     bounds = [0, *sorted(ends), structure.count]
-    return [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [stop - start for start, stop in pairwise(bounds)]
 
 
 def balance(costs: Sequence[float], first: float, last: float, stages: int) -> list[int]:

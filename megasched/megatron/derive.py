@@ -126,9 +126,7 @@ def build_on_meta(config: PretrainedConfig, *, trust_remote_code: bool = False) 
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), trust_remote_code=trust_remote_code
-            )
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
     except (ValueError, TypeError, AttributeError, KeyError, ImportError, AssertionError) as error:
         raise ConfigError(
             f"transformers can't build a causal language model from this {type(config).__name__}: {error}"
@@ -239,10 +237,11 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def _mlp_matrices(layer: nn.Module) -> list[int]:
+def _mlp_matrices(layer: nn.Module, *, routed: bool) -> list[int]:
     """Element counts of the matrices of one MLP: of one routed expert where there are some.
 
-    Otherwise those that hang on the same module, the heaviest such group of the layer.
+    Otherwise those that hang on the same module, the heaviest such group of the layer. Convolutions and
+    recurrences have parameters of three dimensions too, so that only a ``routed`` model has experts.
     """
     parents: dict[str, list[int]] = {}
     experts: dict[str, list[int]] = {}
@@ -251,7 +250,7 @@ def _mlp_matrices(layer: nn.Module) -> list[int]:
             continue
         parent = path.rpartition(".")[0]
         for param in module.parameters(recurse=False):
-            if param.dim() == 3:
+            if param.dim() == 3 and routed and "conv" not in path:
                 experts.setdefault(path, []).append(param[0].numel())
             elif param.dim() == 2 and _is_linear(module):
                 parents.setdefault(parent, []).append(param.numel())
@@ -259,7 +258,8 @@ def _mlp_matrices(layer: nn.Module) -> list[int]:
 
 
 def _mlp(config: PretrainedConfig, layer: nn.Module, sizes: dict[str, Derived]) -> dict[str, Derived]:
-    matrices = _mlp_matrices(layer)
+    experts = _read(config, EXPERTS_PER_TOKEN)
+    matrices = _mlp_matrices(layer, routed=experts is not None)
     name = type(layer).__name__
     # Up and down are equal; a gate adds a third, beside up or packed with it.
     gated = bool(matrices) and sum(matrices) > 2.5 * min(matrices)
@@ -269,7 +269,6 @@ def _mlp(config: PretrainedConfig, layer: nn.Module, sizes: dict[str, Derived]) 
         if not matrices:
             return found
         width = Derived(min(matrices) // sizes["hidden_size"].value, f"the width of the MLP of {name}")
-    experts = _read(config, EXPERTS_PER_TOKEN)
     found["ffn_hidden_size"] = _active_width(config, experts, matrices, sizes) if experts else width
     return found
 
@@ -344,9 +343,7 @@ def _position_table(model: PreTrainedModel, positions: int) -> str | None:
     return None
 
 
-def _positions(
-    config: PretrainedConfig, model: PreTrainedModel, sizes: dict[str, Derived]
-) -> dict[str, Derived]:
+def _positions(config: PretrainedConfig, model: PreTrainedModel, sizes: dict[str, Derived]) -> dict[str, Derived]:
     rope = _rope(config)
     if rope is not None:
         return _rotary(rope, sizes)

@@ -36,9 +36,7 @@ class VocabParallelLoss:
         """
         logits = logits.float()
         if not self.sharded:
-            return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(
-                labels.shape
-            )
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
         real = self.vocab_size - self.group.rank() * logits.shape[-1]
         if real < logits.shape[-1]:
             logits = self._mask(logits, max(real, 0))

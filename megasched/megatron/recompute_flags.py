@@ -11,9 +11,7 @@ from megasched.lowering.structure import Structure
 from megasched.megatron.stage import Stage
 
 
-def apply_recompute_flags(
-    model: nn.Module, structure: Structure, stage: Stage, config: TransformerConfig
-) -> None:
+def apply_recompute_flags(model: nn.Module, structure: Structure, stage: Stage, config: TransformerConfig) -> None:
     """``--recompute-granularity`` full (uniform or block) and selective (core_attn, mlp) on this stage's layers.
 
     ``uniform`` recomputes every layer, each on its own: a definition calls its layers one by one, so a
@@ -49,10 +47,7 @@ def _selective(layers: list[nn.Module], modules: list[str]) -> None:
 
 def _core_attention(layers: list[nn.Module]) -> None:
     found = [
-        m.megasched_attention
-        for layer in layers
-        for m in layer.modules()
-        if hasattr(m, "megasched_attention")
+        m.megasched_attention for layer in layers for m in layer.modules() if hasattr(m, "megasched_attention")
     ]
     if layers and not found:
         raise ConfigError(

@@ -76,9 +76,7 @@ class ScheduledModel(MegatronModule):
         apply_recompute_flags(self.definition, structure, self.stage, self.config)
         if not self.stage.empty:
             set_entry(self.definition, structure, self.stage, self._wire)
-            lower_sequence_boundaries(
-                self.definition, context, here, first=self.stage.first, last=self.stage.last
-            )
+            lower_sequence_boundaries(self.definition, context, here, first=self.stage.first, last=self.stage.last)
             set_exit(self.definition, structure, self.stage)
         self._fill_buffers(source)
         head = _path_of(self.definition, self.definition.get_output_embeddings()) if self.stage.last else ""
@@ -235,9 +233,7 @@ class ScheduledModel(MegatronModule):
             )
         return entries
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copies what was loaded into this rank's parameters; every name must be there, in its shape.
 
         Raises:

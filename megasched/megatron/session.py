@@ -54,9 +54,7 @@ class Session:
         Raises:
             ScheduleError: with every problem found.
         """
-        plan = make_plan(
-            self.schedule, model=self.replaced, causal_lm=True, vocab_multiple=self.vocab_multiple
-        )
+        plan = make_plan(self.schedule, model=self.replaced, causal_lm=True, vocab_multiple=self.vocab_multiple)
         for new, old in self.renamed.items():
             canonical = plan.canonical[new]
             plan.placements[canonical] = replace(plan.placements[canonical], name=old)
@@ -66,7 +64,16 @@ class Session:
         return plan
 
     def pipeline_layout(self, sequence_length: int) -> str | None:
-        """Megatron's layout string for this schedule's cuts, or balanced by cost; None without a pipeline.
+        """Megatron's layout string of ``stage_layers``; None without a pipeline.
+
+        Raises:
+            ScheduleError: more stages than layers, or cuts that do not fit.
+        """
+        layers = self.stage_layers(sequence_length)
+        return None if layers is None else layout_string(layers)
+
+    def stage_layers(self, sequence_length: int) -> list[int] | None:
+        """Layers of each stage by this schedule's cuts, or balanced by cost; None without a pipeline.
 
         Raises:
             ScheduleError: more stages than layers, or cuts that do not fit.
@@ -79,15 +86,13 @@ class Session:
         assert structure is not None
         if stages > structure.count:
             what = f"PP x VPP = {stages} stages for {structure.count} layers"
-            remedy = (
-                f"at most {structure.count} stages, or a --pipeline-model-parallel-layout with empty ones"
-            )
+            remedy = f"at most {structure.count} stages, or a --pipeline-model-parallel-layout with empty ones"
             raise ScheduleError(Problem(what, structure.layers, remedy=remedy))
         asked = cuts_asked_for(self.schedule, structure, stages)
         if asked is None:
             costs = layer_costs(self.replaced, structure, self.definition.config, sequence_length)
             asked = balance(*costs, stages)
-        return layout_string(asked)
+        return asked
 
     def copy_of_definition(self) -> Any:
         """A definition (replacements made) for one stage to take apart."""

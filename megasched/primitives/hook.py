@@ -33,6 +33,4 @@ class Hook(Primitive):
     def check(self, node: Schedule, arguments: Mapping[str, Any], source: str) -> list[Problem]:
         if arguments["mode"] in MODES:
             return []
-        return [
-            Problem(f"no hook mode {arguments['mode']!r}", node.path, source, f"one of {', '.join(MODES)}")
-        ]
+        return [Problem(f"no hook mode {arguments['mode']!r}", node.path, source, f"one of {', '.join(MODES)}")]

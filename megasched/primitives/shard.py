@@ -48,13 +48,9 @@ class Shard(Primitive):
         axis = arguments["axis"]
         if not 0 <= axis < len(shape):
             remedy = f"an axis from 0 to {len(shape) - 1}"
-            return [
-                Problem(f"{arguments['param']} {list(shape)} has no axis {axis}", node.path, source, remedy)
-            ]
+            return [Problem(f"{arguments['param']} {list(shape)} has no axis {axis}", node.path, source, remedy)]
         components = arguments.get("components")
         if components is not None and sum(components) != shape[axis]:
-            what = (
-                f"components {components} add up to {sum(components)}, not to {shape[axis]} along axis {axis}"
-            )
+            what = f"components {components} add up to {sum(components)}, not to {shape[axis]} along axis {axis}"
             return [Problem(what, node.path, source, "the sizes of the packed projections, in their order")]
         return []

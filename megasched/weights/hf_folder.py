@@ -42,9 +42,7 @@ class HFFolder:
         self._files = list_tensors(folder)
         self._canonical = canonical_names(definition)
         state = definition.state_dict()
-        self._buffers = {
-            name: tuple(value.shape) for name, value in state.items() if name not in self._canonical
-        }
+        self._buffers = {name: tuple(value.shape) for name, value in state.items() if name not in self._canonical}
         self._ignored = _ignored_patterns(definition)
         self._stored: dict[str, list[str]] = {}
         self._unknown: list[str] = []

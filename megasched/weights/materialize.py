@@ -45,9 +45,7 @@ def materialize(
         assert empty is not None
         if first not in filled:
             value = source.local(Placement(first, tuple(empty.shape)), 0, 1)
-            filled[first] = torch.nn.Parameter(
-                value.to(dtype or torch.float32), requires_grad=empty.requires_grad
-            )
+            filled[first] = torch.nn.Parameter(value.to(dtype or torch.float32), requires_grad=empty.requires_grad)
             filled[first].__dict__.update(empty.__dict__)
         slots[leaf] = filled[first]
     persistent = definition.state_dict()

@@ -36,7 +36,5 @@ def compare_names(holder: str, missing: Collection[str], unexpected: Collection[
     for title, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             lines += [f"  {title} ({len(names)}):", *(f"    {name}" for name in sorted(names))]
-    lines.append(
-        "  remedy: the config and the weights must be of the same model, under the definition's names"
-    )
+    lines.append("  remedy: the config and the weights must be of the same model, under the definition's names")
     raise CheckpointError("\n".join(lines))

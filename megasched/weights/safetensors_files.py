@@ -41,9 +41,7 @@ def list_tensors(folder: str | Path) -> dict[str, Path]:
             return dict.fromkeys(file.keys(), folder / SINGLE)
     if (folder / INDEX).is_file():
         return _read_index(folder / INDEX)
-    others = sorted(
-        path.name for pattern in ("*.safetensors", *OTHER_FORMATS) for path in folder.glob(pattern)
-    )
+    others = sorted(path.name for pattern in ("*.safetensors", *OTHER_FORMATS) for path in folder.glob(pattern))
     found = f"it has {', '.join(others)}" if others else "it has no weights"
     raise CheckpointError(
         f"{folder}: no {SINGLE} and no {INDEX}; {found}. Only safetensors are read (pickled weights can run "
@@ -96,9 +94,7 @@ def _read_index(path: Path) -> dict[str, Path]:
         names = json.loads(path.read_text())["weight_map"]
         files = {key: path.parent / name for key, name in names.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path}: expected JSON with a weight_map from tensor to file: {error!r}"
-        ) from error
+        raise CheckpointError(f"{path}: expected JSON with a weight_map from tensor to file: {error!r}") from error
     missing = sorted({file.name for file in files.values() if not file.is_file()})
     if missing:
         raise CheckpointError(f"{path}: files that it names are missing: {', '.join(missing)}")

@@ -2,9 +2,9 @@
 
 import numpy
 import pytest
-from megasched.launch.corpus import EOD, prepare_corpus, source_files, stdlib_folder, write_tokenizer
 
 from megasched.errors import ConfigError
+from megasched.launch.corpus import EOD, prepare_corpus, source_files, stdlib_folder, write_tokenizer
 
 FILES = {
     "alpha.py": b"import os\n",

@@ -4,9 +4,9 @@ from argparse import Namespace
 
 import pytest
 import torch
-from megasched.launch import bundled_script
 
 from megasched.errors import ConfigError
+from megasched.launch import bundled_script
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from megasched.launch import quickstart_plan
 from megasched.launch.quickstart_plan import Plan, choose_layout
-
 from megasched.layout import Layout
 
 # devices -> TP, PP, VPP, DP
@@ -106,9 +106,7 @@ def test_the_script_runs_the_command_and_takes_more_flags(tmp_path):
     script = tmp_path / "train.sh"
     words = ["printf", "%s\\n", "--save", "a folder/$HOME", "--save-interval", "4"]
     script.write_text(quickstart_plan.shell_script(words, {"OMP_NUM_THREADS": "1"}))
-    done = subprocess.run(
-        ["bash", str(script), "--train-iters", "5"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(["bash", str(script), "--train-iters", "5"], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:-1] == [*words[2:], "--train-iters", "5"]
 
 

@@ -3,10 +3,10 @@
 import io
 
 import pytest
-from megasched.launch.quickstart_report import progress, result_table, save_loss_curve, summarize
-from megasched.launch.training_log import Iteration, TrainingLog
 
 from megasched.errors import MegaschedError
+from megasched.launch.quickstart_report import progress, result_table, save_loss_curve, summarize
+from megasched.launch.training_log import Iteration, TrainingLog
 
 
 def log_of(losses, seconds=0.5):

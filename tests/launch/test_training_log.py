@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from megasched.launch.training_log import read_log
 
 LINE = (

@@ -238,6 +238,11 @@ FAMILIES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
         config("gemma3_text", **SMALL, num_key_value_heads=3, head_dim=8),
         {"rotary_base": 1000000, "qk_layernorm": True},
     ),
+    # The recurrence has parameters of three dimensions, which are no experts; the MLP is gated.
+    "recurrent_gemma": (
+        config("recurrent_gemma", **SMALL, num_key_value_heads=1, lru_width=48, head_dim=8),
+        {"swiglu": True},
+    ),
     # No attention at all: one head, so that Megatron has its number.
     "mamba": (
         config("mamba", num_hidden_layers=2, hidden_size=48, vocab_size=300),
@@ -446,9 +451,7 @@ def test_flags_refused_under_a_schedule(hf_model: str, flag: str) -> None:
 
 
 def test_default_values_of_refused_flags_are_fine(hf_model: str) -> None:
-    flags = (
-        "--context-parallel-size 1 --expert-model-parallel-size 1 --fp8-margin 0 --attention-backend flash"
-    )
+    flags = "--context-parallel-size 1 --expert-model-parallel-size 1 --fp8-margin 0 --attention-backend flash"
     assert derived_args("--hf-model", hf_model, *flags.split()).context_parallel_size == 1
     refuse_unsupported(flags.split())
 
@@ -556,9 +559,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, *argv: str) -> argparse.Namespace:
 
 
 @pytest.mark.usefixtures("patched")
-def test_patched_parser_sets_the_model_before_validation(
-    monkeypatch: pytest.MonkeyPatch, hf_model: str
-) -> None:
+def test_patched_parser_sets_the_model_before_validation(monkeypatch: pytest.MonkeyPatch, hf_model: str) -> None:
     model = ("--model-schedule", "auto", "--hf-model", hf_model, "--hf-random-init")
     args = parse(monkeypatch, *model, *RUN.split())
     assert args.of_the_script == 5
@@ -581,9 +582,7 @@ def test_patched_parser_refuses_a_large_tokenizer(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("patched")
 def test_patched_parser_without_a_schedule_is_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = (
-        "--num-layers 3 --hidden-size 12 --num-attention-heads 2 --max-position-embeddings 40 --vocab-size 9"
-    )
+    sizes = "--num-layers 3 --hidden-size 12 --num-attention-heads 2 --max-position-embeddings 40 --vocab-size 9"
     args = parse(monkeypatch, *sizes.split(), *RUN.split())
     assert args.model_schedule is None
     assert (args.num_layers, args.padded_vocab_size, args.hidden_dropout) == (3, 128, 0.1)

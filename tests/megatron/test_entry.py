@@ -169,9 +169,7 @@ def test_ranks_end_together_with_one_message(tmp_path: Path, hf_model: str, text
         ),
     ],
 )
-def test_what_the_script_ends_with(
-    tmp_path: Path, hf_model: str, text: str, status: int, stderr: str
-) -> None:
+def test_what_the_script_ends_with(tmp_path: Path, hf_model: str, text: str, status: int, stderr: str) -> None:
     done = run(script(tmp_path, text), "--model-schedule", "auto", "--hf-model", hf_model)
     assert done.returncode == status
     assert stderr in done.stderr
@@ -303,9 +301,7 @@ def test_a_package_that_hides_megatron_is_named(tmp_path: Path) -> None:
     assert f"megatron.core can't be imported (`megatron` is found in: {tmp_path / 'megatron'})" in done.stderr
 
 
-def test_the_working_directory_makes_room_for_the_scripts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_working_directory_makes_room_for_the_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [os.getcwd(), "/lib"])
     entry.put_first(tmp_path)
     assert sys.path == [str(tmp_path), "/lib"]

@@ -83,7 +83,7 @@ def checkpoint(ddp, optimizer, folder, kind, is_loading):
 
 
 def resume(folder, kind, bf16=False):
-    """Weights after 2 + 3 steps without a break and with a checkpoint between; the steps AdamW counted in each."""
+    """Weights after 2 + 3 steps, without and with a checkpoint between; AdamW's step counts of each."""
     init_megatron()
     ddp, optimizer = build(bf16)
     train(ddp, optimizer, 2)

@@ -5,8 +5,8 @@ When one of these fails because the fault is gone, that part of the patch is no 
 
 import pytest
 import torch
-from megasched.patches import adamw_resume, apply, undo
 
+from megasched.patches import adamw_resume, apply, undo
 from tests.patches.optimizer_case import adam_steps, build, inner, resume, train
 from tests.rank_pool import init_megatron
 
@@ -73,9 +73,7 @@ def test_each_parameter_counts_its_own_steps(ranks):
 @pytest.mark.parametrize("kind", ["fully_reshardable", "dp_reshardable"])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_resumed_run_is_the_uninterrupted_one(ranks, tmp_path, kind, bf16):
-    for weights, resumed, steps, resumed_steps in ranks.run(
-        2, resume, str(tmp_path / "checkpoint"), kind, bf16
-    ):
+    for weights, resumed, steps, resumed_steps in ranks.run(2, resume, str(tmp_path / "checkpoint"), kind, bf16):
         assert torch.equal(weights, resumed)
         assert set(steps) == set(resumed_steps) == {5.0}
 

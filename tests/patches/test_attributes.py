@@ -4,9 +4,9 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from megasched.patches.attributes import resolve, set_attribute, undo_all
 
 from megasched.errors import ConfigError
+from megasched.patches.attributes import resolve, set_attribute, undo_all
 
 
 class Base:

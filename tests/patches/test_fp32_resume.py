@@ -1,8 +1,8 @@
 """The default format of optimizer checkpoints in float32: torch refuses the load without the patch."""
 
 import pytest
-from megasched.patches import undo
 
+from megasched.patches import undo
 from tests.patches.optimizer_case import resume
 
 

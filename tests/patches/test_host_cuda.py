@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from megasched.patches import host_cuda
 
 from megasched.errors import ConfigError
+from megasched.patches import host_cuda
 from tests.rank_pool import init_megatron
 
 
@@ -262,9 +262,7 @@ def test_real_cuda_is_refused_unless_forced(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
-    with pytest.raises(
-        ConfigError, match=r"8 device\(s\), the first is NVIDIA H100.*MEGASCHED_REHEARSE=force"
-    ):
+    with pytest.raises(ConfigError, match=r"8 device\(s\), the first is NVIDIA H100.*MEGASCHED_REHEARSE=force"):
         host_cuda.install()
     assert not host_cuda.is_installed()
     assert "cuda" not in vars(torch.Tensor)

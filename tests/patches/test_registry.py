@@ -5,11 +5,11 @@ import sys
 from types import ModuleType
 
 import pytest
+
+from megasched.errors import ConfigError
 from megasched.patches import registry
 from megasched.patches.attributes import set_attribute
 from megasched.patches.registry import Patch
-
-from megasched.errors import ConfigError
 
 
 def size(width, height):
@@ -90,9 +90,7 @@ def test_a_missing_package_is_named(plain):
 
 def test_a_target_that_moved_is_named_with_the_versions_that_work(plain):
     plain(targets=("shop:size", "shop:weight"))
-    with pytest.raises(
-        ConfigError, match=r"shop:weight: no such attribute. Versions known to work: pytest >=1"
-    ):
+    with pytest.raises(ConfigError, match=r"shop:weight: no such attribute. Versions known to work: pytest >=1"):
         registry.apply("plain")
 
 

@@ -1,6 +1,7 @@
 """The dataset helpers of the wheel: Megatron ends the process without the patch, and works with it."""
 
 import pytest
+
 from megasched.patches import apply, undo, wheel_helpers
 
 

@@ -244,9 +244,7 @@ def test_tensors_that_need_merging_are_refused_with_a_remedy_that_works(tmp_path
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(tmp_path / "split")
-    with pytest.raises(
-        CheckpointError, match=r"experts\.0\..* is but a part of .*save_original_format=False"
-    ):
+    with pytest.raises(CheckpointError, match=r"experts\.0\..* is but a part of .*save_original_format=False"):
         HFFolder(tmp_path / "split", build_definition(config))
     model.save_pretrained(tmp_path / "merged", save_original_format=False)
     assert_reads(HFFolder(tmp_path / "merged", build_definition(config)), model)

@@ -213,9 +213,7 @@ def test_unknown_names_and_wrong_shapes(tiny):
         source.local(Placement("lm_head.weight", (128, 32)), 0, 1)
     names = set(canonical_names(definition).values())
     source.check(names)
-    with pytest.raises(
-        CheckpointError, match=r"(?s)missing \(1\):\s+extra.*unexpected \(1\):\s+lm_head\.weight"
-    ):
+    with pytest.raises(CheckpointError, match=r"(?s)missing \(1\):\s+extra.*unexpected \(1\):\s+lm_head\.weight"):
         source.check(names - {"lm_head.weight"} | {"extra"})
 
 

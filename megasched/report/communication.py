@@ -1,0 +1,73 @@
+"""What is sent over the TP group because of the shards, module by module: read off the plan, decided nowhere here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+from megasched.lowering.lower import _worth
+from megasched.lowering.plan import Plan
+from megasched.lowering.sync import derived_syncs
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One operation over the TP group.
+
+    Attributes:
+        phase: ``forward`` or ``backward``.
+        op: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``scatter``.
+        tensor: ``input`` or ``output`` of the module; in the backward pass, the gradient of it.
+        shared_by: the linears below that one operation serves together, relative to the module; mostly empty.
+    """
+
+    phase: Literal["forward", "backward"]
+    op: str
+    tensor: Literal["input", "output"]
+    shared_by: tuple[str, ...] = ()
+
+
+def transfers(plan: Plan) -> dict[str, list[Transfer]]:
+    """Module path -> what it sends; empty at TP 1.
+
+    Linears that read the same activation inside one module share what they would send for it: the transfer
+    then stands at that module (see ``lowering/region.py``).
+    """
+    if plan.layout.tp == 1:
+        return {}
+    regions = shared_regions(plan)
+    entered = {column for columns in regions.values() for column in columns}
+    found = {path: _of_cut(derived_syncs(plan, path), path in entered) for path in plan.cuts}
+    for path, columns in regions.items():
+        names = tuple(column[len(path) + 1 :] for column in columns)
+        found[path] = _of_input(derived_syncs(plan, columns[0]), names)
+    return {path: sent for path, sent in found.items() if sent}
+
+
+def shared_regions(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Module path -> the column linears below it that share what is sent for their common input."""
+    context = cast(Any, SimpleNamespace(plan=plan))  # the lowering asks its context for nothing else here
+    return {
+        path: columns
+        for path, (_, columns) in plan.derived.regions.items()
+        if _worth(path, columns, context)
+    }
+
+
+def _of_input(syncs: dict[str, str | None], shared_by: tuple[str, ...] = ()) -> list[Transfer]:
+    found = []
+    if syncs["fwd_pre"]:
+        found.append(Transfer("forward", syncs["fwd_pre"], "input", shared_by))
+    if syncs["bwd_post"]:
+        found.append(Transfer("backward", syncs["bwd_post"], "input", shared_by))
+    return found
+
+
+def _of_cut(syncs: dict[str, str | None], entered: bool) -> list[Transfer]:
+    found = [] if entered else _of_input(syncs)
+    if syncs["fwd_post"]:
+        found.append(Transfer("forward", syncs["fwd_post"], "output"))
+    if syncs["fwd_post"] == "reduce_scatter":  # and its gradient comes back as parts of the sequence
+        found.append(Transfer("backward", "all_gather", "output"))
+    return sorted(found, key=lambda transfer: transfer.phase != "forward")

@@ -1,0 +1,86 @@
+"""The module tree of a report, with layers that are treated alike folded into one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megasched.report.modules import ModuleReport
+
+# More pieces than this in the label of a fold are abbreviated.
+LABEL_PIECES = 4
+
+
+@dataclass
+class Node:
+    """One line of the tree.
+
+    Attributes:
+        name: last part of the path; of a fold, the indices: ``0-3``.
+        reports: of every module folded into it, in their order.
+        children: in the order of the definition.
+    """
+
+    name: str
+    reports: list[ModuleReport]
+    children: list[Node] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.reports)
+
+    @property
+    def sources(self) -> list[str]:
+        """Where the schedule asked for something of these modules, each place once."""
+        return list(dict.fromkeys(a.source for report in self.reports for a in report.asked if a.source))
+
+
+def fold(reports: Sequence[ModuleReport]) -> Node:
+    """The tree of these modules; children with numbers for names are folded where they are treated alike.
+
+    Args:
+        reports: parents before children, as ``describe_modules`` gives them.
+    """
+    nodes = {report.path: Node(report.path.rpartition(".")[2], [report]) for report in reports}
+    for path, node in nodes.items():
+        if path:
+            nodes[path.rpartition(".")[0]].children.append(node)
+    return _folded(nodes[""])
+
+
+def _folded(node: Node) -> Node:
+    children = [_folded(child) for child in node.children]
+    if children and all(child.name.isdigit() for child in children):
+        groups: dict[Any, list[Node]] = {}
+        for child in children:
+            groups.setdefault(_treatment(child), []).append(child)
+        children = [_merged(alike, _label([int(n.name) for n in alike])) for alike in groups.values()]
+    return Node(node.name, node.reports, children)
+
+
+def _treatment(node: Node) -> tuple[Any, ...]:
+    children = tuple((child.name, _treatment(child)) for child in node.children)
+    return (node.count, node.reports[0].treatment(), children)
+
+
+def _merged(nodes: list[Node], name: str) -> Node:
+    children = [
+        _merged(list(alike), alike[0].name)
+        for alike in zip(*(node.children for node in nodes), strict=True)
+    ]
+    return Node(name, [report for node in nodes for report in node.reports], children)
+
+
+def _label(indices: list[int]) -> str:
+    """``0-3`` for neighbours, ``0,2,…,30`` for every second, ``0,3,7`` for what has no rule."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    pieces = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    if len(pieces) > LABEL_PIECES:
+        pieces = [*pieces[:2], "…", pieces[-1]]
+    return ",".join(pieces)

@@ -1,0 +1,214 @@
+"""What a schedule makes of each module of a definition: one row of facts a module."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from megasched.lowering.plan import Plan
+from megasched.megatron.session import Session
+from megasched.placement import Placement
+from megasched.primitives.replace_all import matches
+from megasched.records import Record
+from megasched.report.communication import Transfer, transfers
+
+Kind = Literal["column", "row", "vocab", "replicated", "whole"]
+LOWERED = {"column": "ColumnParallelLinear", "row": "RowParallelLinear"}
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """One parameter of a module.
+
+    Attributes:
+        name: in its module, e.g. ``weight``.
+        shape: global shape in the HF checkpoint.
+        local_shape: shape on one TP rank, padding included.
+        padded: rows of a vocabulary after padding; None without any.
+        components: sizes of packed projections that are cut one by one; mostly empty.
+        partial_gradient: each TP rank computes a part of its gradient, and the parts are summed.
+        tied_to: full name of the parameter that this one is, under another name; None for its own.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    padded: int | None = None
+    components: tuple[int, ...] = ()
+    partial_gradient: bool = False
+    tied_to: str | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A primitive call that concerns a module: the call as text, and the ``file:line`` it stands at."""
+
+    primitive: str
+    call: str
+    source: str
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """One module.
+
+    Attributes:
+        path: in the definition; empty for the model itself.
+        hf_class: class in the definition; empty for a module that a replacement brought along.
+        becomes: class that runs, or why the module stays whole.
+        kind: how its weight lies over the TP ranks.
+        parameters: its own ones, not those of its children.
+        transfers: what it sends over the TP group.
+        recompute: its activations are computed again in the backward pass.
+        notes: what else changes.
+        asked: the schedule's calls on it.
+    """
+
+    path: str
+    hf_class: str
+    becomes: str
+    kind: Kind = "whole"
+    parameters: tuple[ParameterReport, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    recompute: bool = False
+    notes: tuple[str, ...] = ()
+    asked: tuple[Asked, ...] = ()
+
+    def treatment(self) -> tuple[Any, ...]:
+        """Everything but where it stands and who asked: equal for modules that are treated alike."""
+        calls = tuple(asked.call for asked in self.asked if asked.primitive != "cut_pipeline_stage")
+        return (
+            *(self.hf_class, self.becomes, self.kind, self.parameters),
+            *(self.transfers, self.recompute, self.notes, calls),
+        )
+
+
+def describe_modules(session: Session) -> list[ModuleReport]:
+    """Modules with parameters of their own or something to say of them, and those around them.
+
+    In the order of the module tree. Nothing is materialised.
+
+    Raises:
+        ScheduleError: with every problem of the schedule.
+    """
+    view = _View(session)
+    reports = {path: view.describe(path, module) for path, module in session.replaced.named_modules()}
+    kept = {""}
+    for path, report in reports.items():
+        if report.parameters or report.transfers or report.recompute or report.notes or report.asked:
+            parts = path.split(".")
+            kept.update(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return [report for path, report in reports.items() if path in kept]
+
+
+def parameter_count(plan: Plan) -> int:
+    """Parameters of the whole model, tied ones once, padding not counted."""
+    return sum(math.prod(placement.shape) for placement in plan.placements.values())
+
+
+class _View:
+    """What is looked up for every module, prepared once."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.plan = session, session.plan
+        self.tp = self.plan.layout.tp
+        self.hf = {path: type(module).__name__ for path, module in session.definition.named_modules()}
+        self.transfers = transfers(self.plan)
+        self.records: dict[str, list[Record]] = defaultdict(list)
+        self.replaced: set[str] = set()
+        for record in self.plan.records:
+            for path in self._paths(record):
+                self.records[path].append(record)
+                if record.primitive in ("replace", "replace_all"):
+                    self.replaced.add(path)
+        self.pairs = self._tied_pairs()
+
+    def _paths(self, record: Record) -> list[str]:
+        if record.primitive != "replace_all":
+            return [record.path]
+        schedule = self.session.schedule
+        return matches(schedule[record.path] if record.path else schedule, record.arguments["what"])
+
+    def _tied_pairs(self) -> set[str]:
+        """Canonical names that several parameter names share."""
+        names = list(self.plan.canonical.values())
+        return {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+
+    def describe(self, path: str, module: nn.Module) -> ModuleReport:
+        kind: Kind = "replicated" if path in self.plan.replicated_heads else self.plan.cuts.get(path, "whole")
+        records = self.records.get(path, [])
+        return ModuleReport(
+            path,
+            self.hf.get(path, ""),
+            self._becomes(path, module, kind),
+            kind,
+            tuple(self._parameter(path, name) for name in _own_parameters(module)),
+            tuple(self.transfers.get(path, ())),
+            any(record.primitive == "checkpoint" for record in records),
+            tuple(self._notes(path, module, kind)),
+            tuple(Asked(r.primitive, str(r).partition(": ")[2], r.source) for r in records),
+        )
+
+    def _becomes(self, path: str, module: nn.Module, kind: Kind) -> str:
+        name = type(module).__name__
+        if kind == "vocab":
+            return f"VocabParallel{name}"
+        if kind == "replicated":
+            return f"replicated (kv heads {self.plan.replicated_heads[path]} < TP {self.tp}, each rank uses one)"
+        return LOWERED.get(kind, name)
+
+    def _parameter(self, path: str, name: str) -> ParameterReport:
+        full = f"{path}.{name}" if path else name
+        placement: Placement = self.plan.placement(path, name)
+        canonical = self.plan.canonical[full]
+        return ParameterReport(
+            name,
+            placement.shape,
+            placement.local_shape(self.tp),
+            placement.padded if placement.padded != placement.shape[placement.axis or 0] else None,
+            placement.components,
+            placement.tp_gradient == "partial" and self.tp > 1,
+            canonical if canonical != full else None,
+        )
+
+    def _notes(self, path: str, module: nn.Module, kind: Kind) -> list[str]:
+        notes = []
+        if path in self.replaced and kind != "whole":
+            notes.append(f"replaced by {type(module).__name__}")
+        if self.plan.layout.pp > 1 and any(
+            self.plan.canonical[f"{path}.{name}" if path else name] in self.pairs
+            for name in _own_parameters(module)
+        ):
+            notes.append("tied across stages: gradient summed over the embedding group")
+        if self.tp > 1:
+            notes += self._tp_notes(path, module, kind)
+        return notes
+
+    def _tp_notes(self, path: str, module: nn.Module, kind: Kind) -> list[str]:
+        notes = []
+        heads, sharded = self.plan.derived.attention.get(path, (0, False))
+        if sharded:
+            notes.append(f"{heads} query heads, {heads // self.tp} on each rank")
+        attributes = self.session.schedule.roles.local_attributes.get(path, ())
+        if attributes and self.plan.derived.attention.get(path, (0, True))[1]:
+            notes.append(f"divided by TP: {', '.join(attributes)}")
+        if path in self.plan.derived.forked:
+            notes.append("each TP rank draws its own random numbers")
+        head = module is self.session.replaced.get_output_embeddings()
+        if head and kind == "column" and path not in self.plan.derived.gather:
+            notes.append("logits stay cut over the vocabulary, up to the loss")
+        structure = self.plan.structure
+        if structure is not None and path == structure.layers and self.plan.layout.sp:
+            first, last = (f"{path.rpartition('.')[2]}.{index}" for index in (0, structure.count - 1))
+            notes.append(f"hidden state cut along the sequence at {first} (backward all_gather)")
+            notes.append(f"whole again after {last} (forward all_gather)")
+            notes.append("each TP rank draws its own random numbers")
+        return notes
+
+
+def _own_parameters(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters(recurse=False)]

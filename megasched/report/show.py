@@ -1,0 +1,109 @@
+"""``megasched show``: what a schedule will do to a model, told before any GPU is held."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megasched.layout import Layout
+from megasched.megatron.session import Session, open_session
+from megasched.records import Record
+from megasched.report.modules import ModuleReport, describe_modules, parameter_count
+from megasched.report.stages import StageReport, describe_stages
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class ShowReport:
+    """All that ``megasched show`` tells.
+
+    Attributes:
+        hf_model: folder or hub id of the definition.
+        model: class of the definition, e.g. ``LlamaForCausalLM``.
+        schedule: as it was named: ``auto``, a file, or a registered name.
+        parameters: of the whole model, tied ones once, padding not counted.
+        sequence_length: that the shares of FLOPs are for.
+        layout: how the job is spread.
+        modules: in the order of the module tree, unfolded.
+        stages: in the order in which a batch runs through them.
+        records: the schedule's calls.
+    """
+
+    hf_model: str
+    model: str
+    schedule: str
+    parameters: int
+    sequence_length: int
+    layout: Layout
+    modules: list[ModuleReport]
+    stages: list[StageReport]
+    records: list[Record]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON; the records as text."""
+        names = [name for name in vars(self) if name not in ("layout", "modules", "stages", "records")]
+        return {
+            **{name: getattr(self, name) for name in names},
+            "layout": vars(self.layout),
+            "modules": [asdict(module) for module in self.modules],
+            "stages": [asdict(stage) for stage in self.stages],
+            "records": [{"call": str(record), "source": record.source} for record in self.records],
+        }
+
+
+def inspect_schedule(
+    schedule: str,
+    hf_model: str,
+    layout: Layout,
+    *,
+    sequence_length: int = 4096,
+    overrides: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    make_vocab_size_divisible_by: int = 128,
+) -> ShowReport:
+    """Plans a schedule as a run would, without process groups, devices or weights.
+
+    Args:
+        schedule: what ``--model-schedule`` would say.
+        hf_model: what ``--hf-model`` would say; only its config is read.
+        layout: the layout of the run.
+        sequence_length: ``--seq-length``.
+        overrides: ``key=value`` for the HF config.
+        trust_remote_code: run Python code that comes with the model.
+        make_vocab_size_divisible_by: Megatron's flag; vocabularies are padded to a multiple of it times TP.
+
+    Raises:
+        ConfigError, ScheduleError: whatever a run would refuse about model, schedule and layout.
+    """
+    session = open_session(
+        Namespace(
+            hf_model=hf_model,
+            hf_override=list(overrides),
+            trust_remote_code=trust_remote_code,
+            model_schedule=schedule,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+        ),
+        layout,
+    )
+    if schedule == AUTO:
+        _name_sources(session, "--model-schedule auto")
+    return ShowReport(
+        hf_model,
+        type(session.definition).__name__,
+        schedule,
+        parameter_count(session.plan),
+        sequence_length,
+        layout,
+        describe_modules(session),
+        describe_stages(session, sequence_length),
+        list(session.schedule.records),
+    )
+
+
+def _name_sources(session: Session, source: str) -> None:
+    """No line of the user's asked for what the default schedule does."""
+    records = session.schedule.records
+    records[:] = [replace(record, source=source) for record in records]

@@ -1,0 +1,106 @@
+"""A run that is interrupted and resumed, at the same layout or another, goes on as if it had not been."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.rank_pool import RankError
+from tests.training import gather, losses, train
+
+SAVE = ["--use-distributed-optimizer", "--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable", "--override-opt-param-scheduler"]
+STOP, END = 3, 6
+
+LAYOUTS = {
+    "one-rank": (1, 1, ""),
+    "tp2-sp": (2, 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2-vpp2": (2, 1, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "dp2-tp2": (4, 2, "--tensor-model-parallel-size 2"),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "qwen3"])
+def test_resume_at_every_layout(ranks, tmp_path, family):
+    """Written at TP2 x PP2; packed, transposed and tied parameters and their optimizer states reshard."""
+    folder = tiny.save(family, tmp_path / "model")
+    written = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    whole = ranks.run(4, train, folder, [*written, *SAVE], iterations=END)
+    saving = [*written, *SAVE, "--save", str(tmp_path / "ckpt"), "--save-interval", str(STOP)]
+    ranks.run(4, train, folder, saving, iterations=STOP)
+    expected = gather(whole, "weights", 2)
+    for world, tp, flags in [(4, 2, " ".join(written)), *LAYOUTS.values()]:
+        resumed = ranks.run(
+            world, train, folder, [*flags.split(), *SAVE, "--load", str(tmp_path / "ckpt")], iterations=END
+        )
+        torch.testing.assert_close(losses(resumed), losses(whole)[STOP:], rtol=2e-6, atol=0)
+        for report in resumed:
+            torch.testing.assert_close(report.grad_norms, whole[0].grad_norms[STOP:], rtol=1e-5, atol=0)
+        weights = gather(resumed, "weights", tp)
+        assert weights.keys() == expected.keys()
+        for name, wanted in expected.items():
+            torch.testing.assert_close(weights[name], wanted, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def keys_of(folder: Path) -> dict[str, list[int]]:
+    """Key -> global shape of every model tensor in a checkpoint."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    metadata = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    return {key: list(value.size) for key, value in metadata.items() if hasattr(value, "size")}
+
+
+def test_checkpoint_is_keyed_by_hf_names_with_global_shapes(ranks, tmp_path):
+    folder = tiny.save("gpt2", tmp_path / "model")
+    flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--no-save-optim"]
+    flags += ["--ckpt-format", "torch_dist", "--save", str(tmp_path / "ckpt"), "--save-interval", "1"]
+    ranks.run(4, train, folder, flags, iterations=1)
+    found = keys_of(tmp_path / "ckpt" / "iter_0000001")
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny.config("gpt2"))
+    expected = {name: list(p.shape) for name, p in model.named_parameters()}
+    expected["transformer.wte.weight"][0] = 104  # 99 padded to a multiple of 4 x TP
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_with_its_names(ranks, tmp_path):
+    """Megatron would retry without strictness and leave what is missing as it was initialised."""
+    folder = tiny.save("qwen2", tmp_path / "model")
+    save = ["--ckpt-format", "torch_dist", "--save", str(tmp_path / "ckpt"), "--save-interval", "1"]
+    ranks.run(1, train, folder, save, iterations=1)
+    config = json.loads((Path(folder) / "config.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    load = ["--ckpt-format", "torch_dist", "--load", str(tmp_path / "ckpt")]
+    with pytest.raises(RankError, match=r"mlp\.(gate|up|down)_proj\.weight"):
+        ranks.run(1, train, str(other), load, iterations=2)
+
+
+def _load_mismatched() -> str:
+    """A chunk's own load, one name missing and one too many."""
+    from types import SimpleNamespace
+
+    from megasched.megatron.checkpoint import CheckpointMismatch
+    from megasched.megatron.scheduled_model import ScheduledModel
+    from megasched.placement import Placement
+
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    chunk = SimpleNamespace(local_placements=lambda: {"a.weight": (parameter, Placement("a.weight", (2,)))})
+    try:
+        ScheduledModel.load_state_dict(chunk, {"definition.b.weight": torch.ones(2)}, strict=False)
+    except CheckpointMismatch as stop:
+        assert not isinstance(stop, Exception)
+        return str(stop)
+    raise AssertionError("it was loaded")
+
+
+def test_a_chunk_refuses_missing_and_unexpected_names_whatever_strict_says(ranks):
+    message = ranks.run(1, _load_mismatched)[0]
+    assert "missing:\n    a.weight" in message
+    assert "unexpected:\n    definition.b.weight" in message

@@ -1,0 +1,181 @@
+"""Optimizer, recompute, dropout, precision and stages: what else a run can be made of, against the plain form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.rank_pool import RankError
+from tests.training import batches_of, gather, hf_loss, hf_model, losses, train
+
+TP2_SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+TP2_PP2 = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+
+
+def test_three_steps_equal_plain_adamw(ranks, tmp_path):
+    """Megatron's optimizer on scheduled shards against torch's AdamW on the HF model: all weights."""
+    folder = tiny.save("qwen3", tmp_path)
+    flags = [*TP2_PP2, "--clip-grad", "0.5", "--weight-decay", "0.1", "--adam-eps", "1e-8", "--adam-beta2", "0.95"]
+    one = [ranks.run(4, train, folder, flags, iterations=1 + i) for i in (0, 2)]
+    model = hf_model(folder)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+    # The mock data set gives every sample alike, so the first global batch stands for all three.
+    batches = batches_of(one[0])
+    for _ in range(3):
+        optimizer.zero_grad()
+        for tokens, labels in batches:
+            (hf_loss(model, tokens, labels)[0] / len(batches)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    weights = gather(one[1], "weights", 2)
+    assert weights.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=2e-5, atol=2e-6, msg=name)
+
+
+RECOMPUTE = {
+    "full-uniform": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "full-block": "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+    "core-attn": "--recompute-granularity selective",
+    "mlp": "--recompute-granularity selective --recompute-modules mlp core_attn",
+}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_recompute_by_flags_changes_no_bit_even_with_dropout(ranks, tmp_path, family):
+    dropout = (
+        {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+        if family == "gpt2"
+        else {"dropout": 0.1, "attention_dropout": 0.1}
+    )
+    folder = tiny.save(family, tmp_path, **dropout)
+    for layout in (["--tensor-model-parallel-size", "2"], TP2_SP):
+        plain = ranks.run(2, train, folder, layout, iterations=2)
+        for name, flags in RECOMPUTE.items():
+            if family == "opt" and name == "mlp":
+                continue  # OPT has no MLP module of its own; that this is refused is tested below
+            again = ranks.run(2, train, folder, [*layout, *flags.split()], iterations=2)
+            assert losses(again) == losses(plain), name
+            for one, other in zip(plain, again, strict=True):
+                assert one.grad_norms == other.grad_norms, name
+                for key, (gradient, _) in one.gradients.items():
+                    assert torch.equal(gradient, other.gradients[key][0]), (name, key)
+
+
+def test_recompute_of_what_a_definition_has_not_is_refused(ranks, tmp_path):
+    folder = tiny.save("opt", tmp_path)
+    flags = ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
+    with pytest.raises(RankError, match="OPTDecoderLayer has no MLP module of its own"):
+        ranks.run(1, train, folder, flags, iterations=1)
+
+
+def test_dropout_differs_between_tensor_parallel_ranks_only_where_activations_are_sharded(ranks, tmp_path):
+    """Replicated weights stay replicated: their gradients agree on both ranks, bit for bit, without SP."""
+    folder = tiny.save("gpt2", tmp_path, resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2)
+    first, second = ranks.run(2, train, folder, ["--tensor-model-parallel-size", "2"], iterations=1)
+    replicated = [name for name, (_, placement) in first.gradients.items() if not placement.sharded]
+    assert "transformer.h.0.ln_1.weight" in replicated
+    for name in replicated:
+        assert torch.equal(first.gradients[name][0], second.gradients[name][0]), name
+    plain = ranks.run(1, train, tiny.save("gpt2", tmp_path / "plain"), [], iterations=1)
+    assert losses([first, second])[0] != losses(plain)[0]
+
+
+def test_bf16_stays_near_float32_and_keeps_the_rotary_table_exact(ranks, tmp_path):
+    folder = tiny.save("llama", tmp_path)
+    exact = ranks.run(1, train, folder, [], iterations=3)
+    for flags in (["--bf16"], [*TP2_SP, "--bf16"], [*TP2_SP, "--bf16", "--use-distributed-optimizer"]):
+        reports = ranks.run(1 if flags == ["--bf16"] else 2, train, folder, flags, iterations=3)
+        torch.testing.assert_close(losses(reports), losses(exact), rtol=2e-2, atol=0)
+
+
+def test_fp16_with_dynamic_loss_scale_stays_near_float32(ranks, tmp_path):
+    folder = tiny.save("llama", tmp_path)
+    exact = ranks.run(1, train, folder, [], iterations=3)
+    flags = ["--tensor-model-parallel-size", "2", "--fp16", "--initial-loss-scale", "1024"]
+    reports = ranks.run(2, train, folder, flags, iterations=3)
+    torch.testing.assert_close(losses(reports), losses(exact), rtol=2e-2, atol=0)
+
+
+def _buffers_after_cast() -> dict[str, tuple[str, bool]]:
+    """dtype of the rotary table after Megatron's bf16 wrapper, and whether its values are untouched."""
+    from transformers import AutoModelForCausalLM
+
+    from megasched.megatron.scheduled_model import ScheduledModel
+
+    model = ScheduledModel.__new__(ScheduledModel)
+    torch.nn.Module.__init__(model)
+    model.definition = AutoModelForCausalLM.from_config(tiny.config("llama"))
+    before = model.definition.model.rotary_emb.inv_freq.clone()
+    model.bfloat16()
+    after = model.definition.model.rotary_emb.inv_freq
+    weight = next(model.definition.parameters())
+    return {"inv_freq": (str(after.dtype), torch.equal(before, after)), "weight": (str(weight.dtype), True)}
+
+
+def test_float16_wrapper_casts_weights_but_no_rotary_table(ranks):
+    found = ranks.run(1, _buffers_after_cast)[0]
+    assert found == {"inv_freq": ("torch.float32", True), "weight": ("torch.bfloat16", True)}
+
+
+STAGES = {
+    "uneven": "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3",
+    "empty-stage": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett||tt|L",
+    "embedding-alone": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|tttt|L|",
+    "loss-alone": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tt|t|L",
+    "embedding-and-loss-alone": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|tt|tt|L",
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(STAGES) - {"embedding-alone"}))
+def test_every_form_of_stage(ranks, tmp_path, name):
+    for family in ("gpt2", "qwen3"):
+        folder = tiny.save(family, tmp_path / family)
+        expected = ranks.run(1, train, folder, [], iterations=3)
+        for world, layout in ((2, []), (4, TP2_SP)):
+            reports = ranks.run(world, train, folder, [*STAGES[name].split(), *layout], iterations=3)
+            torch.testing.assert_close(losses(reports), losses(expected), rtol=2e-6, atol=0)
+            torch.testing.assert_close(reports[0].grad_norms, expected[0].grad_norms, rtol=1e-5, atol=0)
+
+
+def test_cuts_of_the_schedule_are_honoured(ranks, tmp_path):
+    folder = tiny.save("llama", tmp_path)
+    schedule = tmp_path / "cut.py"
+    schedule.write_text('def schedule(sch, layout):\n    sch["model.layers.0"].cut_pipeline_stage()\n')
+    expected = ranks.run(1, train, folder, [], iterations=2)
+    flags = ["--pipeline-model-parallel-size", "2"]
+    reports = ranks.run(2, train, folder, flags, iterations=2, schedule=str(schedule))
+    torch.testing.assert_close(losses(reports), losses(expected), rtol=2e-6, atol=0)
+    layers = {r.pp_rank: {n.split(".")[2] for n in r.gradients if n.startswith("model.layers")} for r in reports}
+    assert layers == {0: {"0"}, 1: {"1", "2", "3"}}
+
+
+def test_kv_heads_fewer_than_ranks_are_replicated_exactly(ranks, tmp_path):
+    """4 TP ranks share 2 KV heads; gradients of the whole projection come out right."""
+    from tests.training import hf_step, relative
+
+    for family in ("llama", "qwen3"):
+        folder = tiny.save(family, tmp_path / family)
+        for flags in (
+            ["--tensor-model-parallel-size", "4"],
+            ["--tensor-model-parallel-size", "4", "--sequence-parallel"],
+        ):
+            reports = ranks.run(4, train, folder, flags, iterations=2)
+            expected = hf_step(folder, batches_of(reports))
+            assert reports[0].grad_norms[0] == pytest.approx(expected.grad_norm, rel=1e-5)
+            gradients = gather(reports, "gradients", 4)
+            for name, wanted in expected.gradients.items():
+                assert relative(gradients[name], wanted) < 1e-5, name
+
+
+def test_overlapped_communication_gives_the_same(ranks, tmp_path):
+    folder = tiny.save("llama", tmp_path)
+    expected = ranks.run(1, train, folder, [], iterations=3)
+    flags = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    reports = ranks.run(4, train, folder, ["--tensor-model-parallel-size", "2", *flags], iterations=3)
+    torch.testing.assert_close(losses(reports), losses(expected), rtol=2e-6, atol=0)
+    torch.testing.assert_close(reports[0].grad_norms, expected[0].grad_norms, rtol=1e-5, atol=0)

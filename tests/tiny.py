@@ -1,0 +1,79 @@
+"""Tiny configs of every family that has an adapter: few layers, small sizes, everything switched on that can be.
+
+Multipliers and windows are set so that they bite: a soft-cap near the logits, a window below the sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SMALL = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.1,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**_SMALL, "num_key_value_heads": 2, "pad_token_id": None},
+    "mistral": {**_SMALL, "num_key_value_heads": 2, "sliding_window": 5, "head_dim": 8},
+    "qwen2": {**_SMALL, "num_key_value_heads": 2},
+    "qwen3": {**_SMALL, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
+    "gemma2": {
+        **_SMALL,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 5,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 10,
+    },
+    "phi3": {
+        **_SMALL,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 32,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    },
+    "gpt2": {
+        "vocab_size": 99,
+        "n_embd": 32,
+        "n_head": 4,
+        "n_layer": 4,
+        "n_positions": 32,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "initializer_range": 0.1,
+    },
+    "opt": {
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 32,
+        "word_embed_proj_dim": 32,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_std": 0.1,
+    },
+    "gpt_neox": {**_SMALL},
+}
+
+
+def config(family: str, **changes: Any) -> Any:
+    """The tiny HF config of a family, some fields changed."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family, **{**FAMILIES[family], **changes})
+
+
+def save(family: str, folder: Any, **changes: Any) -> str:
+    """Writes ``config.json`` of a family into a folder and returns the folder."""
+    config(family, **changes).save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,240 @@
+"""Short runs of Megatron's own trainer inside the rank pool, and what they are compared with.
+
+``train`` runs on every rank of a case and hands back what that rank saw: losses, gradients, logits, weights.
+``gather`` puts the shards of all ranks together under HF names; ``hf_step`` computes the same in plain torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 99  # divides by no TP: the embedding is padded
+SEQUENCE = 16
+
+RUN_FLAGS = (
+    f"--seq-length {SEQUENCE} --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --min-lr 1e-3 "
+    f"--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --mock-data "
+    "--split 100,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-dataset-builder-threads 1 "
+    "--no-mmap-bin-files --hf-random-init --make-vocab-size-divisible-by 4"
+).split()
+
+
+@dataclass
+class RankReport:
+    """What one rank saw of a run.
+
+    Attributes:
+        losses: mean loss of each iteration (last stage only).
+        grad_norms: of each iteration.
+        gradients: HF name -> (shard of the first iteration's gradient, its placement); no copies of ties.
+        weights: HF name -> (shard after the last iteration, placement).
+        logits: [b, s, v] of each micro-batch of the first iteration (last stage only).
+        batches: (tokens, labels) of each micro-batch of the first iteration, where this rank has them.
+        model: number of trained parameters on this rank.
+    """
+
+    tp_rank: int
+    dp_rank: int
+    pp_rank: int
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    gradients: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    weights: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    batches: list[tuple[torch.Tensor | None, torch.Tensor | None]] = field(default_factory=list)
+    iterations: int = 0
+
+
+def train(
+    hf_model: str, flags: list[str], *, iterations: int, schedule: str = "auto", cache: str = ""
+) -> RankReport:
+    """Runs Megatron's trainer on this rank, in rehearsal, as ``python -m megasched`` would."""
+    from megatron.core import parallel_state
+    from megatron.training import training
+
+    from megasched import patches
+    from megasched.launch import pretrain_gpt
+    from megasched.megatron import entry
+    from megasched.megatron.rehearsal import rehearsal_flags
+
+    for patch in patches.available():
+        if patch.name != "host_cuda":
+            patches.apply(patch.name)
+    entry._set_builder()
+    argv = [*RUN_FLAGS, "--model-schedule", schedule, "--hf-model", hf_model, "--train-iters", str(iterations)]
+    argv += ["--data-cache-path", cache or str(Path(hf_model) / "cache"), *flags]
+    sys.argv = ["pretrain_gpt.py", *rehearsal_flags(argv).argv]
+    report = RankReport(-1, -1, -1)
+    undo = [
+        _record_steps(training, report),
+        _record_finalized_gradients(training, report),
+        _record_batches(pretrain_gpt, report),
+        _record_logits(report),
+    ]
+    try:
+        pretrain_gpt.main()
+    finally:
+        for one in undo:
+            one()
+    report.tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    report.dp_rank = parallel_state.get_data_parallel_rank()
+    report.pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    report.weights = _shards(_chunks, lambda parameter: parameter.detach().clone())
+    _chunks.clear()
+    return report
+
+
+_chunks: list[Any] = []
+
+
+def _record_steps(training: Any, report: RankReport) -> Callable[[], None]:
+    real = training.train_step
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        if not _chunks:
+            from megatron.core.utils import unwrap_model
+
+            _chunks.extend(unwrap_model(kwargs["model"] if "model" in kwargs else args[2]))
+        result = real(*args, **kwargs)
+        report.iterations += 1
+        loss, norm = result[0].get("lm loss"), result[5]
+        if loss is not None:
+            report.losses.append(float(loss))
+        report.grad_norms.append(float(norm))
+        return result
+
+    training.train_step = train_step
+    return lambda: setattr(training, "train_step", real)
+
+
+def _record_finalized_gradients(training: Any, report: RankReport) -> Callable[[], None]:
+    real = training.finalize_model_grads
+
+    def finalize(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        if not report.iterations:
+            report.gradients = _shards(_chunks, lambda parameter: parameter.main_grad.detach().clone())
+        return result
+
+    training.finalize_model_grads = finalize
+    return lambda: setattr(training, "finalize_model_grads", real)
+
+
+def _record_batches(script: Any, report: RankReport) -> Callable[[], None]:
+    real = script.get_batch
+
+    def get_batch(*args: Any, **kwargs: Any) -> Any:
+        batch = real(*args, **kwargs)
+        if not report.iterations:
+            report.batches.append((batch["tokens"], batch["labels"]))
+        return batch
+
+    script.get_batch = get_batch
+    return lambda: setattr(script, "get_batch", real)
+
+
+def _record_logits(report: RankReport) -> Callable[[], None]:
+    from megasched.megatron.loss import VocabParallelLoss
+
+    real = VocabParallelLoss.__call__
+
+    def call(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not report.iterations:
+            report.logits.append(self.whole(logits.detach().clone()))
+        return real(self, logits, *args, **kwargs)
+
+    VocabParallelLoss.__call__ = call
+    return lambda: setattr(VocabParallelLoss, "__call__", real)
+
+
+def _shards(chunks: list[Any], take: Callable[[Any], torch.Tensor]) -> dict[str, tuple[torch.Tensor, Any]]:
+    """Placement's name -> (this rank's shard, placement); the second copy of a tie is left out."""
+    return {
+        placement.name: (take(parameter), placement)
+        for chunk in chunks
+        for parameter, placement in chunk.local_placements().values()
+        if not getattr(parameter, "shared", False)
+    }
+
+
+def gather(reports: list[RankReport], what: str, tp: int) -> dict[str, torch.Tensor]:
+    """Whole tensors under HF names from the shards of DP rank 0."""
+    found: dict[str, list[torch.Tensor | None]] = {}
+    placements = {}
+    for report in reports:
+        if report.dp_rank:
+            continue
+        for name, (shard, placement) in getattr(report, what).items():
+            found.setdefault(name, [None] * tp)[report.tp_rank] = shard
+            placements[name] = placement
+    return {name: placements[name].unshard(shards) for name, shards in found.items()}
+
+
+def losses(reports: list[RankReport]) -> list[float]:
+    """Mean loss of each iteration, which every last stage reports alike."""
+    return next(report.losses for report in reversed(reports) if report.losses)
+
+
+@dataclass
+class HfStep:
+    """Loss, logits and gradients of the unscheduled definition on one global batch."""
+
+    loss: float
+    logits: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    grad_norm: float
+
+
+def hf_model(folder: str, seed: int = 1234, **changes: Any) -> Any:
+    """The unscheduled HF model with the weights that ``--hf-random-init`` gives it."""
+    from megasched.definition import build_definition, load_config
+    from megasched.weights.materialize import materialize
+    from megasched.weights.random_init import RandomInit
+
+    config = load_config(folder)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    definition = build_definition(config)
+    return materialize(definition, RandomInit(definition, seed)).train()
+
+
+def hf_loss(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean cross entropy over all tokens, computed from HF's logits; and the logits."""
+    logits = model(input_ids=tokens).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()), logits
+
+
+def hf_step(folder: str, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> HfStep:
+    """One global batch through the unscheduled definition in plain torch."""
+    model = hf_model(folder)
+    total, logits = 0.0, []
+    for tokens, labels in batches:
+        loss, out = hf_loss(model, tokens, labels)
+        (loss / len(batches)).backward()
+        total += float(loss.detach()) / len(batches)
+        logits.append(out.detach())
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    norm = float(torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients.values()])))
+    return HfStep(total, logits, gradients, norm)
+
+
+def batches_of(reports: list[RankReport]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(tokens, labels) of each micro-batch of the first iteration, over all DP ranks."""
+    found = []
+    for rank in sorted({report.dp_rank for report in reports}):
+        own = [report for report in reports if report.dp_rank == rank and report.tp_rank == 0]
+        tokens = next(t for r in own if (t := [b[0] for b in r.batches if b[0] is not None]))
+        labels = next(t for r in reversed(own) if (t := [b[1] for b in r.batches if b[1] is not None]))
+        found += list(zip(tokens, labels, strict=True))
+    return found
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
+    """Largest difference, relative to the largest value expected (or to ``floor``, if that is more)."""
+    return float((got - expected).abs().max()) / max(float(expected.abs().max()), floor)
