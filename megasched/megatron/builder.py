@@ -32,6 +32,9 @@ class ScheduledModelBuilder(GPTModelBuilder):
     ) -> Any:
         """One model chunk of this rank."""
         config = self._model_config.transformer
+        # With it Megatron sums gradients of parameters *named* q_layernorm or k_layernorm over TP
+        # (megatron/core/distributed/finalize_model_grads.py:453); ours are summed where the placement says so.
+        config.qk_layernorm = False
         vp_size, pp = config.virtual_pipeline_model_parallel_size, pg_collection.pp
         if pre_process is None:
             pre_process = is_vp_first_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_first_stage(pp)

@@ -164,7 +164,9 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     Raises:
         ConfigError, ScheduleError: whatever can't be used as given.
     """
-    session = open_session(args, layout_before_validation(args))
+    from megasched.megatron.arguments import layout_from_args
+
+    session = open_session(args, layout_from_args(args))
     plan = session.plan
     session.source = weight_source(args, session.definition)
     session.source.check({placement.name for placement in plan.placements.values()})
@@ -179,31 +181,6 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
             args.num_layers_per_virtual_pipeline_stage = None
             args.num_virtual_stages_per_pipeline_rank = None
     set_session(session)
-
-
-def layout_before_validation(args: Namespace) -> Layout:
-    """The layout that Megatron's flags ask for; VPP and DP by the rules of ``validate_args``
-    (megatron/training/arguments.py:908)."""
-    pp = args.pipeline_model_parallel_size
-    if args.pipeline_model_parallel_layout:
-        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-        vpp = PipelineParallelLayerLayout.get_num_stages_from_str(args.pipeline_model_parallel_layout) // pp
-    elif args.num_layers_per_virtual_pipeline_stage:
-        vpp = args.num_layers // pp // args.num_layers_per_virtual_pipeline_stage
-    else:
-        vpp = args.num_virtual_stages_per_pipeline_rank or 1
-    ranks = args.tensor_model_parallel_size * pp * args.context_parallel_size
-    return Layout(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-        context_parallel_size=args.context_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        data_parallel_size=max(args.world_size // ranks, 1),
-        micro_batch_size=args.micro_batch_size or 1,
-    )
 
 
 _current: list[Session] = []

@@ -48,11 +48,7 @@ def transfers(plan: Plan) -> dict[str, list[Transfer]]:
 def shared_regions(plan: Plan) -> dict[str, tuple[str, ...]]:
     """Module path -> the column linears below it that share what is sent for their common input."""
     context = cast(Any, SimpleNamespace(plan=plan))  # the lowering asks its context for nothing else here
-    return {
-        path: columns
-        for path, (_, columns) in plan.derived.regions.items()
-        if _worth(path, columns, context)
-    }
+    return {path: columns for path, (_, columns) in plan.derived.regions.items() if _worth(path, columns, context)}
 
 
 def _of_input(syncs: dict[str, str | None], shared_by: tuple[str, ...] = ()) -> list[Transfer]:

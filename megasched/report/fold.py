@@ -66,8 +66,7 @@ def _treatment(node: Node) -> tuple[Any, ...]:
 
 def _merged(nodes: list[Node], name: str) -> Node:
     children = [
-        _merged(list(alike), alike[0].name)
-        for alike in zip(*(node.children for node in nodes), strict=True)
+        _merged(list(alike), alike[0].name) for alike in zip(*(node.children for node in nodes), strict=True)
     ]
     return Node(name, [report for node in nodes for report in node.reports], children)
 

@@ -48,9 +48,7 @@ def describe_stages(session: Session, sequence_length: int) -> list[StageReport]
     plan, structure = session.plan, session.plan.structure
     assert structure is not None
     layers = session.stage_layers(sequence_length) or [structure.count]
-    costs, before, after = layer_costs(
-        session.replaced, structure, session.definition.config, sequence_length
-    )
+    costs, before, after = layer_costs(session.replaced, structure, session.definition.config, sequence_length)
     total = sum(costs) + before + after
     cuts = {structure.index_of(r.path): r.source for r in plan.records_of("cut_pipeline_stage")}
     found, start = [], 0
@@ -79,9 +77,7 @@ def _outside_layers(session: Session, stage: Stage) -> tuple[str, ...]:
     structure = session.plan.structure
     assert structure is not None
     owners = dict.fromkeys(name.rpartition(".")[0] for name in session.plan.canonical)
-    return tuple(
-        path for path in owners if structure.index_of(path) is None and stage.holds(structure, path)
-    )
+    return tuple(path for path in owners if structure.index_of(path) is None and stage.holds(structure, path))
 
 
 def _parameters(session: Session, stage: Stage) -> int:
@@ -89,8 +85,6 @@ def _parameters(session: Session, stage: Stage) -> int:
     plan, structure = session.plan, session.plan.structure
     assert structure is not None
     held = {
-        canonical
-        for name, canonical in plan.canonical.items()
-        if stage.holds(structure, name.rpartition(".")[0])
+        canonical for name, canonical in plan.canonical.items() if stage.holds(structure, name.rpartition(".")[0])
     }
     return sum(math.prod(plan.placements[name].local_shape(plan.layout.tp)) for name in held)
