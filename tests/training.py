@@ -18,7 +18,7 @@ VOCABULARY = 99  # divides by no TP: the embedding is padded
 SEQUENCE = 16
 
 RUN_FLAGS = (
-    f"--seq-length {SEQUENCE} --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --min-lr 1e-3 "
+    f"--seq-length {SEQUENCE} --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 "
     f"--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --mock-data "
     "--split 100,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-dataset-builder-threads 1 "
     "--no-mmap-bin-files --hf-random-init --make-vocab-size-divisible-by 4"

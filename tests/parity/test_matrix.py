@@ -82,6 +82,6 @@ def _assert_first_step_equals_hf(folder, reports, tp):
     gradients = gather(reports, "gradients", tp)
     assert gradients.keys() == expected.gradients.keys()
     # A key bias has no gradient (softmax does not see it): what is there is rounding, measured against the rest.
-    floor = 1e-3 * max(float(gradient.abs().max()) for gradient in expected.gradients.values())
+    floor = 1e-2 * max(float(gradient.abs().max()) for gradient in expected.gradients.values())
     for name, wanted in expected.gradients.items():
         assert relative(gradients[name], wanted, floor) < 1e-5, name

@@ -22,7 +22,7 @@ def test_three_steps_equal_plain_adamw(ranks, tmp_path):
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     # The mock data set gives every sample alike, so the first global batch stands for all three.
     batches = batches_of(one[0])
     for _ in range(3):
