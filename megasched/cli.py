@@ -1,7 +1,197 @@
+"""The command ``megasched``; also ``python -m megasched``.
+
+``megasched pretrain_gpt.py ...`` runs a Megatron training script under a schedule; its arguments are Megatron's
+and never pass through the parser here. Everything else is a command of its own. Only what a command needs is
+imported, when it needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
 import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megasched.errors import MegaschedError
+
+# Set to 1, the traceback of an error is printed too; entry.py reads it for the runs of scripts.
+TRACEBACK = "MEGASCHED_TRACEBACK"
+OVERRIDE = "--hf-override"
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
-def main():
-    from megasched.megatron.entry import run_script
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a command; ends in ``SystemExit``, except after a script.
 
-    run_script(sys.argv[1], sys.argv[2:])
+    Exit status: 0; 1 for an error, told in one message on stderr; 2 for wrong usage; a script's own.
+
+    Args:
+        argv: the arguments after the program's name; the process's own by default.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0].endswith(".py"):
+        from megasched.megatron.entry import run_script
+
+        run_script(arguments[0], arguments[1:])
+        return
+    try:
+        app(_one_value_an_option(arguments), prog_name="megasched")
+    except MegaschedError as error:
+        if os.environ.get(TRACEBACK) == "1":
+            traceback.print_exception(error)
+        print(f"megasched: error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _one_value_an_option(arguments: list[str]) -> list[str]:
+    """``--hf-override a=1 b=2``, as Megatron's parser takes it, with the option before each value."""
+    found: list[str] = []
+    inside = False
+    for argument in arguments:
+        inside = argument == OVERRIDE or (inside and "=" in argument and not argument.startswith("-"))
+        if inside and argument != OVERRIDE and found[-1] != OVERRIDE:
+            found.append(OVERRIDE)
+        found.append(argument)
+    return found
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from megasched import __version__
+
+        print(f"megasched {__version__}")
+        raise typer.Exit
+
+
+@app.callback(
+    epilog="megasched SCRIPT.py --model-schedule FILE --hf-model DIR <Megatron's flags> runs a Megatron training "
+    "script, e.g. pretrain_gpt.py, under a schedule."
+)
+def _commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train unmodified Hugging Face models with Megatron-LM's own trainer, told by a schedule file."""
+
+
+@app.command()
+def primitives(name: Annotated[str | None, typer.Argument(help="Print all about this one.")] = None) -> None:
+    """Print what a schedule can be made of."""
+    from megasched.report.primitives_view import print_primitive, print_primitives
+
+    if name is None:
+        print_primitives()
+    else:
+        print_primitive(name)
+
+
+@app.command()
+def show(
+    schedule: Annotated[
+        str, typer.Argument(help="`auto`, a schedule file, FILE:name, or the name of a registered schedule.")
+    ],
+    hf_model: Annotated[
+        str, typer.Option(metavar="DIR", help="The Hugging Face model; only its config.json is read.")
+    ],
+    tp: Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="TP ranks.")] = 1,
+    sp: Annotated[bool, typer.Option("--sp", "--sequence-parallel", help="Sequence parallelism.")] = False,
+    pp: Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="Pipeline ranks.")] = 1,
+    vp: Annotated[
+        int,
+        typer.Option("--vp", "--num-virtual-stages-per-pipeline-rank", help="Model chunks per pipeline rank."),
+    ] = 1,
+    dp: Annotated[int, typer.Option("--dp", help="Replicas of the whole.")] = 1,
+    micro_batch_size: Annotated[int, typer.Option(help="Sequences in one forward.")] = 1,
+    seq_length: Annotated[int, typer.Option(help="Tokens in a sequence; weighs attention's FLOPs.")] = 4096,
+    make_vocab_size_divisible_by: Annotated[
+        int, typer.Option(help="The vocabulary is padded to a multiple of this times TP.")
+    ] = 128,
+    hf_override: Annotated[
+        list[str] | None, typer.Option(metavar="FIELD=VALUE ...", help="Change fields of the HF config.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, layers unfolded.")] = False,
+    records: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save the schedule's calls, to compare or replay them.")
+    ] = None,
+) -> None:
+    """Print what a schedule does to a model.
+
+    No GPU, no process group and no weights are needed.
+    """
+    from megasched.layout import Layout
+    from megasched.report.console import quiet_imports, report_console
+
+    layout = Layout(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp if vp != 1 else None,
+        data_parallel_size=dp,
+        micro_batch_size=micro_batch_size,
+    )
+    with quiet_imports():
+        from megasched.report.show import inspect_schedule
+        from megasched.report.show_view import print_report
+
+    report = inspect_schedule(
+        schedule,
+        hf_model,
+        layout,
+        sequence_length=seq_length,
+        overrides=hf_override or (),
+        trust_remote_code=trust_remote_code,
+        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+    )
+    if records is not None:
+        from megasched.records import save_records
+
+        save_records(report.records, records)
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=1))
+    else:
+        print_report(report, report_console())
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False) -> None:
+    """Check versions, devices and patches.
+
+    The exit status is 0 when a run can start here.
+    """
+    from megasched.report.console import quiet_imports, report_console
+
+    with quiet_imports():
+        from megasched.report.doctor import diagnose
+
+        diagnosis = diagnose()
+    if as_json:
+        print(json.dumps(diagnosis.to_dict(), indent=1))
+    else:
+        from megasched.report.doctor_view import print_diagnosis
+
+        print_diagnosis(diagnosis, report_console())
+    raise typer.Exit(0 if diagnosis.runnable else 1)
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def quickstart(context: typer.Context) -> None:
+    """Train a small Llama here and now."""
+    from megasched.launch import quickstart
+
+    raise typer.Exit(quickstart.main(context.args))

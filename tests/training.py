@@ -21,7 +21,9 @@ RUN_FLAGS = (
     f"--seq-length {SEQUENCE} --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 "
     f"--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --mock-data "
     "--split 100,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-dataset-builder-threads 1 "
-    "--no-mmap-bin-files --hf-random-init --make-vocab-size-divisible-by 4"
+    "--no-mmap-bin-files --hf-random-init --make-vocab-size-divisible-by 4 "
+    # Some gradients are zero but for rounding (a key's bias); a larger epsilon keeps Adam from blowing that up.
+    "--adam-eps 1e-5"
 ).split()
 
 
@@ -35,8 +37,7 @@ class RankReport:
         gradients: HF name -> (shard of the first iteration's gradient, its placement); no copies of ties.
         weights: HF name -> (shard after the last iteration, placement).
         logits: [b, s, v] of each micro-batch of the first iteration (last stage only).
-        batches: (tokens, labels) of each micro-batch of the first iteration, where this rank has them.
-        model: number of trained parameters on this rank.
+        batches: (iteration, tokens, labels) of each micro-batch, where this rank has them.
     """
 
     tp_rank: int
@@ -47,7 +48,7 @@ class RankReport:
     gradients: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     weights: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     logits: list[torch.Tensor] = field(default_factory=list)
-    batches: list[tuple[torch.Tensor | None, torch.Tensor | None]] = field(default_factory=list)
+    batches: list[tuple[int, torch.Tensor | None, torch.Tensor | None]] = field(default_factory=list)
     iterations: int = 0
 
 
@@ -131,8 +132,7 @@ def _record_batches(script: Any, report: RankReport) -> Callable[[], None]:
 
     def get_batch(*args: Any, **kwargs: Any) -> Any:
         batch = real(*args, **kwargs)
-        if not report.iterations:
-            report.batches.append((batch["tokens"], batch["labels"]))
+        report.batches.append((report.iterations, batch["tokens"], batch["labels"]))
         return batch
 
     script.get_batch = get_batch
@@ -224,14 +224,17 @@ def hf_step(folder: str, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> Hf
     return HfStep(total, logits, gradients, norm)
 
 
-def batches_of(reports: list[RankReport]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(tokens, labels) of each micro-batch of the first iteration, over all DP ranks."""
+def batches_of(reports: list[RankReport], iteration: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(tokens, labels) of each micro-batch of an iteration, over all DP ranks."""
+
+    def seen(own: list[RankReport], field: int) -> list[torch.Tensor]:
+        columns = [[b[field] for b in r.batches if b[0] == iteration and b[field] is not None] for r in own]
+        return next(column for column in columns if column)
+
     found = []
     for rank in sorted({report.dp_rank for report in reports}):
         own = [report for report in reports if report.dp_rank == rank and report.tp_rank == 0]
-        tokens = next(t for r in own if (t := [b[0] for b in r.batches if b[0] is not None]))
-        labels = next(t for r in reversed(own) if (t := [b[1] for b in r.batches if b[1] is not None]))
-        found += list(zip(tokens, labels, strict=True))
+        found += list(zip(seen(own, 1), seen(own, 2), strict=True))
     return found
 
 

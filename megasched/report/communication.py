@@ -1,4 +1,4 @@
-"""What is sent over the TP group because of the shards, module by module: read off the plan, decided nowhere here."""
+"""What is sent over the TP group because of the shards, module by module, as the plan and the lowering have it."""
 
 from __future__ import annotations
 

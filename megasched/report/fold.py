@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megasched.report.modules import ModuleReport
+from megasched.report.modules import CUT, ModuleReport
 
 # More pieces than this in the label of a fold are abbreviated.
 LABEL_PIECES = 4
@@ -20,20 +20,21 @@ class Node:
         name: last part of the path; of a fold, the indices: ``0-3``.
         reports: of every module folded into it, in their order.
         children: in the order of the definition.
+        members: children of one list that it stands for; 0 for what is no child of a list.
+        like: where its parent is a fold: an earlier fold in which the same child is treated alike; or empty.
     """
 
     name: str
     reports: list[ModuleReport]
     children: list[Node] = field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        return len(self.reports)
+    members: int = 0
+    like: str = ""
 
     @property
     def sources(self) -> list[str]:
-        """Where the schedule asked for something of these modules, each place once."""
-        return list(dict.fromkeys(a.source for report in self.reports for a in report.asked if a.source))
+        """Where the schedule asked for something of these modules, each place once; cuts are told by stage."""
+        asked = (asked for report in self.reports for asked in report.asked)
+        return list(dict.fromkeys(a.source for a in asked if a.primitive != CUT))
 
 
 def fold(reports: Sequence[ModuleReport]) -> Node:
@@ -55,20 +56,30 @@ def _folded(node: Node) -> Node:
         groups: dict[Any, list[Node]] = {}
         for child in children:
             groups.setdefault(_treatment(child), []).append(child)
-        children = [_merged(alike, _label([int(n.name) for n in alike])) for alike in groups.values()]
+        children = [_merged(alike, _label([int(n.name) for n in alike]), len(alike)) for alike in groups.values()]
+        _compare_children(children)
     return Node(node.name, node.reports, children)
 
 
 def _treatment(node: Node) -> tuple[Any, ...]:
     children = tuple((child.name, _treatment(child)) for child in node.children)
-    return (node.count, node.reports[0].treatment(), children)
+    return (node.reports[0].treatment(), children)
 
 
-def _merged(nodes: list[Node], name: str) -> Node:
-    children = [
-        _merged(list(alike), alike[0].name) for alike in zip(*(node.children for node in nodes), strict=True)
-    ]
-    return Node(name, [report for node in nodes for report in node.reports], children)
+def _compare_children(folds: list[Node]) -> None:
+    seen: dict[Any, str] = {}
+    for node in folds:
+        for child in node.children:
+            child.like = seen.setdefault((child.name, _treatment(child)), node.name)
+            if child.like == node.name:
+                child.like = ""
+
+
+def _merged(nodes: list[Node], name: str, members: int) -> Node:
+    columns = zip(*(node.children for node in nodes), strict=True)
+    children = [_merged(list(alike), alike[0].name, alike[0].members) for alike in columns]
+    reports = [report for node in nodes for report in node.reports]
+    return Node(name, reports, children, members, nodes[0].like)
 
 
 def _label(indices: list[int]) -> str:

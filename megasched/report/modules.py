@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from megasched.records import Record
 from megasched.report.communication import Transfer, transfers
 
 Kind = Literal["column", "row", "vocab", "replicated", "whole"]
+CUT = "cut_pipeline_stage"
 LOWERED = {"column": "ColumnParallelLinear", "row": "RowParallelLinear"}
 
 
@@ -30,6 +31,7 @@ class ParameterReport:
         local_shape: shape on one TP rank, padding included.
         padded: rows of a vocabulary after padding; None without any.
         components: sizes of packed projections that are cut one by one; mostly empty.
+        transposed: the rank holds it transposed (HF ``Conv1D`` keeps [in, out], Megatron [out, in]).
         partial_gradient: each TP rank computes a part of its gradient, and the parts are summed.
         tied_to: full name of the parameter that this one is, under another name; None for its own.
     """
@@ -39,6 +41,7 @@ class ParameterReport:
     local_shape: tuple[int, ...]
     padded: int | None = None
     components: tuple[int, ...] = ()
+    transposed: bool = False
     partial_gradient: bool = False
     tied_to: str | None = None
 
@@ -80,7 +83,7 @@ class ModuleReport:
 
     def treatment(self) -> tuple[Any, ...]:
         """Everything but where it stands and who asked: equal for modules that are treated alike."""
-        calls = tuple(asked.call for asked in self.asked if asked.primitive != "cut_pipeline_stage")
+        calls = tuple(asked.call for asked in self.asked if asked.primitive != CUT)
         return (
             *(self.hf_class, self.becomes, self.kind, self.parameters),
             *(self.transfers, self.recompute, self.notes, calls),
@@ -125,7 +128,7 @@ class _View:
                 self.records[path].append(record)
                 if record.primitive in ("replace", "replace_all"):
                     self.replaced.add(path)
-        self.pairs = self._tied_pairs()
+        self.tied = self._tied()
 
     def _paths(self, record: Record) -> list[str]:
         if record.primitive != "replace_all":
@@ -133,10 +136,10 @@ class _View:
         schedule = self.session.schedule
         return matches(schedule[record.path] if record.path else schedule, record.arguments["what"])
 
-    def _tied_pairs(self) -> set[str]:
+    def _tied(self) -> set[str]:
         """Canonical names that several parameter names share."""
-        names = list(self.plan.canonical.values())
-        return {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+        counts = Counter(self.plan.canonical.values())
+        return {name for name, count in counts.items() if count > 1}
 
     def describe(self, path: str, module: nn.Module) -> ModuleReport:
         kind: Kind = "replicated" if path in self.plan.replicated_heads else self.plan.cuts.get(path, "whole")
@@ -171,6 +174,7 @@ class _View:
             placement.local_shape(self.tp),
             placement.padded if placement.padded != placement.shape[placement.axis or 0] else None,
             placement.components,
+            placement.transposed,
             placement.tp_gradient == "partial" and self.tp > 1,
             canonical if canonical != full else None,
         )
@@ -180,7 +184,7 @@ class _View:
         if path in self.replaced and kind != "whole":
             notes.append(f"replaced by {type(module).__name__}")
         if self.plan.layout.pp > 1 and any(
-            self.plan.canonical[f"{path}.{name}" if path else name] in self.pairs
+            self.plan.canonical[f"{path}.{name}" if path else name] in self.tied
             for name in _own_parameters(module)
         ):
             notes.append("tied across stages: gradient summed over the embedding group")
@@ -194,7 +198,7 @@ class _View:
         if sharded:
             notes.append(f"{heads} query heads, {heads // self.tp} on each rank")
         attributes = self.session.schedule.roles.local_attributes.get(path, ())
-        if attributes and self.plan.derived.attention.get(path, (0, True))[1]:
+        if attributes and path not in self.replaced and self.plan.derived.attention.get(path, (0, True))[1]:
             notes.append(f"divided by TP: {', '.join(attributes)}")
         if path in self.plan.derived.forked:
             notes.append("each TP rank draws its own random numbers")

@@ -11,14 +11,15 @@ from rich.text import Text
 from rich.tree import Tree
 
 from megasched.report.fold import Node, fold
-from megasched.report.modules import ModuleReport, ParameterReport
+from megasched.report.modules import CUT, ModuleReport, ParameterReport
 from megasched.report.show import AUTO, ShowReport
 from megasched.report.stages import StageReport
 
 COLOURS = {"column": "green", "row": "cyan", "vocab": "magenta", "replicated": "yellow", "whole": ""}
 SOURCES_SHOWN = 2
+LINE = 60
 # Primitives whose effect the line of a module shows already.
-TOLD_BY_THE_REST = ("shard", "checkpoint", "replace", "replace_all", "cut_pipeline_stage")
+TOLD_BY_THE_REST = ("shard", "checkpoint", "replace", "replace_all", CUT)
 
 
 def print_report(report: ShowReport, console: Console) -> None:
@@ -52,35 +53,40 @@ def _head(report: ShowReport) -> Text:
 def _tree(report: ShowReport) -> Tree:
     root = fold(report.modules)
     show_sources = report.schedule != AUTO
-    tree = Tree(_label(root, "", (), show_sources), guide_style="dim")
+    tree = Tree(_label(root, "", show_sources), guide_style="dim")
     _add_children(tree, root, show_sources)
     return tree
 
 
-def _add_children(tree: Tree, node: Node, show_sources: bool, prefix: str = "") -> None:
+def _add_children(tree: Tree, node: Node, show_sources: bool, beside: str = "") -> None:
+    """Adds a line for each child; ``beside`` is the name of the list that the node is a fold of."""
     for child in node.children:
-        if child.children and all(grandchild.name[0].isdigit() for grandchild in child.children):
-            _add_list(tree, child, show_sources, prefix)
-            continue
-        branch = tree.add(_label(child, prefix + child.name, (), show_sources))
-        _add_children(branch, child, show_sources)
+        if child.children and all(grandchild.members for grandchild in child.children):
+            _add_list(tree, child, show_sources)
+        elif child.like and child.children:
+            tree.add(Text.assemble((child.name, "bold"), (f"  as in {beside}.{child.like}", "dim")))
+        else:
+            _add_children(tree.add(_label(child, child.name, show_sources)), child, show_sources)
 
 
-def _add_list(tree: Tree, node: Node, show_sources: bool, prefix: str) -> None:
+def _add_list(tree: Tree, node: Node, show_sources: bool) -> None:
     """A ``ModuleList`` is no line of its own; what is to be said of it stands at its first layers."""
     notes = node.reports[0].notes
     for group in node.children:
-        name = f"{prefix}{node.name}.{group.name}"
-        branch = tree.add(_label(group, name, notes, show_sources, folds=True))
-        _add_children(branch, group, show_sources)
+        branch = tree.add(_label(group, f"{node.name}.{group.name}", show_sources, notes))
+        likes = {child.like for child in group.children}
+        if len(likes) == 1 and likes != {""}:
+            branch.add(Text(f"inside as {node.name}.{likes.pop()}", "dim"))
+        else:
+            _add_children(branch, group, show_sources, node.name)
         notes = ()
 
 
-def _label(node: Node, name: str, notes: Iterable[str], show_sources: bool, folds: bool = False) -> Text:
+def _label(node: Node, name: str, show_sources: bool, notes: Iterable[str] = ()) -> Text:
     report = node.reports[0]
     text = Text(f"{name}  " if name else "", "bold")
-    if folds and node.count > 1:
-        text.append(f"×{node.count}  ", "bold yellow")
+    if node.members > 1:
+        text.append(f"×{node.members}  ", "bold yellow")
     text.append(_classes(report), f"not bold {COLOURS[report.kind]}".strip())
     if show_sources and node.sources:
         text.append(f"  {_places(node.sources)}", "dim not bold")
@@ -104,12 +110,18 @@ def _places(sources: list[str]) -> str:
 
 
 def _lines(report: ModuleReport) -> list[str]:
-    lines = [_parameter(parameter) for parameter in report.parameters]
+    lines = _joined([_parameter(parameter) for parameter in report.parameters])
     lines += [_sent(report, tensor) for tensor in ("input", "output")]
     lines += ["recomputed in the backward pass"] if report.recompute else []
     lines += report.notes
     lines += [asked.call for asked in report.asked if asked.primitive not in TOLD_BY_THE_REST]
     return [line for line in lines if line]
+
+
+def _joined(parameters: list[str]) -> list[str]:
+    """Short ones on one line."""
+    line = ", ".join(parameters)
+    return [line] if len(line) <= LINE else parameters
 
 
 def _sent(report: ModuleReport, tensor: str) -> str:
@@ -125,12 +137,12 @@ def _parameter(parameter: ParameterReport) -> str:
     text = f"{parameter.name} {list(parameter.shape)}"
     if parameter.local_shape != parameter.shape:
         text += f" → {list(parameter.local_shape)}"
-    if parameter.padded:
-        text += f" (padded to {parameter.padded})"
+    remarks = ["transposed"] if parameter.transposed else []
+    remarks += [f"padded to {parameter.padded}"] if parameter.padded else []
     if parameter.components:
-        text += f" (packed {' + '.join(map(str, parameter.components))}, each cut)"
-    if parameter.tied_to:
-        text += f" (tied to {parameter.tied_to})"
+        remarks.append(f"packed {' + '.join(map(str, parameter.components))}, each cut")
+    remarks += [f"tied to {parameter.tied_to}"] if parameter.tied_to else []
+    text += f" ({'; '.join(remarks)})" if remarks else ""
     return f"{text}, gradient partial, summed over TP" if parameter.partial_gradient else text
 
 
@@ -144,7 +156,7 @@ def _stage_table(report: ShowReport) -> Table:
     table.add_column("and")
     for name in ("parameters", "FLOPs"):
         table.add_column(name, justify="right")
-    table.add_column("ends")
+    table.add_column("cut")
     for stage in report.stages:
         table.add_row(*_stage_row(report, stage))
     return table

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megasched.megatron.cut import layer_costs
 from megasched.megatron.session import Session
 from megasched.megatron.stage import Stage
+from megasched.report.modules import CUT
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def describe_stages(session: Session, sequence_length: int) -> list[StageReport]
     layers = session.stage_layers(sequence_length) or [structure.count]
     costs, before, after = layer_costs(session.replaced, structure, session.definition.config, sequence_length)
     total = sum(costs) + before + after
-    cuts = {structure.index_of(r.path): r.source for r in plan.records_of("cut_pipeline_stage")}
+    cuts = {structure.index_of(r.path): r.source for r in plan.records_of(CUT)}
     found, start = [], 0
     for number, count in enumerate(layers):
         stop, first, last = start + count, number == 0, number == len(layers) - 1

@@ -5,61 +5,48 @@ from typing import Any
 import torch
 from torch import nn
 
-COMMON = {
-    "vocab_size": 97,  # divides by no TP: the padded rows are always there
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 3,
-}
-GATED = {"intermediate_size": 64, "num_key_value_heads": 4}
-FAMILIES = {
-    "llama": GATED | {"attention_bias": True, "mlp_bias": True},
-    "mistral": GATED | {"num_key_value_heads": 2, "sliding_window": 4},
-    "qwen2": GATED | {"tie_word_embeddings": True},
-    "qwen3": GATED | {"head_dim": 16, "num_key_value_heads": 2},
-    "gemma2": GATED | {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": True},
-    "phi3": GATED | {"num_key_value_heads": 2},
-    "gpt2": {"tie_word_embeddings": True},
-    # OPT holds two positions more than it is told.
-    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 62},
-    "gpt_neox": {"intermediate_size": 64},
-}
-NO_DROPOUT = {
-    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "opt": {"dropout": 0.0, "attention_dropout": 0.0},
-}
+from tests import tiny
+
+VOCABULARY = 99  # divides by neither 2 nor 4: the padded rows are always there
 
 
-def randomize(model: nn.Module, seed: int = 7) -> None:
+def randomize(model: nn.Module, seed: int = 7) -> nn.Module:
     """Fills every parameter, norms and biases too, so that no term of a gradient is zero by chance."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
 
 
-def tiny_config(family: str, **overrides: Any) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(
-        family, **{**COMMON, **FAMILIES[family], **NO_DROPOUT.get(family, {}), **overrides}
-    )
+def tiny_config(family: str, **changes: Any) -> Any:
+    layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    return tiny.config(family, **{layers: 2, **changes})
 
 
-def tiny_model(family: str, **overrides: Any) -> nn.Module:
-    """A real HF causal language model in training mode, float32."""
+def tiny_model(family: str, **changes: Any) -> Any:
+    """A real HF causal language model of two layers in training mode, float32."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=torch.float32)
-    randomize(model)
-    return model.train()
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=torch.float32)
+    return randomize(model).train()
 
 
-def token_ids(vocabulary: int = 97, batch: int = 2, length: int = 12) -> torch.Tensor:
-    """[batch, length] int64, without the padding id."""
+def token_ids(batch: int = 2, length: int = 12, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    """[batch, length] int64, without the first ids, which some configs pad with."""
     generator = torch.Generator().manual_seed(11)
     return torch.randint(4, vocabulary, (batch, length), generator=generator)
+
+
+class Mlp(nn.Module):
+    """No HF model: [b, s, 8] -> [b, s, 8] through 16 features."""
+
+    def __init__(self, dropout: float = 0.0, bias: bool = True) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16, bias=bias)
+        self.act = nn.GELU()
+        self.drop = nn.Dropout(dropout)
+        self.down = nn.Linear(16, 8, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.drop(self.act(self.up(x))))

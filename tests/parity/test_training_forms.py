@@ -16,22 +16,21 @@ TP2_PP2 = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size"
 def test_three_steps_equal_plain_adamw(ranks, tmp_path):
     """Megatron's optimizer on scheduled shards against torch's AdamW on the HF model: all weights."""
     folder = tiny.save("qwen3", tmp_path)
-    flags = [*TP2_PP2, "--clip-grad", "0.5", "--weight-decay", "0.1", "--adam-eps", "1e-8", "--adam-beta2", "0.95"]
-    one = [ranks.run(4, train, folder, flags, iterations=1 + i) for i in (0, 2)]
+    flags = [*TP2_PP2, "--clip-grad", "0.5", "--weight-decay", "0.1", "--adam-beta2", "0.95"]
+    reports = ranks.run(4, train, folder, flags, iterations=3)
     model = hf_model(folder)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
-    # The mock data set gives every sample alike, so the first global batch stands for all three.
-    batches = batches_of(one[0])
-    for _ in range(3):
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-5)
+    for iteration in range(3):
+        batches = batches_of(reports, iteration)
         optimizer.zero_grad()
         for tokens, labels in batches:
             (hf_loss(model, tokens, labels)[0] / len(batches)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-    weights = gather(one[1], "weights", 2)
+    weights = gather(reports, "weights", 2)
     assert weights.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=2e-5, atol=2e-6, msg=name)
@@ -125,13 +124,12 @@ def test_float16_wrapper_casts_weights_but_no_rotary_table(ranks):
 STAGES = {
     "uneven": "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3",
     "empty-stage": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett||tt|L",
-    "embedding-alone": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|tttt|L|",
     "loss-alone": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tt|t|L",
     "embedding-and-loss-alone": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|tt|tt|L",
 }
 
 
-@pytest.mark.parametrize("name", sorted(set(STAGES) - {"embedding-alone"}))
+@pytest.mark.parametrize("name", STAGES)
 def test_every_form_of_stage(ranks, tmp_path, name):
     for family in ("gpt2", "qwen3"):
         folder = tiny.save(family, tmp_path / family)

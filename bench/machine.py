@@ -1,0 +1,48 @@
+"""What a benchmark's figures were taken on, for the results file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def describe() -> dict[str, Any]:
+    """Processor, cores, GPU, versions and commit."""
+    import torch
+
+    real_gpu = torch.version.cuda is not None and Path("/proc/driver/nvidia").exists()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "gpu": torch.cuda.get_device_name() if real_gpu else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron-core": version("megatron-core"),
+        "transformers": version("transformers"),
+        "commit": commit.stdout.strip() or None,
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def write(name: str, data: dict[str, Any]) -> Path:
+    """Writes ``bench/results/NAME.json``, beside and renamed."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"machine": describe(), **data}, indent=1) + "\n")
+    part.replace(path)
+    return path

@@ -1,0 +1,132 @@
+"""What is refused while flags are parsed, before any process group exists."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from megasched.errors import CheckpointError, ConfigError, ScheduleError
+from megasched.megatron.session import begin_session, get_session
+from tests import tiny
+
+
+def arguments(folder, schedule="auto", **changes):
+    values = {
+        "model_schedule": str(schedule),
+        "hf_model": str(folder),
+        "hf_override": [],
+        "hf_random_init": True,
+        "trust_remote_code": False,
+        "seed": 1234,
+        "seq_length": 16,
+        "micro_batch_size": 1,
+        "make_vocab_size_divisible_by": 4,
+        "num_layers": 4,
+        "world_size": 4,
+        "tensor_model_parallel_size": 1,
+        "sequence_parallel": False,
+        "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "pipeline_model_parallel_layout": None,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "num_virtual_stages_per_pipeline_rank": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+    }
+    return Namespace(**{**values, **changes})
+
+
+def written(tmp_path, body):
+    path = tmp_path / "mysched.py"
+    path.write_text("def schedule(sch, layout):\n" + "".join(f"    {line}\n" for line in body))
+    return path
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return tiny.save("llama", tmp_path / "llama")
+
+
+def test_the_balanced_cut_becomes_megatrons_layout(llama):
+    args = arguments(llama, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
+    begin_session(args, {})
+    assert args.pipeline_model_parallel_layout == "Et|t|t|tL"
+    assert args.num_virtual_stages_per_pipeline_rank is None
+    assert get_session().schedule.layout.vpp == 2
+
+
+def test_flags_for_uneven_stages_are_left_to_megatron(llama):
+    args = arguments(llama, pipeline_model_parallel_size=2)
+    begin_session(args, {"decoder_first_pipeline_num_layers": 3})
+    assert args.pipeline_model_parallel_layout is None
+
+
+def test_more_stages_than_layers(llama):
+    args = arguments(llama, pipeline_model_parallel_size=4, num_virtual_stages_per_pipeline_rank=2)
+    with pytest.raises(ScheduleError, match="PP x VPP = 8 stages for 4 layers"):
+        begin_session(args, {})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (['sch["model.layers.0.mlp"].cut_pipeline_stage()'], "can only end after a whole layer"),
+        (['sch["model.layers.3"].cut_pipeline_stage()'], "no cut goes after the last layer"),
+        (['sch["model.layers"][0:2].cut_pipeline_stage()'], "2 cuts make 3 stages; PP x VPP is 2"),
+    ],
+)
+def test_cuts_that_do_not_fit_name_their_line(llama, tmp_path, body, message):
+    path = written(tmp_path, body)
+    with pytest.raises(ScheduleError, match=message) as refused:
+        begin_session(arguments(llama, path, pipeline_model_parallel_size=2), {})
+    assert f"{path}:2" in str(refused.value)
+
+
+def test_cuts_in_the_schedule_and_by_flag(llama, tmp_path):
+    path = written(tmp_path, ['sch["model.layers.1"].cut_pipeline_stage()'])
+    args = arguments(llama, path, pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|ttL")
+    with pytest.raises(ScheduleError, match="so does --pipeline-model-parallel-layout"):
+        begin_session(args, {"pipeline_model_parallel_layout"})
+
+
+def test_heads_that_do_not_divide(llama):
+    with pytest.raises(ScheduleError, match="TP 3 does not divide 4 heads"):
+        begin_session(arguments(llama, world_size=3, tensor_model_parallel_size=3), {})
+
+
+def test_ranks_that_do_not_divide(llama):
+    with pytest.raises(ConfigError, match="4 ranks are no multiple of TP 8"):
+        begin_session(arguments(llama, tensor_model_parallel_size=8), {})
+
+
+def test_every_problem_is_in_one_report(llama, tmp_path):
+    path = written(
+        tmp_path,
+        [
+            'sch["model.layers.0.mlp.up_proj"].shard("wieght", axis=0)',
+            'sch["model.layers.0.mlp.down_proj"].shard("weight", axis=2)',
+            'sch["lm_head"].shard("weight", axis=0)',
+            'sch["lm_head"].shard("weight", axis=0)',
+        ],
+    )
+    with pytest.raises(ScheduleError) as refused:
+        begin_session(arguments(llama, path, tensor_model_parallel_size=2), {})
+    assert len(refused.value.problems) == 3
+    assert [p.source.rpartition(":")[2] for p in refused.value.problems] == ["2", "3", "5"]
+
+
+def test_a_folder_without_weights_needs_random_init(llama):
+    with pytest.raises(ConfigError, match="pass --hf-random-init"):
+        begin_session(arguments(llama, hf_random_init=False), {})
+
+
+def test_weights_of_another_model_are_refused_with_their_names(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "qwen2"
+    AutoModelForCausalLM.from_config(tiny.config("qwen2")).save_pretrained(folder)
+    tiny.save("llama", folder)  # the config of another architecture over its weights
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias"):
+        begin_session(arguments(folder, hf_random_init=False), {})

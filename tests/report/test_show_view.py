@@ -1,0 +1,71 @@
+"""How ``megasched show`` looks."""
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from megasched.report.show_view import format_count, print_report
+
+
+def printed(report):
+    console = Console(width=100, file=StringIO(), highlight=False)
+    print_report(report, console)
+    return console.file.getvalue()
+
+
+def line_of(text, *words):
+    found = [line for line in text.splitlines() if all(word in line for word in words)]
+    assert len(found) == 1, (words, found)
+    return found[0]
+
+
+def test_layers_are_folded_and_sources_named(inspect):
+    text = printed(inspect(tp=2, pp=2, vp=2))
+    assert "LlamaForCausalLM" in text.splitlines()[0]
+    assert "TP2 x PP2 x VPP2" in text.splitlines()[0]
+    line_of(text, "layers.0-3", "×4", "LlamaDecoderLayer")
+    assert "mysched.py:5" in line_of(text, "q_proj  Linear → ColumnParallelLinear")
+    line_of(text, "input: all_reduce backward (once for gate_proj, up_proj)")
+    assert text.count("weight [8, 32] → [4, 32]") == 2
+
+
+def test_a_recomputed_half_is_told_once(inspect):
+    text = printed(inspect('sch["model.layers"][::2].checkpoint()', tp=2))
+    line_of(text, "layers.0,2", "×2")
+    line_of(text, "layers.1,3", "×2")
+    line_of(text, "inside as layers.0,2")
+    line_of(text, "recomputed in the backward pass")
+
+
+def test_sequence_parallelism(inspect):
+    text = printed(inspect(tp=2, sp=True))
+    line_of(text, "hidden state cut along the sequence at layers.0")
+    line_of(text, "whole again after layers.3")
+    assert text.count("weight [32], gradient partial, summed over TP") == 2
+
+
+def test_stage_table(inspect):
+    text = printed(inspect('sch["model.layers.2"].cut_pipeline_stage()', tp=2, pp=2))
+    assert line_of(text, "0-2", "embed_tokens", "mysched.py:11").split()[:3] == ["0", "0", "0"]
+    assert "100.0 %" not in text
+    line_of(text, "norm, lm_head")
+
+
+def test_chunks_of_a_rank_are_summed(inspect):
+    report = inspect(tp=2, pp=2, vp=2)
+    totals = [sum(s.parameters for s in report.stages if s.pp_rank == rank) for rank in (0, 1)]
+    line_of(printed(report), f"{totals[0]:,} on pp rank 0", f"{totals[1]:,} on pp rank 1")
+
+
+def test_lines_fit_into_100_columns(inspect):
+    for text in (printed(inspect(tp=4, sp=True, pp=2)), printed(inspect())):
+        assert max(len(line.rstrip()) for line in text.splitlines()) <= 100
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(999_999, "999,999"), (1_500_000, "1.50 M"), (124_400_000, "124.4 M"), (8_030_000_000, "8.03 B")],
+)
+def test_counts(count, text):
+    assert format_count(count) == text

@@ -1,0 +1,254 @@
+"""The command line: what it routes where, what it prints, how it ends."""
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from megasched import cli
+from megasched.records import load_records
+from tests.report.conftest import SCHEDULE
+
+# Processor seconds that `megasched --help` may take; the wall clock is the machine's other users' as well.
+HELP_LIMIT = 0.5
+
+HEAVY = ("torch", "transformers", "megatron.core", "numpy")
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command in this process: exit status, stdout, stderr."""
+
+    def run(*argv):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([str(word) for word in argv])
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def schedule(tmp_path):
+    path = tmp_path / "mysched.py"
+    path.write_text(SCHEDULE)
+    return path
+
+
+def fresh(*argv):
+    """Runs the command in a process of its own, which then prints which heavy modules it has imported."""
+    code = (
+        "import sys; from megasched import cli\n"
+        "try: cli.main()\n"
+        f"finally: print([m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["primitives"], ["show", "--help"], ["nonsense"]])
+def test_light_commands_import_nothing_heavy(argv):
+    done = fresh(*argv)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert done.returncode == (2 if argv == ["nonsense"] else 0)
+
+
+def test_help_is_quick():
+    times = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "megasched", "--help"], capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(times) < HELP_LIMIT
+
+
+def test_help_names_the_commands_and_the_scripts(run):
+    status, out, _ = run("--help")
+    assert status == 0
+    assert all(word in out for word in ("primitives", "show", "doctor", "quickstart", "SCRIPT.py"))
+
+
+def test_version(run):
+    assert run("--version") == (0, "megasched 0.1.0\n", "")
+
+
+def test_a_script_gets_its_arguments_untouched(monkeypatch):
+    calls = []
+    monkeypatch.setattr("megasched.megatron.entry.run_script", lambda *given: calls.append(given))
+    flags = ["--help", "--version", "--hf-override", "a=1", "b=2", "--", "-h"]
+    cli.main(["pretrain_gpt.py", *flags])
+    assert calls == [("pretrain_gpt.py", flags)]
+
+
+def test_quickstart_gets_its_arguments_untouched(run, monkeypatch):
+    calls = []
+    monkeypatch.setattr("megasched.launch.quickstart.main", lambda argv: calls.append(argv) or 7)
+    assert run("quickstart", "--dir", "x", "--dry-run", "-h", "--iters", "3")[0] == 7
+    assert calls == [["--dir", "x", "--dry-run", "-h", "--iters", "3"]]
+
+
+# ---- primitives -------------------------------------------------------------------------------------
+
+
+def test_primitives_are_listed_with_their_first_lines(run):
+    status, out, _ = run("primitives")
+    assert status == 0
+    line = next(line for line in out.splitlines() if line.startswith("shard "))
+    assert line.split(maxsplit=1)[1].strip() == "Cuts a parameter over the tensor-parallel group."
+    assert "pipeline_split" in out
+
+
+def test_one_primitive_is_documented_in_full(run):
+    status, out, _ = run("primitives", "pipeline_split")
+    assert status == 0
+    assert out.startswith("cut_pipeline_stage()")
+    assert "Example:" in out
+
+
+def test_an_unknown_primitive_suggests_others(run):
+    status, out, err = run("primitives", "shrad")
+    assert (status, out) == (1, "")
+    assert "did you mean shard" in err
+
+
+# ---- show -------------------------------------------------------------------------------------------
+
+
+def test_show_as_json(run, schedule, llama):
+    status, out, _ = run(
+        *("show", schedule, "--hf-model", llama, "--tp", 2, "--sp", "--pp", 2, "--vp", 2, "--json")
+    )
+    found = json.loads(out)
+    assert status == 0
+    assert (found["model"], found["parameters"]) == ("LlamaForCausalLM", 96 * 32 * 2 + 32 + 4 * 10304)
+    assert found["layout"]["tensor_model_parallel_size"] == 2
+    assert found["layout"]["sequence_parallel"] is True
+    modules = {module["path"]: module for module in found["modules"]}
+    assert modules["model.layers.3.mlp.up_proj"]["parameters"][0]["local_shape"] == [32, 32]
+    assert [(stage["pp_rank"], stage["vp_stage"]) for stage in found["stages"]] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert len(found["records"]) == 2 + 4 * 7
+
+
+def test_show_reads_megatrons_names_and_several_overrides(run, schedule, llama):
+    flags = ["--tensor-model-parallel-size", 4, "--sequence-parallel", "--pipeline-model-parallel-size", 2]
+    flags += ["--num-virtual-stages-per-pipeline-rank", 3]
+    overrides = ["--hf-override", "num_hidden_layers=6", "vocab_size=100", "--json"]
+    status, out, _ = run("show", schedule, "--hf-model", llama, *flags, *overrides)
+    found = json.loads(out)
+    assert status == 0
+    assert len(found["stages"]) == 6
+    embedding = next(m for m in found["modules"] if m["path"] == "model.embed_tokens")
+    assert embedding["parameters"][0]["shape"] == [100, 32]
+    assert embedding["parameters"][0]["local_shape"] == [128, 32]
+
+
+def test_an_override_before_the_schedule(run, schedule, llama):
+    status, out, _ = run("show", "--hf-override", "num_hidden_layers=2", schedule, "--hf-model", llama, "--json")
+    assert status == 0
+    assert json.loads(out)["stages"][0]["stop"] == 2
+
+
+def test_show_prints_a_folded_tree_of_100_columns(run, schedule, llama, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    status, out, _ = run("show", schedule, "--hf-model", llama, "--tp", 2)
+    assert status == 0
+    assert "layers.0-3  ×4  LlamaDecoderLayer" in out
+    assert "q_proj  Linear → ColumnParallelLinear  mysched.py:5" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_records_are_saved(run, schedule, llama, tmp_path):
+    path = tmp_path / "records.json"
+    assert run("show", schedule, "--hf-model", llama, "--records", path)[0] == 0
+    records = load_records(path)
+    assert len(records) == 2 + 4 * 7
+    assert str(records[0]) == "model.embed_tokens: shard(param='weight', axis=0)"
+    assert records[0].source == f"{schedule}:2"
+
+
+def test_an_invalid_schedule_is_reported_in_full(run, schedule, llama):
+    schedule.write_text(
+        SCHEDULE + '    sch["model.norm"].shard("weight", axis=3)\n    sch["lm_head"].annotate("x", "k", 1)\n'
+    )
+    status, out, err = run("show", schedule, "--hf-model", llama, "--tp", 2)
+    assert (status, out) == (1, "")
+    assert err.startswith("megasched: error: the schedule has 2 problems")
+    assert f"asked for at: {schedule}:11" in err
+    assert f"asked for at: {schedule}:12" in err
+    assert "Traceback" not in err
+
+
+def test_the_traceback_is_there_when_asked_for(run, llama, monkeypatch):
+    monkeypatch.setenv("MEGASCHED_TRACEBACK", "1")
+    status, _, err = run("show", "nowhere.py", "--hf-model", llama)
+    assert status == 1
+    assert "Traceback" in err
+    assert err.splitlines()[-1] == "megasched: error: --model-schedule nowhere.py: no such file"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--tp", "0"], "tensor_model_parallel_size is 0"),
+        (["--vp", "2"], "need pipeline_model_parallel_size"),
+        (["--hf-override", "nonsense=1"], "no field 'nonsense'"),
+    ],
+)
+def test_flags_that_can_not_be_used(argv, words, run, schedule, llama):
+    status, _, err = run("show", schedule, "--hf-model", llama, *argv)
+    assert status == 1
+    assert words in err
+
+
+@pytest.mark.parametrize("argv", [["nonsense"], ["show"], ["show", "auto"], ["show", "auto", "--tp", "two"]])
+def test_wrong_usage(argv, run):
+    status, _, err = run(*argv)
+    assert status == 2
+    assert "Usage: megasched" in err
+
+
+# ---- doctor -----------------------------------------------------------------------------------------
+
+
+def test_doctor_as_json(run):
+    status, out, _ = run("doctor", "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert found["runnable"] is True
+    assert {"python", "torch", "megatron-core", "transformers"} <= {
+        p["name"] for p in found["packages"] if p["ok"]
+    }
+    assert "arguments" in [patch["name"] for patch in found["patches"]]
+
+
+def test_doctor_ends_with_1_when_nothing_can_run(run, monkeypatch):
+    def none():
+        from megasched.errors import ConfigError
+
+        raise ConfigError("there is no Megatron")
+
+    monkeypatch.setattr("megasched.megatron.entry.find_megatron", none)
+    status, out, _ = run("doctor")
+    assert status == 1
+    assert "problem: there is no Megatron" in out
+    assert out.splitlines()[-1] == "megasched 0.1.0: no run can start here"

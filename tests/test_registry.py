@@ -1,0 +1,162 @@
+"""Primitives: listed, documented, registered by third parties, refused twice."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import megasched
+from megasched import ConfigError, Layout, Primitive, ScheduleError, registry
+from megasched.lowering import lower
+
+BUILT_IN = {
+    "annotate",
+    "checkpoint",
+    "cut_pipeline_stage",
+    "fork_rng",
+    "hook",
+    "replace",
+    "replace_all",
+    "shard",
+    "sync",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_registries(monkeypatch):
+    """What a test registers is gone after it."""
+    registry.list_primitives()
+    monkeypatch.setattr(registry, "_PRIMITIVES", dict(registry._PRIMITIVES))
+    monkeypatch.setattr(lower, "_RECORD_LOWERINGS", dict(lower._RECORD_LOWERINGS))
+
+
+def scale_primitive():
+    class Scale(Primitive):
+        """Multiplies what a module returns."""
+
+        name = "scale"
+        aliases = ("times",)
+
+        def record(self, node, factor: float):
+            return {"factor": factor}
+
+        def check(self, node, arguments, source):
+            if arguments["factor"]:
+                return []
+            return [megasched.Problem("scale by zero", node.path, source, "any other factor")]
+
+    return Scale
+
+
+def scale_lowering(module, record, context):
+    module.register_forward_hook(lambda module, args, output: output * record.arguments["factor"])
+
+
+def test_all_built_in_primitives_are_listed():
+    assert set(megasched.list_primitives(name_only=True)) >= BUILT_IN
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_documentation_has_the_call_and_every_parameter(name):
+    text = megasched.list_primitives()[name]
+    head = text.splitlines()[0]
+    assert head.startswith(f"{name}(")
+    assert "node" not in head
+    for parameter in re.findall(r"[(,] (\w+):", head.replace("(", "( ")):
+        assert re.search(rf"\b{parameter}\b", text.replace(head, "")), parameter
+
+
+def test_aliases_are_documented_and_call_the_same():
+    assert "Also known as: pipeline_split" in megasched.list_primitives()["cut_pipeline_stage"]
+    sch = megasched.create_schedule(nn.Sequential(nn.Linear(2, 2)), Layout())
+    sch["0"].pipeline_split()
+    assert sch.records[0].primitive == "cut_pipeline_stage"
+
+
+def test_a_third_partys_primitive_works_end_to_end():
+    megasched.register_primitive(scale_primitive())
+    megasched.register_lowering("scale")(scale_lowering)
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    x = torch.tensor([[1.0, -2.0]])
+    want = 3 * model(x)
+    sch = megasched.create_schedule(model, Layout())
+    sch["1"].times(factor=3.0)
+    assert str(sch.records[0]) == "1: scale(factor=3.0)"
+    assert megasched.list_primitives()["scale"].startswith(
+        "scale(factor: float)\n\nMultiplies what a module returns."
+    )
+    assert torch.equal(megasched.build(sch)(x), want)
+
+
+def test_a_third_partys_check_is_in_the_report():
+    megasched.register_primitive(scale_primitive())
+    megasched.register_lowering("scale")(scale_lowering)
+    sch = megasched.create_schedule(nn.Sequential(nn.Linear(2, 2)), Layout())
+    sch["0"].scale(0)
+    with pytest.raises(ScheduleError, match="scale by zero") as raised:
+        megasched.build(sch)
+    assert raised.value.problems[0].source == sch.records[0].source
+
+
+def test_a_primitive_without_a_lowering_is_refused_at_build():
+    megasched.register_primitive(scale_primitive())
+    model = nn.Sequential(nn.Linear(2, 2))
+    sch = megasched.create_schedule(model, Layout())
+    sch["0"].scale(2)
+    sch["0"].hook("fw_pre", print)
+    with pytest.raises(ScheduleError, match="primitive 'scale' has no lowering") as raised:
+        megasched.build(sch)
+    assert "register_lowering" in raised.value.problems[0].remedy
+    assert not model[0]._forward_pre_hooks
+
+
+def test_registered_twice():
+    first, second = scale_primitive(), scale_primitive()
+    megasched.register_primitive(first)
+    megasched.register_primitive(second)  # the same file, run again
+    third = scale_primitive()
+    third.__module__ = "another.package"
+    with pytest.raises(ConfigError, match=r"'scale' is registered twice: by .*test_registry.*another\.package"):
+        megasched.register_primitive(third)
+
+
+def test_an_alias_that_is_taken_registers_nothing():
+    cls = scale_primitive()
+    cls.aliases = ("times", "shard")
+    with pytest.raises(ConfigError, match="'shard' is registered twice"):
+        megasched.register_primitive(cls)
+    assert not registry.has_primitive("scale")
+    assert not registry.has_primitive("times")
+
+
+@pytest.mark.parametrize("name", ["role", "path", "records", "_scale"])
+def test_a_name_that_a_schedule_has_already_is_refused(name):
+    cls = scale_primitive()
+    cls.name = name
+    with pytest.raises(ConfigError, match=f"can't be called '{name}'"):
+        megasched.register_primitive(cls)
+
+
+def test_lowerings_registered_twice():
+    megasched.register_lowering("scale")(scale_lowering)
+    megasched.register_lowering("scale")(scale_lowering)
+    with pytest.raises(ConfigError, match="a lowering of 'scale' is registered already"):
+        megasched.register_lowering("scale")(lambda module, record, context: None)
+    for planned in ("shard", "replace"):
+        with pytest.raises(ConfigError, match=f"a lowering of '{planned}' is registered already"):
+            megasched.register_lowering(planned)(scale_lowering)
+
+
+def test_an_unknown_primitive_lists_those_that_exist():
+    with pytest.raises(ConfigError, match=r"no primitive 'scale'; there are: annotate, checkpoint"):
+        registry.get_primitive("scale")
+
+
+def test_a_primitive_that_defines_no_record():
+    class Empty(Primitive):
+        name = "empty"
+
+    megasched.register_primitive(Empty)
+    with pytest.raises(NotImplementedError, match=r"primitive empty defines no record\(\)"):
+        megasched.create_schedule(nn.Linear(2, 2), Layout()).empty()

@@ -1,0 +1,224 @@
+"""Schedule files: found by file, by name in a file, by registration; each failure names the line."""
+
+import importlib.metadata
+import textwrap
+
+import pytest
+from torch import nn
+
+import megasched
+from megasched import ConfigError, Layout, ScheduleError, schedule_file
+from megasched.schedule_file import apply_schedule, find_schedule
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    monkeypatch.setattr(schedule_file, "_REGISTERED", {})
+
+
+@pytest.fixture
+def write(tmp_path):
+    def make(text, name="mine.py"):
+        file = tmp_path / name
+        file.write_text(textwrap.dedent(text))
+        return file
+
+    return make
+
+
+@pytest.fixture
+def sch():
+    return megasched.create_schedule(nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)), Layout())
+
+
+def problem_of(raised):
+    (problem,) = raised.value.problems
+    return problem
+
+
+def test_a_file_is_run_on_the_schedule_with_its_layout(write, sch):
+    file = write(
+        """
+        def schedule(sch, layout):
+            sch["0"].annotate("weight", "tp", layout.tp)
+        """
+    )
+    assert apply_schedule(sch, find_schedule(str(file))) is sch
+    assert [(str(r), r.source) for r in sch.records] == [
+        ("0: annotate(param='weight', key='tp', value=1)", f"{file}:3")
+    ]
+
+
+def test_several_in_one_file(write, sch):
+    file = write(
+        """
+        import megasched
+
+        def schedule(sch, layout):
+            sch["0"].checkpoint()
+
+        @megasched.register_schedule("rows")
+        def by_rows(sch, layout):
+            sch["2"].shard("weight", axis=1)
+
+        def plain(sch, layout):
+            sch["1"].fork_rng()
+        """
+    )
+    for name in (str(file), f"{file}:rows", f"{file}:by_rows", f"{file}:plain", "rows"):
+        apply_schedule(sch, find_schedule(name))
+    assert [r.primitive for r in sch.records] == ["checkpoint", "shard", "shard", "fork_rng", "shard"]
+
+
+def test_auto_shards_by_roles():
+    from megasched.model_adapters.default_schedule import schedule
+
+    assert find_schedule("auto") is schedule
+
+
+def test_installed_packages_register_through_entry_points(monkeypatch, sch):
+    point = importlib.metadata.EntryPoint("theirs", f"{__name__}:installed", "megasched.schedules")
+    monkeypatch.setattr(
+        schedule_file, "entry_points", lambda group: [point] if group == "megasched.schedules" else []
+    )
+    assert find_schedule("theirs") is installed
+    with pytest.raises(ConfigError, match="registered: theirs; or `auto`"):
+        find_schedule("others")
+
+
+def installed(sch, layout):
+    sch["0"].checkpoint()
+
+
+def test_registered_twice():
+    megasched.register_schedule("mine")(installed)
+    megasched.register_schedule("mine")(installed)
+    with pytest.raises(ConfigError, match=rf"'mine' is registered twice: {__file__}:\d+ and {__file__}:\d+"):
+        megasched.register_schedule("mine")(lambda sch, layout: None)
+
+
+def test_a_file_may_use_what_a_module_may(write, sch):
+    """Dataclasses look their module up; annotations are what the file makes of them, not what this library does."""
+    file = write(
+        """
+        from dataclasses import dataclass
+        from typing import ClassVar
+
+        @dataclass
+        class Plan:
+            kind: "ClassVar[int]" = 1
+            axis: int = 0
+
+        def schedule(sch, layout: dict):
+            assert schedule.__annotations__["layout"] is dict
+            sch["0"].shard("weight", axis=Plan().axis)
+        """
+    )
+    apply_schedule(sch, find_schedule(str(file)))
+    assert sch.records[0].arguments["axis"] == 0
+
+
+@pytest.mark.parametrize("name", ["missing.py", "missing.py:rows"])
+def test_no_such_file(tmp_path, name):
+    with pytest.raises(ConfigError, match=r"--model-schedule .*missing\.py: no such file"):
+        find_schedule(str(tmp_path / name))
+
+
+def test_a_name_that_nobody_registered():
+    with pytest.raises(ConfigError, match=r"--model-schedule mine: no such file .*ends in \.py.*registered: none"):
+        find_schedule("mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "says"),
+    [
+        ("x = 1", "", "does not define `def schedule\\(sch, layout\\)`"),
+        ("schedule = 1", "", "does not define `def schedule"),
+        (
+            "def schedule(sch, layout): pass",
+            ":rows",
+            "does not define a schedule 'rows': register it with @megasched",
+        ),
+    ],
+)
+def test_a_file_without_the_schedule_asked_for(write, text, name, says):
+    file = write(text)
+    with pytest.raises(ConfigError, match=f"{file}: the schedule file {says}"):
+        find_schedule(f"{file}{name}")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("def schedule(sch, layout)\n    pass", 1, "the schedule file has a syntax error: expected ':'"),
+        ("x = 1\n  y = 2", 2, "the schedule file has a syntax error: unexpected indent"),
+        ("\nimport no_such_module", 2, "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("from megasched import no_such_name", 1, "ImportError: cannot import name 'no_such_name'"),
+        ("x = 1\n\n1 / 0", 3, "the schedule file fails when it is imported: ZeroDivisionError: division by zero"),
+        ("import json\n\njson.loads('{')", 3, "the schedule file fails when it is imported: JSONDecodeError"),
+        ("import megasched\nmegasched.load_config('/nowhere')", 2, "ConfigError: --hf-model /nowhere"),
+    ],
+)
+def test_a_file_that_fails_when_it_is_read_names_its_line(write, text, line, what):
+    file = write(text)
+    with pytest.raises(ScheduleError) as raised:
+        find_schedule(str(file))
+    problem = problem_of(raised)
+    assert what in problem.what
+    assert problem.source == f"{file}:{line}"
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "mine.py").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ScheduleError, match="fails when it is imported") as raised:
+        find_schedule(str(tmp_path / "mine.py"))
+    assert problem_of(raised).source == str(tmp_path / "mine.py")
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "what"),
+    [
+        ("raise ValueError('too wide')", 4, "the schedule raised ValueError: too wide"),
+        ("helper(sch)", 2, "the schedule raised KeyError: 'gone'"),
+        ("sch['0'].shard('weight')", 4, "missing 1 required positional argument: 'axis'"),
+        ("sch['0'].shrad('weight', 0)", 4, "the schedule raised AttributeError: 'shrad' is no primitive"),
+        ("sch['7'].checkpoint()", 4, "no module '7' in the model"),
+        ("sch['*.linear'].checkpoint()", 4, "no module matches '*.linear' in the model"),
+        ("sch.role('mlp.up').checkpoint()", 4, "no module has the role 'mlp.up'"),
+    ],
+)
+def test_a_schedule_that_raises_names_its_line(write, sch, body, line, what):
+    file = write(f"def helper(sch):\n    {{}}['gone']\ndef schedule(sch, layout):\n    {body}")
+    with pytest.raises(ScheduleError) as raised:
+        apply_schedule(sch, find_schedule(str(file)))
+    problem = problem_of(raised)
+    assert what in problem.what
+    assert problem.source == f"{file}:{line}"
+
+
+def test_a_schedule_of_another_signature_names_where_it_stands(write, sch):
+    file = write("\ndef schedule(sch):\n    pass")
+    with pytest.raises(ScheduleError, match="takes 1 positional argument but 2 were given") as raised:
+        apply_schedule(sch, find_schedule(str(file)))
+    assert problem_of(raised).source == f"{file}:2"
+
+
+def test_a_callable_object_is_a_schedule_too(write, sch):
+    file = write(
+        """
+        from functools import partial
+
+        def by_axis(sch, layout, axis):
+            sch["0"].shard("weight", axis=axis)
+            if axis:
+                raise ValueError("no")
+
+        schedule = partial(by_axis, axis=0)
+        wrong = partial(by_axis, axis=1)
+        """
+    )
+    apply_schedule(sch, find_schedule(str(file)))
+    assert sch.records[0].arguments["axis"] == 0
+    with pytest.raises(ScheduleError, match="ValueError: no") as raised:
+        apply_schedule(sch, find_schedule(f"{file}:wrong"))
+    assert "by_axis" in problem_of(raised).source
