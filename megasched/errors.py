@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class MegaschedError(Exception):
@@ -35,14 +35,25 @@ class Problem:
     remedy: str = ""
 
     def __str__(self) -> str:
-        lines = [self.what]
-        if self.module:
-            lines.append(f"module: {self.module}")
-        if self.source:
-            lines.append(f"asked for at: {self.source}")
-        if self.remedy:
-            lines.append(f"remedy: {self.remedy}")
-        return "\n    ".join(lines)
+        return describe(self, [self.module] if self.module else [])
+
+
+# Of modules with one and the same problem, so many are named; equal layers have equal faults.
+NAMED_MODULES = 3
+
+
+def describe(problem: Problem, modules: Sequence[str]) -> str:
+    """A problem that several modules share, as lines of text."""
+    lines = [problem.what]
+    if modules:
+        more = f" and {len(modules) - NAMED_MODULES} more" if len(modules) > NAMED_MODULES else ""
+        title = "module" if len(modules) == 1 else "modules"
+        lines.append(f"{title}: {', '.join(modules[:NAMED_MODULES])}{more}")
+    if problem.source:
+        lines.append(f"asked for at: {problem.source}")
+    if problem.remedy:
+        lines.append(f"remedy: {problem.remedy}")
+    return "\n    ".join(lines)
 
 
 class ScheduleError(MegaschedError):
@@ -50,6 +61,10 @@ class ScheduleError(MegaschedError):
 
     def __init__(self, problems: Sequence[Problem] | Problem) -> None:
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
-        count = len(self.problems)
-        head = "the schedule has a problem" if count == 1 else f"the schedule has {count} problems"
-        super().__init__(head + ":\n" + "\n".join(f"  - {problem}" for problem in self.problems))
+        alike: dict[Problem, list[str]] = {}
+        for problem in self.problems:
+            modules = alike.setdefault(replace(problem, module=""), [])
+            modules += [problem.module] if problem.module else []
+        head = "the schedule has a problem" if len(alike) == 1 else f"the schedule has {len(alike)} problems"
+        lines = [f"  - {describe(problem, modules)}" for problem, modules in alike.items()]
+        super().__init__("\n".join([f"{head}:", *lines]))

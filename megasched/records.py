@@ -23,7 +23,7 @@ _ADAPTERS = _LIBRARY + "model_adapters" + os.sep
 
 
 def caller_source() -> str:
-    """``file:line`` of the innermost frame outside this library; a schedule among the adapters counts as outside."""
+    """``file:line`` of the innermost frame outside this library; the adapters' own schedule counts as outside."""
     frame = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename

@@ -32,6 +32,8 @@ class Root:
     records: list[Record] = field(default_factory=list)
     modules: dict[str, nn.Module] = field(default_factory=dict)
     first_path: dict[int, str] = field(default_factory=dict)
+    renamed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    built: bool = False
 
     def __post_init__(self) -> None:
         for path, module in self.model.named_modules(remove_duplicate=False):
@@ -52,7 +54,11 @@ class Schedule:
 
     def __init__(self, root: Root, path: str) -> None:
         self._root = root
-        self.path = root.first_path[id(root.modules[path])]
+        self._path = root.first_path[id(root.modules[path])]
+
+    @property
+    def path(self) -> str:
+        return self._path
 
     @property
     def mod(self) -> nn.Module:
@@ -79,6 +85,20 @@ class Schedule:
         """All records of this schedule, in the order of the calls."""
         return self._root.records
 
+    @property
+    def renamed(self) -> dict[str, tuple[str, ...]]:
+        """Parameter of a replaced module -> parameters of the definition it is made of; filled by the build."""
+        return self._root.renamed
+
+    @property
+    def built(self) -> bool:
+        """Whether ``megasched.build`` has carried this schedule out."""
+        return self._root.built
+
+    @built.setter
+    def built(self, value: bool) -> None:
+        self._root.built = value
+
     def role_of(self, path: str) -> str | None:
         """Role that the adapter gives the module at this full path, e.g. ``mlp.down``."""
         return self._root.roles.role.get(path)
@@ -89,17 +109,11 @@ class Schedule:
         Raises:
             ScheduleError: no module has the role; lists the roles that exist.
         """
-        found: list[Schedule] = []
-        seen: set[str] = set()
-        for path in map(self._join, self._names_below()):
-            role = self.role_of(path)
-            if role is None:
-                continue
-            seen.add(role)
-            if fnmatch.fnmatchcase(role, name):
-                found.append(Schedule(self._root, path))
+        nodes = {node.path: node for node in map(self._child, self._names_below())}  # shared modules once
+        roles = {path: role for path in nodes if (role := self.role_of(path)) is not None}
+        found = [nodes[path] for path, role in roles.items() if fnmatch.fnmatchcase(role, name)]
         if not found:
-            known = ", ".join(sorted(seen)) or "none: no adapter knows this model"
+            known = ", ".join(sorted(set(roles.values()))) or "none: no adapter knows this model"
             self._refuse(f"no module has the role {name!r}", f"roles here: {known}")
         return ScheduleList(found)
 

@@ -9,6 +9,7 @@ def schedule(sch, layout):
     sch.role("attn.out").shard("weight", axis=0)
     sch.role("mlp.up").shard("weight", axis=1)
     sch.role("mlp.down").shard("weight", axis=0)
+    # Tied to the embedding, so cut like it; a Linear, so [out, in] again.
     sch.role("head").shard("weight", axis=0)
-    # Every second layer is computed again in the backward pass, to halve the activations kept.
+    # Every second layer is computed again in the backward pass: half the layers keep only their input.
     sch["transformer.h"][::2].checkpoint()

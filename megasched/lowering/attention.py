@@ -146,7 +146,9 @@ def _spelled_out(
         size = (query.shape[2], key.shape[2])
         mask = torch.ones(size, dtype=torch.bool, device=query.device).tril()
     if mask is not None:
-        logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
+        # Not -inf: a padding query attends to nothing, and its NaN would reach every other by 0 * NaN.
+        lowest = torch.finfo(logits.dtype).min
+        logits = logits.masked_fill(~mask, lowest) if mask.dtype == torch.bool else logits + mask
     if s_aux is not None:
         sinks = s_aux.view(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], -1)
         logits = torch.cat([logits, sinks], dim=-1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,9 +12,10 @@ from torch import nn
 
 from megasched.errors import Problem, ScheduleError
 from megasched.lowering import attention
+from megasched.lowering.meta_call import own_inputs
 from megasched.lowering.plan import Plan, make_plan
 from megasched.lowering.replacement import replace_modules
-from megasched.schedule import Schedule
+from megasched.schedule import Schedule, current_layout
 
 
 def build(schedule: Schedule, *, inputs: Mapping[str, Any] | None = None) -> nn.Module:
@@ -24,38 +27,64 @@ def build(schedule: Schedule, *, inputs: Mapping[str, Any] | None = None) -> nn.
     Args:
         schedule: of any module, HF or not.
         inputs: example keyword arguments of the model's forward, from which what must be communicated is
-            derived (their values do not matter). An HF causal language model needs none.
+            derived (their values do not matter). An HF model that takes token ids needs none.
 
     Raises:
         ScheduleError: with every problem found; the model is unchanged then.
     """
+    carry_out(schedule, inputs)
+    return schedule.mod
+
+
+def carry_out(schedule: Schedule, inputs: Mapping[str, Any] | None = None) -> Plan:
+    """``build``; returns the plan that the model was built by."""
+    _check_place(schedule)
     model = schedule.mod
-    if schedule.path:
-        raise ScheduleError(Problem("build takes the schedule of the whole model", schedule.path))
-    inputs = inputs if inputs is not None else _own_inputs(model)
-    _use_our_attention(model)
-    make_plan(schedule, inputs=inputs)
-    replace_modules(schedule, model)
-    plan = make_plan(schedule, model=model, inputs=inputs)
+    inputs = own_inputs(model) if inputs is None else inputs
+    restore_attention = _use_our_attention(model)
+    with ExitStack() as undo:
+        undo.callback(restore_attention)
+        replace_modules(schedule, model, inputs=inputs, undo=undo)
+        plan = make_plan(schedule, model=model, inputs=inputs)
+        undo.pop_all()
+    if not plan.derived.attention:  # nothing called it: the class has an attention of its own, or nobody looked
+        restore_attention()
     _lower_here(schedule, model, plan)
+    schedule.built = True
     if plan.records_of("checkpoint") and hasattr(model, "config"):
         model.config.use_cache = False  # a layer run again would append to the cache again, as HF notes too
-    return model
+    return plan
 
 
-def _own_inputs(model: nn.Module) -> dict[str, Any] | None:
-    """Token ids, for an HF model that generates text."""
-    if getattr(model, "can_generate", None) is None or not hasattr(model, "config"):
-        return None
-    return {"input_ids": torch.zeros(2, 5, dtype=torch.long)}
+def _check_place(schedule: Schedule) -> None:
+    """Whether this schedule can be built in this process at all."""
+    wanted, here = schedule.layout, current_layout()
+    problem = None
+    if schedule.path:
+        problem = Problem("build takes the schedule of the whole model", schedule.path, remedy="build(sch.root)")
+    elif schedule.built:
+        remedy = "create a schedule of the model as it was before"
+        problem = Problem("the schedule is built already", remedy=remedy)
+    elif wanted.tp != here.tp:
+        what = f"the schedule is for TP {wanted.tp}, and this process stands in a TP group of {here.tp}"
+        remedy = f"megatron.core.parallel_state.initialize_model_parallel(tensor_model_parallel_size={wanted.tp})"
+        problem = Problem(what, remedy=remedy)
+    elif wanted.pp > 1:
+        what = f"build makes whole models, and the layout has {wanted.pp} pipeline stages"
+        problem = Problem(what, remedy="train it through Megatron's trainer: python -m megasched pretrain_gpt.py")
+    if problem is not None:
+        raise ScheduleError(problem)
 
 
-def _use_our_attention(model: nn.Module) -> None:
-    """HF models call attention by name; ours is exchanged for theirs where they do."""
-    config = getattr(model, "config", None)
-    if hasattr(config, "_attn_implementation"):
-        attention.register()
-        config._attn_implementation = attention.NAME
+def _use_our_attention(model: nn.Module) -> Callable[[], None]:
+    """HF models call attention by name; ours takes its place. Returns what puts theirs back."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "_attn_implementation"):
+        return lambda: None
+    before = config._attn_implementation
+    attention.register()
+    config._attn_implementation = attention.NAME
+    return lambda: setattr(config, "_attn_implementation", before)
 
 
 def _lower_here(schedule: Schedule, model: nn.Module, plan: Plan) -> None:
@@ -67,10 +96,9 @@ def _lower_here(schedule: Schedule, model: nn.Module, plan: Plan) -> None:
 
     first = next(model.parameters(), torch.empty(0))
     grouped = parallel_state.model_parallel_is_initialized()
-    if not grouped:
-        plan.cuts.clear()
     context = Context(
-        plan=plan,
+        # Megatron's layers need its groups; without any there is nothing to share a layer with.
+        plan=plan if grouped else replace(plan, cuts={}),
         group=parallel_state.get_tensor_model_parallel_group() if grouped else _Alone(),
         config=ModelParallelConfig(params_dtype=first.dtype, tensor_model_parallel_size=plan.layout.tp),
         source=None,

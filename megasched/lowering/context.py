@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from megasched.definition import init_empty_weights
 from megasched.lowering.plan import Plan
 from megasched.placement import Placement
 
@@ -58,6 +60,11 @@ class Context:
             setattr(found, name, value)
         return found
 
+    def making(self, held: torch.Tensor) -> AbstractContextManager[None]:
+        """Surrounds the making of a layer: without values to fill in, its parameters stay deferred, on meta."""
+        deferred = self.source is None and held.device.type == "meta"
+        return init_empty_weights() if deferred else nullcontext()
+
     def splits_sequence(self, path: str) -> bool:
         """Whether activations around the module are split along the sequence."""
         structure = self.plan.structure
@@ -73,6 +80,14 @@ class Context:
             return  # deferred by init_empty_weights: nothing to take values from yet
         with torch.no_grad():
             parameter.copy_(local)
+
+    def settle(self, owner: nn.Module, name: str, placement: Placement, held: nn.Parameter) -> None:
+        """Adopts a parameter that a layer just made, or puts in its place the one that it is tied to."""
+        tied = self.made.get(placement.name)
+        if tied is not None:
+            setattr(owner, name, tied)
+        else:
+            self.adopt(getattr(owner, name), placement, held)
 
     def adopt(self, parameter: nn.Parameter, placement: Placement, held: nn.Parameter) -> None:
         """Values, ``requires_grad``, annotations and gradient reduction of a parameter just made."""

@@ -44,15 +44,16 @@ def lower_embedding(path: str, module: nn.Embedding, context: Context) -> nn.Mod
     placement = context.plan.placement(path, "weight")
     held = module.weight
     dtype = context.config.params_dtype if context.source is not None else held.dtype
-    parallel = VocabEmbedding(
-        placement.padded or module.num_embeddings,
-        module.embedding_dim,
-        init_method=nn.init.zeros_,
-        config=context.config_with(params_dtype=dtype),
-        tp_group=context.group,
-    )
+    with context.making(held):
+        parallel = VocabEmbedding(
+            placement.padded or module.num_embeddings,
+            module.embedding_dim,
+            init_method=nn.init.zeros_,
+            config=context.config_with(params_dtype=dtype),
+            tp_group=context.group,
+        )
     parallel.padding_idx = module.padding_idx
-    context.adopt(parallel.weight, placement, held)
+    context.settle(parallel, "weight", placement, held)
     if type(module) is nn.Embedding:
         return parallel
     cls = type(module)

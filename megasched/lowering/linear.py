@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from megasched.lowering.context import Context
-from megasched.lowering.plan import output_axis
+from megasched.lowering.placing import output_axis
 from megasched.placement import Placement
 
 
@@ -99,38 +99,36 @@ def lower_linear(path: str, module: nn.Module, context: Context, *, entered: boo
         if not bias:
             lowered.register_parameter("bias", None)
         return lowered
-    tied = context.made.get(weight.name)
+    tied = weight.name in context.made
     split = context.splits_sequence(path)
     dtype = context.config.params_dtype if context.source is not None else module.weight.dtype
-    if plan.cuts[path] == "column":
-        lowered = ColumnLinear(
-            in_features,
-            weight.padded or out_features,
-            config=context.config_with(sequence_parallel=split and not entered, params_dtype=dtype),
-            init_method=nn.init.zeros_,
-            bias=bias,
-            gather_output=path in plan.derived.gather,
-            disable_grad_reduce=entered,
-            skip_weight_param_allocation=tied is not None,
-            tp_group=context.group,
-        )
-        lowered.real_features = out_features if weight.padded else None
-    else:
-        lowered = RowLinear(
-            in_features,
-            out_features,
-            config=context.config_with(sequence_parallel=split, params_dtype=dtype),
-            init_method=nn.init.zeros_,
-            bias=bias,
-            input_is_parallel=path not in plan.derived.scatter,
-            skip_bias_add=False,
-            tp_group=context.group,
-        )
-    if tied is not None:
-        lowered.weight = tied
+    with context.making(module.weight):
+        if plan.cuts[path] == "column":
+            lowered = ColumnLinear(
+                in_features,
+                weight.padded or out_features,
+                config=context.config_with(sequence_parallel=split and not entered, params_dtype=dtype),
+                init_method=nn.init.zeros_,
+                bias=bias,
+                gather_output=path in plan.derived.gather,
+                disable_grad_reduce=entered,
+                skip_weight_param_allocation=tied,
+                tp_group=context.group,
+            )
+            lowered.real_features = out_features if weight.padded else None
+        else:
+            lowered = RowLinear(
+                in_features,
+                out_features,
+                config=context.config_with(sequence_parallel=split, params_dtype=dtype),
+                init_method=nn.init.zeros_,
+                bias=bias,
+                input_is_parallel=path not in plan.derived.scatter,
+                skip_bias_add=False,
+                tp_group=context.group,
+            )
     for name, held in module.named_parameters(recurse=False):
-        if name != "weight" or tied is None:
-            context.adopt(getattr(lowered, name), plan.placement(path, name), held)
+        context.settle(lowered, name, plan.placement(path, name), held)
     return lowered
 
 
@@ -143,5 +141,6 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 def _make(owner: nn.Module, name: str, placement: Placement, held: nn.Parameter, context: Context) -> None:
     dtype = context.config.params_dtype if context.source is not None else held.dtype
     shape = placement.local_shape(context.size)
-    owner.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=context.device)))
-    context.adopt(getattr(owner, name), placement, held)
+    with context.making(held):
+        owner.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=context.device)))
+    context.settle(owner, name, placement, held)

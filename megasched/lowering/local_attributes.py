@@ -4,13 +4,41 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from megasched.errors import Problem, ScheduleError
-from megasched.lowering.context import Context
+from megasched.errors import Problem
 from megasched.roles import Roles
+
+if TYPE_CHECKING:
+    from megasched.lowering.context import Context
+    from megasched.lowering.plan import Plan
+
+
+def check_local_attributes(roles: Roles, model: nn.Module, plan: Plan) -> list[Problem]:
+    """A problem for each attribute that the adapter names and that can't be divided by TP.
+
+    A module that a replacement put in another's place may count in a way of its own and lack them.
+    """
+    problems = []
+    modules = dict(model.named_modules())
+    replaced = [record.path for record in plan.records_of("replace", "replace_all")]
+    for path, names in roles.local_attributes.items():
+        if not _sharded(plan, path) or path not in modules:
+            continue
+        for name in names:
+            owner, field = _owner(modules[path], name)
+            whole = getattr(owner, field, None)
+            if whole is None and not any(path.startswith(prefix) for prefix in replaced):
+                what = f"has no attribute {name}, which its adapter divides by TP"
+                problems.append(Problem(what, path, remedy="name the attribute that it counts by now"))
+            if whole is not None and whole % plan.layout.tp:
+                remedy = f"a tensor parallel size that divides {whole}"
+                problems.append(
+                    Problem(f"TP {plan.layout.tp} does not divide {name} = {whole}", path, remedy=remedy)
+                )
+    return problems
 
 
 def divide_local_attributes(roles: Roles, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
@@ -20,18 +48,25 @@ def divide_local_attributes(roles: Roles, model: nn.Module, context: Context, he
     """
     if context.size == 1:
         return
+    modules = dict(model.named_modules())
     for path, names in roles.local_attributes.items():
-        sharded = context.plan.derived.attention.get(path, (0, True))[1]
-        if not here(path) or not sharded:
+        if path not in modules or not here(path) or not _sharded(context.plan, path):
             continue
-        module = model.get_submodule(path)
         if any(name.startswith("config.") for name in names):
-            module.config = copy.copy(module.config)
+            modules[path].config = copy.copy(modules[path].config)
         for name in names:
-            owner: Any = module.config if name.startswith("config.") else module
-            field = name.rpartition(".")[2]
-            whole = getattr(owner, field)
-            if whole % context.size:
-                what = f"TP {context.size} does not divide {name} = {whole}"
-                raise ScheduleError(Problem(what, path))
-            setattr(owner, field, whole // context.size)
+            owner, field = _owner(modules[path], name)
+            if hasattr(owner, field):
+                setattr(owner, field, getattr(owner, field) // context.size)
+
+
+def _sharded(plan: Plan, path: str) -> bool:
+    """Whether the heads of the attention at this path are cut; an attention that was not seen to run is taken
+    to be, as its projections are."""
+    return plan.derived.attention.get(path, (0, True))[1]
+
+
+def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
+    """The object that holds an attribute, and the attribute's name on it."""
+    prefix, _, field = name.rpartition(".")
+    return (module.config if prefix == "config" else module), field

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from megasched.errors import ConfigError
+from megasched.lowering.annotations import carried_annotations
 from megasched.lowering.attention import AttentionSettings
 from megasched.lowering.attention_te import TeCore, te_attention
 from megasched.lowering.context import Context
@@ -34,16 +36,26 @@ def register_lowering(primitive: str) -> Callable[[RecordLowering], RecordLoweri
     """Decorator: says how a record of this primitive is carried out on the lowered module.
 
     The function gets (module, record, context) after all parallel layers are in place; records are carried
-    out in the order of the calls.
+    out in the order of the calls. A file that is run again (a schedule file) may register its function again.
+
+    Raises:
+        ConfigError: another function is registered for the primitive, or megasched plans it as a whole.
     """
 
     def decorate(function: RecordLowering) -> RecordLowering:
-        if primitive in _RECORD_LOWERINGS:
-            raise ConfigError(f"a lowering of {primitive!r} is registered already")
+        known = _RECORD_LOWERINGS.get(primitive, function)
+        same = (known.__module__, known.__qualname__) == (function.__module__, function.__qualname__)
+        if primitive in PLANNED or not same:
+            raise ConfigError(f"a lowering of {primitive!r} is registered already, by {known.__module__}")
         _RECORD_LOWERINGS[primitive] = function
         return function
 
     return decorate
+
+
+def is_lowered(primitive: str) -> bool:
+    """Whether there is a lowering of this primitive."""
+    return primitive in PLANNED or primitive in _RECORD_LOWERINGS
 
 
 # Planned as a whole before anything is lowered; nothing is left to do for the single record.
@@ -53,13 +65,17 @@ PLANNED = frozenset({"shard", "replace", "replace_all", "cut_pipeline_stage"})
 def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
     """Lowers the modules for which ``here(path)`` holds; the others are left alone."""
     plan = context.plan
-    regions = {path: region for path, region in plan.derived.regions.items() if _worth(path, region[1], context)}
+    derived = plan.derived.regions.items() if context.size > 1 else ()
+    regions = {path: region for path, region in derived if _worth(path, region[1], context)}
     entered = {column for _, columns in regions.values() for column in columns}
+    places = module_places(model)
     for path, module in list(model.named_modules()):
         if not here(path):
             continue
         if path in plan.cuts:
-            _put(model, path, _lower_cut(path, module, context, path in entered))
+            lowered = _lower_cut(path, module, context, path in entered)
+            for parent, name in places[module]:
+                setattr(parent, name, lowered)
         else:
             _lower_whole(path, module, context)
     for path, (slot, _) in regions.items():
@@ -70,7 +86,7 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
     for path in plan.derived.forked:
         if here(path):
             draw_forked(model.get_submodule(path))
-    for record in plan.records:
+    for record in carried_annotations(plan.records, schedule.renamed, model):
         if record.primitive in PLANNED or not here(record.path):
             continue
         _RECORD_LOWERINGS[record.primitive](model.get_submodule(record.path), record, context)
@@ -109,11 +125,14 @@ def _lower_cut(path: str, module: nn.Module, context: Context, entered: bool) ->
         if isinstance(module, nn.Embedding)
         else lower_linear(path, module, context, entered=entered)
     )
-    _carry_hooks(module, lowered)
+    carry_hooks(module, lowered)
     return lowered.train(module.training)
 
 
-def _carry_hooks(old: nn.Module, new: nn.Module) -> None:
+def carry_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Registers the old module's forward and backward hooks on the new one, after its own."""
+    if old._is_full_backward_hook is not None and new._is_full_backward_hook is None:
+        new._is_full_backward_hook = old._is_full_backward_hook
     for table in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
         getattr(new, table).update(getattr(old, table))
     for table in (
@@ -153,9 +172,14 @@ def _settle_attention(model: nn.Module, context: Context, here: Callable[[str], 
             model.get_submodule(path).megasched_attention = settings
 
 
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)
+def module_places(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Module -> every (parent, name) it stands at; a shared module has several."""
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                places[child].append((parent, name))
+    return places
 
 
 @register_lowering("checkpoint")
@@ -213,16 +237,23 @@ def _operation(record: Record, context: Context) -> Callable[[torch.Tensor], tor
     from megatron.core import tensor_parallel as tp
 
     op = record.arguments["op"]
-    if callable(op):
-        return op
     if record.arguments["mode"] == "bwd_post":
-        # all_reduce of the input's gradient is the backward of copy, reduce_scatter that of an all-gather
+        if callable(op):
+            return partial(_with_gradient, op)
+        if op == "all_reduce":  # Megatron's works in place, on a gradient that others may use
+            return lambda x: _with_gradient(
+                torch.clone, tp.copy_to_tensor_model_parallel_region(x, group=context.group)
+            )
+        # the gradient's shape changes, so the input's does too, the other way: each is the backward of its pair
         table = {
-            "all_reduce": tp.copy_to_tensor_model_parallel_region,
             "all_gather": tp.scatter_to_tensor_model_parallel_region,
             "reduce_scatter": tp.all_gather_last_dim_from_tensor_parallel_region,
             "scatter": tp.gather_from_tensor_model_parallel_region,
         }
+    elif callable(op):
+        return op
+    elif op == "all_reduce":  # Megatron's works in place, on a tensor that others may use
+        return lambda x: tp.reduce_from_tensor_model_parallel_region(x.clone(), group=context.group)
     else:
         table = {
             "all_reduce": tp.reduce_from_tensor_model_parallel_region,
@@ -231,6 +262,15 @@ def _operation(record: Record, context: Context) -> Callable[[torch.Tensor], tor
             "scatter": tp.scatter_to_tensor_model_parallel_region,
         }
     return partial(table[op], group=context.group)
+
+
+def _with_gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """``x``, whose gradient goes through ``function`` on its way back."""
+    if not x.requires_grad:
+        return x
+    same = x.view_as(x)
+    same.register_hook(function)
+    return same
 
 
 def within(paths: Iterable[str]) -> Callable[[str], bool]:

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megasched.errors import MegaschedError, Problem, ScheduleError
+
 
 def meta_copy(model: nn.Module) -> nn.Module:
     """A copy of the model with every parameter and buffer on meta; ties stay ties, nothing real is copied."""
@@ -53,6 +55,13 @@ def token_inputs(batch: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+def own_inputs(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """Token ids [b, s] int64 for an HF model whose main input they are; None for any other module."""
+    if getattr(model, "main_input_name", None) != "input_ids":
+        return None
+    return {"input_ids": token_inputs(2, 5)["input_ids"]}
+
+
 @contextmanager
 def call_hooks(
     model: nn.Module,
@@ -62,20 +71,32 @@ def call_hooks(
     """Calls ``before(path, module, args, kwargs)`` and ``after(path, module, output)`` around every forward.
 
     ``before`` may return ``(args, kwargs)`` and ``after`` an output to put in the place of what they got.
+
+    Raises:
+        ScheduleError: the forward raises, which a trial call inside can't go on from; names the module.
     """
     handles = []
+    running: list[str] = []
     for path, module in model.named_modules():
 
         def pre(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> Any:
+            running.append(path)
             return before(path, module, args, kwargs)
 
         def post(module: nn.Module, args: Any, output: Any, path: str = path) -> Any:
+            running.pop()
             return after(path, module, output)
 
         handles.append(module.register_forward_pre_hook(pre, with_kwargs=True))
         handles.append(module.register_forward_hook(post))
     try:
         yield
+    except MegaschedError:
+        raise
+    except Exception as error:
+        what = f"the forward fails in a trial call on the meta device: {type(error).__name__}: {error}"
+        remedy = "it must run on tensors without values, with the inputs it is given"
+        raise ScheduleError(Problem(what, running[-1] if running else "", remedy=remedy)) from error
     finally:
         for handle in handles:
             handle.remove()

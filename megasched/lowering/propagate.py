@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem
+from megasched.lowering.entries import ColumnCall, find_entries
+from megasched.lowering.lookup import watch_lookups
 from megasched.lowering.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
 from megasched.lowering.structure import Structure
 from megasched.roles import Cut
@@ -72,13 +74,6 @@ class Derived:
     problems: list[Problem] = field(default_factory=list)
 
 
-@dataclass
-class _ColumnCall:
-    path: str
-    source: torch.Tensor
-    stack: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
-
-
 class _Propagation(DefaultScalars):
     """The labelling run. A dispatch mode, so that it also sees what custom autograd functions do."""
 
@@ -100,8 +95,8 @@ class _Propagation(DefaultScalars):
         self.labels: dict[int, Label] = {}
         self.kept: list[torch.Tensor] = []
         self.stack: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        self.column_calls: list[_ColumnCall] = []
-        self.other_uses: dict[int, list[tuple[str, ...]]] = defaultdict(list)
+        self.column_calls: list[ColumnCall] = []
+        self.other_uses: dict[int, set[str]] = defaultdict(set)
         self.silent = 0
         for name, parameter in model.named_parameters():
             self._set(parameter, Label(params=frozenset([name])))
@@ -125,7 +120,7 @@ class _Propagation(DefaultScalars):
         joined = self._join([self.label(t) for t in operands])
         path = self.stack[-1][0] if self.stack else ""
         for tensor in operands:
-            self.other_uses[id(tensor)].append(tuple(entry[0] for entry in self.stack))
+            self.other_uses[id(tensor)].update(entry[0] for entry in self.stack)
             self.kept.append(tensor)
         for tensor in tensors_in(output):
             self._set(tensor, joined)
@@ -167,7 +162,7 @@ class _Propagation(DefaultScalars):
         """A dropout on T activations must draw other numbers on each rank; S ones are covered layer by layer."""
         if label.region != "T":
             return
-        if any(path == user or path.startswith(user + ".") for user in self.forked_by_user):
+        if any(not user or path == user or path.startswith(user + ".") for user in self.forked_by_user):
             return
         if isinstance(self.model.get_submodule(path), nn.Dropout):
             self.derived.forked.add(path)
@@ -191,7 +186,11 @@ class _Propagation(DefaultScalars):
         return changed
 
     def after(self, path: str, module: nn.Module, output: Any) -> Any:
-        self.stack.pop()
+        _, args, kwargs = self.stack.pop()
+        handed = {id(tensor) for tensor in tensors_in((args, kwargs))}
+        for tensor in tensors_in(output):
+            if id(tensor) in handed:  # what it was given goes out again, to whoever uses it next
+                self.other_uses[id(tensor)].add(path)
         if path in self.cuts:
             self.silent -= 1
             if not self.silent:
@@ -225,7 +224,7 @@ class _Propagation(DefaultScalars):
         if cut == "column":
             if label.region == "T":
                 self.derived.gather |= label.columns
-            self.column_calls.append(_ColumnCall(path, source, list(self.stack)))
+            self.column_calls.append(ColumnCall(path, source, list(self.stack)))
             self.kept.append(source)
         elif cut == "row" and label.region != "T":
             self.derived.scatter.add(path)
@@ -258,40 +257,6 @@ class _Propagation(DefaultScalars):
         finally:
             self.silent -= 1
 
-    # regions ----------------------------------------------------------------------------------------
-
-    def find_regions(self) -> None:
-        """Modules that can take the whole activation once for several columns inside.
-
-        The outermost module below the layer that is handed the very tensor its columns read, and that does
-        nothing else with it.
-        """
-        grouped: dict[str, tuple[int | str, list[str]]] = {}
-        for call in self.column_calls:
-            for path, args, kwargs in call.stack:
-                slot = _slot_of(call.source, args, kwargs)
-                inside = self._below_layer(path) and path not in self.cuts
-                if slot is None or not inside:
-                    continue
-                if any(path in stack for stack in self.other_uses[id(call.source)]):
-                    continue
-                grouped.setdefault(path, (slot, []))[1].append(call.path)
-                break
-        self.derived.regions = {path: (slot, tuple(columns)) for path, (slot, columns) in grouped.items()}
-
-    def _below_layer(self, path: str) -> bool:
-        if self.structure is None:
-            return bool(path)
-        index = self.structure.index_of(path)
-        return index is not None and path != self.structure.layer_path(index)
-
-
-def _slot_of(tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
-    for key, value in [*enumerate(args), *kwargs.items()]:
-        if value is tensor:
-            return key
-    return None
-
 
 def propagate(
     model: nn.Module,
@@ -316,10 +281,13 @@ def propagate(
         gathered_by_user: column linears whose output the user wants gathered.
     """
     gather = gathered_by_user
+    lookups = None
     while True:
         run = _Propagation(model, cuts, structure, sequence_parallel, gather, forked_by_user)
         for tensor in tensors_in(dict(inputs)):
-            run._set(tensor, Label(fed=True))
+            # A float input is an activation; what is made of ids alone (masks, positions) carries no gradient.
+            run._set(tensor, Label(fed=True, active=tensor.is_floating_point()))
+        lookups = watch_lookups(model, cuts) if lookups is None else lookups
         with _recorded_loss(model, run, loss_takes_shards), call_hooks(model, run.before, run.after):
             output = run_on_meta(model, inputs, run)
         if not loss_takes_shards:
@@ -329,7 +297,8 @@ def propagate(
             break
         gather |= run.derived.gather
     run.derived.gather = set(gather)
-    run.find_regions()
+    run.derived.regions = find_entries(run.column_calls, run.other_uses, cuts, structure)
+    run.derived.problems += lookups()
     for name in sorted((run.derived.partial | run.derived.sequence) & run.derived.complete):
         what = f"parameter {name} meets sharded activations in one place and whole ones in another"
         run.derived.problems.append(Problem(what, remedy="shard the modules that use it alike"))

@@ -3,149 +3,166 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
-from megasched.lowering.lower import _carry_hooks, _put
+from megasched.lowering.carry import carry_weights
+from megasched.lowering.lower import carry_hooks, module_places
+from megasched.lowering.meta_call import call_hooks, meta_copy, own_inputs, run_on_meta, to_meta
 from megasched.primitives.replace_all import matches
 from megasched.records import Record
 from megasched.schedule import Schedule
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-def replace_modules(schedule: Schedule, model: nn.Module) -> dict[str, str]:
+
+def replace_modules(
+    schedule: Schedule,
+    model: nn.Module,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    undo: ExitStack | None = None,
+) -> dict[str, str]:
     """Makes the replacements that the records ask for, in the model.
+
+    Args:
+        schedule: the records; what became of which parameter is noted in it.
+        model: the definition, or a copy of it.
+        inputs: example arguments of its forward; token ids for an HF model that generates text.
+        undo: gets what takes the replacements back.
 
     Returns:
         full name of each parameter of a new module -> name of the definition's parameter it stands for.
 
     Raises:
-        ScheduleError: every replacement that can't be made, and why.
+        ScheduleError: every replacement that can't be made, and why; the model is unchanged then.
     """
-    renamed: dict[str, str] = {}
+    schedule.renamed.clear()
+    asked = list(_replacements(schedule))
+    if not asked:
+        return {}
+    calls = _calls(model, {path for _, path in asked}, inputs)
     problems: list[Problem] = []
-    used: dict[int, str] = {}
-    for record, path in _replacements(schedule):
-        old = model.get_submodule(path)
-        factory = record.arguments["factory"]
-        new = factory if isinstance(factory, nn.Module) else factory(old)
-        found = _refusals(old, new, path, record, used)
-        if not found:
-            found, names = _carry_weights(old, new, path, record)
-            renamed.update(names)
-        problems += found
-        if not found:
-            _carry_hooks(old, new)
-            _put(model, path, new.train(old.training))
-    if problems:
-        raise ScheduleError(problems)
-    return renamed
+    made: dict[str, Record] = {}
+    with ExitStack() as steps:
+        for record, path in asked:
+            problems += _replace_one(schedule, model, record, path, calls.get(path, []), made, steps)
+            made.setdefault(path, record)
+        if problems:
+            raise ScheduleError(problems)
+        kept = steps.pop_all()
+    if undo is not None:
+        undo.push(kept)
+    return {new: sources[0] for new, sources in schedule.renamed.items() if len(sources) == 1}
 
 
-def _replacements(schedule: Schedule) -> list[tuple[Record, str]]:
-    found = []
+def _replacements(schedule: Schedule) -> Iterator[tuple[Record, str]]:
     for record in schedule.records:
         if record.primitive == "replace":
-            found.append((record, record.path))
+            yield record, record.path
         elif record.primitive == "replace_all":
             node = schedule.root[record.path] if record.path else schedule.root
-            found += [(record, path) for path in matches(node, record.arguments["what"])]
+            yield from ((record, path) for path in matches(node, record.arguments["what"]))
+
+
+def _calls(model: nn.Module, paths: set[str], inputs: Mapping[str, Any] | None) -> dict[str, list[Call]]:
+    """How each of these modules is called in one forward; nothing where no inputs are known."""
+    inputs = own_inputs(model) if inputs is None else inputs
+    found: dict[str, list[Call]] = {}
+    if inputs is None:
+        return found
+
+    def note(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if path in paths:
+            found.setdefault(path, []).append((args, kwargs))
+
+    probe = meta_copy(model)
+    with call_hooks(probe, note, lambda path, module, output: None):
+        run_on_meta(probe, to_meta(dict(inputs)))
     return found
 
 
-def _refusals(old: nn.Module, new: Any, path: str, record: Record, used: dict[int, str]) -> list[Problem]:
-    if not isinstance(new, nn.Module):
-        return [Problem(f"the factory returned {type(new).__name__}, not a module", path, record.source)]
+def _replace_one(
+    schedule: Schedule,
+    model: nn.Module,
+    record: Record,
+    path: str,
+    calls: list[Call],
+    made: Mapping[str, Record],
+    undo: ExitStack,
+) -> list[Problem]:
     if not path:
-        return [Problem("the whole model can't be replaced", path, record.source, "replace a module inside it")]
-    if id(new) in used:
-        what = f"the same module instance already stands at {used[id(new)]}"
-        return [Problem(what, path, record.source, "pass a function that makes a new module each time")]
-    used[id(new)] = path
-    wrong = _wrong_call(old, new)
-    if wrong:
-        remedy = f"a forward that takes what {type(old).__name__}.forward takes: {inspect.signature(old.forward)}"
-        return [
-            Problem(
-                f"{type(new).__name__}.forward can't take its parent's call: {wrong}",
-                path,
-                record.source,
-                remedy,
-            )
-        ]
+        remedy = "replace a module inside it"
+        return [Problem("the whole model can't be replaced", path, record.source, remedy)]
+    if path in made:
+        what = f"is replaced twice: at {made[path].source}, and again"
+        return [Problem(what, path, record.source, "remove one of the two calls")]
+    try:
+        old = model.get_submodule(path)
+    except AttributeError:
+        what = "there is no such module any more: a module around it was replaced before"
+        return [Problem(what, path, record.source, "replace the inner module first, or not at all")]
+    new, found = _make(old, model, path, record)
+    if new is None:
+        return found
+    found = _wrong_call(old, new, path, record, calls)
+    found += carry_weights(old, new, path, record, schedule.renamed)
+    if found:
+        return found
+    if all(module is not old for module in new.modules()):  # the old one would run its hooks itself
+        carry_hooks(old, new)
+    new.train(old.training)
+    for parent, name in module_places(model)[old]:
+        setattr(parent, name, new)
+        undo.callback(setattr, parent, name, old)
     return []
 
 
-def _wrong_call(old: nn.Module, new: nn.Module) -> str:
-    """Why the new forward can't be called as the old one is; empty if it can."""
-    args, kwargs = [], {}
-    for parameter in inspect.signature(old.forward).parameters.values():
-        if parameter.default is inspect.Parameter.empty:
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-                args.append(None)
-            elif parameter.kind is parameter.KEYWORD_ONLY:
-                kwargs[parameter.name] = None
+def _make(old: nn.Module, model: nn.Module, path: str, record: Record) -> tuple[nn.Module | None, list[Problem]]:
+    """The new module, or why there is none."""
+    factory: nn.Module | Callable[[nn.Module], Any] = record.arguments["factory"]
     try:
-        inspect.signature(new.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        return str(error)
-    return ""
+        new = factory if isinstance(factory, nn.Module) else factory(old)
+    except Exception as error:
+        what = f"the factory raised {type(error).__name__}: {error}"
+        return None, [Problem(what, path, record.source)]
+    if not isinstance(new, nn.Module):
+        return None, [Problem(f"the factory returned {type(new).__name__}, not a module", path, record.source)]
+    stands = [p for p, m in model.named_modules() if m is new and m is not old]
+    if stands:
+        what = f"the same module instance already stands at {stands[0]}"
+        remedy = "pass a function that makes a new module each time"
+        return None, [Problem(what, path, record.source, remedy)]
+    return new, []
 
 
-def _carry_weights(
-    old: nn.Module, new: nn.Module, path: str, record: Record
-) -> tuple[list[Problem], dict[str, str]]:
-    """Gives every parameter and buffer of the new module its value; complete on both sides."""
-    given: Mapping[str, Any] = record.arguments.get("weights", {})
-    before = dict(old.named_parameters())
-    after = dict(new.named_parameters())
-    mapping = {name: given.get(name, name) for name in after}
-    named = {source for source in mapping.values() if isinstance(source, str)}
-    by_function = any(callable(source) for source in mapping.values())
-    missing = [n for n, source in mapping.items() if isinstance(source, str) and source not in before]
-    left = [n for n in before if n not in named and n not in record.arguments.get("drop", ())]
-    strange = [n for n in given if n not in after]
-    problems = []
-    if missing:
-        remedy = "give each an old name in weights={new: old}"
-        problems.append(Problem(f"no weights for {', '.join(missing)}", path, record.source, remedy))
-    if left and not by_function:
-        remedy = "use each in weights={new: old}, or name it in drop="
-        problems.append(
-            Problem(f"weights of the old module are lost: {', '.join(left)}", path, record.source, remedy)
-        )
-    if strange:
-        problems.append(
-            Problem(f"weights names no parameter of the new module: {', '.join(strange)}", path, record.source)
-        )
-    if problems:
-        return problems, {}
-    names = {}
-    for name, source in mapping.items():
-        owner, _, leaf = name.rpartition(".")
-        value = before[source] if isinstance(source, str) else _computed(source, before, after[name])
-        if tuple(value.shape) != tuple(after[name].shape):
-            what = f"{name} has shape {list(after[name].shape)}, its weights {list(value.shape)}"
-            return [Problem(what, path, record.source)], {}
-        new.get_submodule(owner)._parameters[leaf] = value
-        if isinstance(source, str):
-            names[f"{path}.{name}"] = f"{path}.{source}"
-    _carry_buffers(old, new)
-    return [], names
+def _wrong_call(old: nn.Module, new: nn.Module, path: str, record: Record, calls: list[Call]) -> list[Problem]:
+    """Whether the new forward takes the calls that the old one gets, or, where none is known, its signature."""
+    takes = inspect.signature(new.forward)
+    for args, kwargs in calls or [_required(old)]:
+        try:
+            takes.bind(*args, **kwargs)
+        except TypeError as error:
+            what = f"{type(new).__name__}.forward can't take its parent's call: {error}"
+            signature = inspect.signature(old.forward)
+            remedy = f"a forward that takes what {type(old).__name__}.forward takes: {signature}"
+            return [Problem(what, path, record.source, remedy)]
+    return []
 
 
-def _computed(function: Any, before: dict[str, nn.Parameter], like: nn.Parameter) -> nn.Parameter:
-    with torch.no_grad():
-        value = function({name: parameter.detach() for name, parameter in before.items()})
-    return nn.Parameter(value.clone(), requires_grad=any(p.requires_grad for p in before.values()))
-
-
-def _carry_buffers(old: nn.Module, new: nn.Module) -> None:
-    held = dict(old.named_buffers())
-    for name, _ in list(new.named_buffers()):
-        if name in held:
-            owner, _, leaf = name.rpartition(".")
-            new.get_submodule(owner)._buffers[leaf] = held[name]
+def _required(module: nn.Module) -> Call:
+    """The least that a module's forward must be given."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for parameter in inspect.signature(module.forward).parameters.values():
+        if parameter.default is not inspect.Parameter.empty:
+            continue
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            args.append(None)
+        elif parameter.kind is parameter.KEYWORD_ONLY:
+            kwargs[parameter.name] = None
+    return tuple(args), kwargs

@@ -180,7 +180,18 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         if args.pipeline_model_parallel_layout is not None:  # says how many chunks there are, too
             args.num_layers_per_virtual_pipeline_stage = None
             args.num_virtual_stages_per_pipeline_rank = None
+    _settle_accumulation(args)
     set_session(session)
+
+
+def _settle_accumulation(args: Namespace) -> None:
+    """Gradient accumulation fusion is on by default in Megatron's scripts; without its kernel it can't be."""
+    from importlib.util import find_spec
+
+    if args.gradient_accumulation_fusion and find_spec("fused_weight_gradient_mlp_cuda") is None:
+        args.gradient_accumulation_fusion = False
+        if args.rank == 0:
+            print("megasched: gradient accumulation fusion is off: NVIDIA apex's kernel for it is not installed")
 
 
 _current: list[Session] = []

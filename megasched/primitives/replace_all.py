@@ -23,7 +23,7 @@ class ReplaceAll(Primitive):
         what: a module class (exactly this class), a role of the adapter (``norm.input``), or a regular
             expression that must match the whole path below this module.
         factory: function that takes the old module and returns the new one.
-        weights: as in ``replace``.
+        weights, drop: as in ``replace``.
 
     Replacements are not searched again. No match is an error.
     """
@@ -36,8 +36,9 @@ class ReplaceAll(Primitive):
         what: type[nn.Module] | str,
         factory: Callable[[nn.Module], nn.Module],
         weights: Mapping[str, str | Callable[[dict[str, Any]], Any]] | None = None,
+        drop: tuple[str, ...] = (),
     ) -> Mapping[str, Any]:
-        return {"what": what, "factory": factory, "weights": dict(weights or {})}
+        return {"what": what, "factory": factory, "weights": dict(weights or {}), "drop": tuple(drop)}
 
     def check(self, node: Schedule, arguments: Mapping[str, Any], source: str) -> list[Problem]:
         if matches(node, arguments["what"]):

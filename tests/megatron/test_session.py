@@ -19,6 +19,8 @@ def arguments(folder, schedule="auto", **changes):
         "hf_random_init": True,
         "trust_remote_code": False,
         "seed": 1234,
+        "rank": 0,
+        "gradient_accumulation_fusion": True,
         "seq_length": 16,
         "micro_batch_size": 1,
         "make_vocab_size_divisible_by": 4,
@@ -55,6 +57,13 @@ def test_the_balanced_cut_becomes_megatrons_layout(llama):
     assert args.pipeline_model_parallel_layout == "Et|t|t|tL"
     assert args.num_virtual_stages_per_pipeline_rank is None
     assert get_session().schedule.layout.vpp == 2
+
+
+def test_a_fusion_without_its_kernel_is_off_and_said_so(llama, capsys):
+    args = arguments(llama)
+    begin_session(args, {})
+    assert args.gradient_accumulation_fusion is False
+    assert "gradient accumulation fusion is off" in capsys.readouterr().out
 
 
 def test_flags_for_uneven_stages_are_left_to_megatron(llama):

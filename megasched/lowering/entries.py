@@ -1,0 +1,77 @@
+"""Where an activation is taken over to TP once for several column linears, found from one labelled run."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from megasched.lowering.structure import Structure
+
+
+@dataclass
+class ColumnCall:
+    """One call of a column linear: what it read, and the calls around it, outermost first."""
+
+    path: str
+    source: torch.Tensor
+    stack: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
+
+
+def find_entries(
+    calls: Iterable[ColumnCall],
+    other_uses: Mapping[int, Container[str]],
+    cuts: Container[str],
+    structure: Structure | None,
+) -> dict[str, tuple[int | str, tuple[str, ...]]]:
+    """Module path -> (argument slot, the columns inside that read it).
+
+    The outermost module below the layer that is handed the very tensor its columns read, and that does
+    nothing else with it.
+
+    Args:
+        calls: of column linears.
+        other_uses: id of a tensor -> paths of modules that use it otherwise, or hand it out.
+        cuts: paths that are cut.
+        structure: where the layers are, if that is known.
+    """
+    places: dict[str, set[tuple[str, int | str] | None]] = {}
+    for call in calls:
+        entry = _entry(call, other_uses.get(id(call.source), ()), cuts, structure)
+        places.setdefault(call.path, set()).add(entry)
+    found: dict[str, tuple[int | str, tuple[str, ...]]] = {}
+    for column, entries in places.items():
+        entry = next(iter(entries))
+        if entry is None or len(entries) > 1:  # called in several ways: it reduces its gradient itself
+            continue
+        path, slot = entry
+        taken, columns = found.get(path, (slot, ()))
+        if taken == slot:
+            found[path] = (slot, (*columns, column))
+    return found
+
+
+def _entry(
+    call: ColumnCall, used_in: Container[str], cuts: Container[str], structure: Structure | None
+) -> tuple[str, int | str] | None:
+    for path, args, kwargs in call.stack:
+        slot = _slot_of(call.source, args, kwargs)
+        if slot is not None and path not in cuts and path not in used_in and _below_layer(path, structure):
+            return path, slot
+    return None
+
+
+def _slot_of(tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
+    """Where a tensor stands among a call's arguments; None if it is not there, or twice."""
+    slots = [key for key, value in [*enumerate(args), *kwargs.items()] if value is tensor]
+    return slots[0] if len(slots) == 1 else None
+
+
+def _below_layer(path: str, structure: Structure | None) -> bool:
+    if structure is None:
+        return bool(path)
+    index = structure.index_of(path)
+    return index is not None and path != structure.layer_path(index)

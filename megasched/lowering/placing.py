@@ -1,0 +1,199 @@
+"""From shard records to placements: how each parameter lies, or why it can't."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from megasched.errors import Problem
+from megasched.placement import Placement
+from megasched.records import Record
+from megasched.roles import Cut
+from megasched.schedule import Schedule
+
+if TYPE_CHECKING:
+    from megasched.lowering.plan import Plan
+
+
+def output_axis(module: nn.Module) -> int:
+    """Axis of the output features in a linear's weight: 0, but 1 in HF's Conv1D, which keeps [in, out]."""
+    return 1 if is_conv1d(module) else 0
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is HF's ``Conv1D``, which is a linear."""
+    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module computes what ``nn.Linear`` does; a subclass with a forward of its own does not."""
+    if "forward" in vars(module):
+        return False
+    return is_conv1d(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+
+
+def place(
+    schedule: Schedule, model: nn.Module, plan: Plan, shards: Sequence[Record], vocab_multiple: int
+) -> list[Problem]:
+    """Fills the plan's placements and cuts from these records; returns what can't be done."""
+    problems: list[Problem] = []
+    for name, parameter in model.named_parameters():
+        plan.placements[name] = Placement(name, tuple(parameter.shape))
+    found = [(record, model.get_submodule(record.path)) for record in shards]
+    # Embeddings first: a head that is tied to one is padded as it is.
+    for record, module in sorted(found, key=lambda pair: not isinstance(pair[1], nn.Embedding)):
+        problems += _place_one(schedule, module, plan, record, vocab_multiple)
+    return problems + _one_sided_ties(model, plan)
+
+
+def _place_one(
+    schedule: Schedule, module: nn.Module, plan: Plan, record: Record, vocab_multiple: int
+) -> list[Problem]:
+    path, tp = record.path, plan.layout.tp
+    param, axis = record.arguments["param"], record.arguments["axis"]
+    if param == "bias" and is_linear(module):
+        return _check_bias(module, plan, record)
+    cut = _cut_of(module, param, axis)
+    if cut is None:
+        return [_unsupported(module, record)]
+    plan.cuts[path] = cut
+    stated = record.arguments.get("components")
+    if stated and cut != "column":
+        what = f"components are given for the {'inputs of a linear' if cut == 'row' else 'rows of an embedding'}"
+        return [Problem(what, path, record.source, "only the outputs of a linear are cut component by component")]
+    heads = _replicated_heads(schedule, path, tp)
+    if isinstance(heads, Problem):
+        return [replace(heads, source=record.source)]
+    if heads is not None:
+        plan.replicated_heads[path] = heads
+    components = (stated or schedule.roles.components.get(path, ())) if cut == "column" else ()
+    tied = plan.placements[plan.canonical[f"{path}.{param}" if path else param]]
+    head = schedule.role_of(path) == "head" or tied.padded is not None
+    problems = []
+    for name, parameter in module.named_parameters(recurse=False):
+        try:
+            placement = _placement(plan, path, name, parameter, module, cut, heads, components)
+        except ValueError as error:  # components that do not add up
+            return [Problem(str(error), path, record.source, "the sizes of the packed projections")]
+        if cut == "vocab" or (cut == "column" and head):
+            length = placement.shape[placement.axis or 0]
+            placement = replace(placement, padded=-(-length // vocab_multiple) * vocab_multiple)
+        problems += _uneven(placement, name, tp, record) or _tied_otherwise(plan, placement, record)
+        plan.placements[placement.name] = placement
+    return problems
+
+
+def _check_bias(module: nn.Module, plan: Plan, record: Record) -> list[Problem]:
+    """A bias follows its weight; to shard it says nothing new, and is wrong where the weight says otherwise."""
+    weight = [r for r in plan.records_of("shard") if r.path == record.path and r.arguments["param"] == "weight"]
+    cut = _cut_of(module, "weight", weight[0].arguments["axis"]) if weight else None
+    if cut == "column" and record.arguments["axis"] == 0:
+        return []
+    what = "the bias of a row-parallel linear is whole on every rank" if cut else "a bias is sharded alone"
+    remedy = f'shard("weight", axis={output_axis(module)}) cuts the outputs, and the bias with them'
+    return [Problem(what, record.path, record.source, remedy)]
+
+
+def _unsupported(module: nn.Module, record: Record) -> Problem:
+    param, axis = record.arguments["param"], record.arguments["axis"]
+    what = f"{type(module).__name__}.{param} can't be sharded along axis {axis}"
+    remedy = "Linear and HF Conv1D along either axis, Embedding along axis 0 (the vocabulary)"
+    if isinstance(module, nn.Linear):
+        what += ": the class has a forward of its own"
+        remedy = "replace it by an nn.Linear first"
+    elif isinstance(module, nn.Embedding) and axis == 0:
+        what += ": max_norm, scale_grad_by_freq and sparse are not there for a vocabulary that is cut"
+        remedy = "leave it whole"
+    return Problem(what, record.path, record.source, remedy)
+
+
+def _uneven(placement: Placement, name: str, tp: int, record: Record) -> list[Problem]:
+    uneven = [n for n in (placement.component_sizes if placement.sharded else ()) if n % tp]
+    if not uneven:
+        return []
+    what = f"TP {tp} does not divide {name} {list(placement.shape)} along axis {placement.axis}"
+    what += f" (component of {uneven[0]})" if placement.components else ""
+    return [Problem(what, record.path, record.source, f"a tensor parallel size that divides {uneven[0]}")]
+
+
+def _cut_of(module: nn.Module, param: str, axis: int) -> Cut | None:
+    if param == "weight" and is_linear(module):
+        return "column" if axis == output_axis(module) else "row"
+    if param == "weight" and axis == 0 and isinstance(module, nn.Embedding):
+        plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+        return "vocab" if plain else None
+    return None
+
+
+def _placement(
+    plan: Plan,
+    path: str,
+    name: str,
+    parameter: nn.Parameter,
+    module: nn.Module,
+    cut: Cut,
+    replicated_heads: int | None,
+    components: tuple[int, ...],
+) -> Placement:
+    full_name = plan.canonical[f"{path}.{name}" if path else name]
+    placement = Placement(full_name, tuple(parameter.shape))
+    transposed = output_axis(module) == 1 and parameter.dim() == 2
+    if replicated_heads is not None:
+        return replace(placement, tp_gradient="partial", transposed=transposed)
+    if cut == "vocab":
+        return replace(placement, axis=0)
+    if name == "bias":
+        return replace(placement, axis=0, components=components) if cut == "column" else placement
+    axis = output_axis(module) if cut == "column" else 1 - output_axis(module)
+    return replace(placement, axis=axis, components=components, transposed=transposed)
+
+
+def _replicated_heads(schedule: Schedule, path: str, tp: int) -> int | Problem | None:
+    """Heads of a k or v projection that must be replicated; None where its heads divide; a problem otherwise."""
+    heads = schedule.roles.heads.get(path)
+    role = schedule.role_of(path)
+    if heads is None or heads % tp == 0:
+        return None
+    if role in ("qkv.k", "qkv.v") and heads < tp and tp % heads == 0:
+        return heads
+    what = f"TP {tp} does not divide {heads} heads of {role}"
+    if role in ("qkv.k", "qkv.v"):
+        remedy = f"a tensor parallel size that divides {heads}, or that is a multiple of it (heads are replicated)"
+    else:
+        remedy = f"a tensor parallel size that divides {heads}"
+    return Problem(what, path, remedy=remedy)
+
+
+def _tied_otherwise(plan: Plan, placement: Placement, record: Record) -> list[Problem]:
+    """A parameter that another module holds too, and cuts in another way."""
+    before = plan.placements[placement.name]
+    if not before.sharded or before == placement:
+        return []
+    what = f"{placement.name} is tied, and cut in another way at its other side: along axis {before.axis}"
+    what += f" in components {before.components}" if before.components else ""
+    return [Problem(what, record.path, record.source, "shard both sides alike")]
+
+
+def _one_sided_ties(model: nn.Module, plan: Plan) -> list[Problem]:
+    """Tied parameters must be cut on every side. A module under two names is one side."""
+    first: dict[int, str] = {}
+    every: Any = model.named_modules(remove_duplicate=False)
+    path_of = {path: first.setdefault(id(module), path) for path, module in every}
+    sides: dict[str, dict[str, None]] = defaultdict(dict)
+    for name, canonical in plan.canonical.items():
+        sides[canonical][path_of[name.rpartition(".")[0]]] = None
+    problems = []
+    sources = {record.path: record.source for record in plan.records_of("shard")}
+    for canonical, paths in sides.items():
+        cut = [path for path in paths if path in sources]
+        if not cut or len(cut) == len(paths):
+            continue
+        whole = [path for path in paths if path not in sources]
+        what = f"{canonical} is tied: {', '.join(cut)} shards it, {', '.join(whole)} does not"
+        remedy = "shard both sides along the vocabulary, or neither"
+        problems.append(Problem(what, cut[0], sources[cut[0]], remedy))
+    return problems
