@@ -77,6 +77,7 @@ def build(options: argparse.Namespace) -> dict[str, Any]:
     sys.argv = ["step_time.py", *flags(options)]
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.enums import ModelType
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.utils import get_model_config
     from megatron.training import get_args
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
@@ -92,7 +93,9 @@ def build(options: argparse.Namespace) -> dict[str, Any]:
         GPTModelConfig.builder = builder
         container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
         model, optimizer, scheduler = setup_model_and_optimizer(
-            ModelType.encoder_or_decoder, cfg_container=container
+            ModelType.encoder_or_decoder,
+            cfg_container=container,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
         config = get_model_config(model[0])
         config.grad_scale_func = optimizer.scale_loss

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megasched.layout import Layout
     from megasched.library import apply_schedule, create_schedule
     from megasched.lowering.build import build
-    from megasched.lowering.lower import register_lowering
+    from megasched.lowering.record_lowerings import register_lowering
     from megasched.records import Record, load_records, save_records
     from megasched.registry import Primitive, list_primitives, register_primitive
     from megasched.schedule import Schedule, ScheduleList, replay
@@ -51,7 +51,7 @@ _PUBLIC = {
     "load_config": "megasched.definition",
     "load_records": "megasched.records",
     "materialize": "megasched.weights.materialize",
-    "register_lowering": "megasched.lowering.lower",
+    "register_lowering": "megasched.lowering.record_lowerings",
     "register_primitive": "megasched.registry",
     "register_schedule": "megasched.schedule_file",
     "replay": "megasched.schedule",

@@ -10,14 +10,23 @@ import inspect
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import Any, ClassVar, Protocol, overload
 
 from megasched.errors import ConfigError, Problem
 
-if TYPE_CHECKING:
-    from megasched.schedule import Schedule
-
 GROUP = "megasched.primitives"
+
+
+class Node(Protocol):
+    """What a primitive is told of the module it is called on (a ``Schedule``)."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def mod(self) -> Any: ...
+    @property
+    def root(self) -> Any: ...
+    def role_of(self, path: str) -> str | None: ...
 
 
 class Primitive:
@@ -31,15 +40,19 @@ class Primitive:
     name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
 
-    def record(self, node: Schedule, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+    def record(self, node: Node, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         """The arguments to keep, by name. Nothing is changed and nothing heavy is done here."""
         raise NotImplementedError(f"primitive {self.name} defines no record()")
 
-    def check(self, node: Schedule, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+    def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
         """What is wrong with this call as seen on the definition alone; collected over the whole schedule."""
         return []
 
 
+# What a schedule has of its own under these names would hide a primitive (``Schedule`` in schedule.py).
+RESERVED = frozenset(
+    "path mod parent root layout roles records renamed built role role_of children below".split()  # noqa: SIM905
+)
 _PRIMITIVES: dict[str, Primitive] = {}
 
 
@@ -51,11 +64,9 @@ def register_primitive[P: type[Primitive]](cls: P) -> P:
     Raises:
         ConfigError: another class has the name, or a schedule has a method or attribute of this name.
     """
-    from megasched.schedule import Schedule
-
     names = (cls.name, *cls.aliases)
     for name in names:
-        if hasattr(Schedule, name) or name.startswith("_"):
+        if name in RESERVED or name.startswith("_"):
             raise ConfigError(
                 f"a primitive can't be called {name!r} ({cls.__module__}): a schedule has an attribute of this "
                 "name, or it starts with an underscore"

@@ -109,18 +109,27 @@ class Schedule:
         Raises:
             ScheduleError: no module has the role; lists the roles that exist.
         """
-        nodes = {node.path: node for node in map(self._child, self._names_below())}  # shared modules once
-        roles = {path: role for path in nodes if (role := self.role_of(path)) is not None}
-        found = [nodes[path] for path, role in roles.items() if fnmatch.fnmatchcase(role, name)]
+        roles = [(node, role) for node in self.below().values() if (role := self.role_of(node.path)) is not None]
+        found = [node for node, role in roles if fnmatch.fnmatchcase(role, name)]
         if not found:
-            known = ", ".join(sorted(set(roles.values()))) or "none: no adapter knows this model"
+            known = ", ".join(sorted({role for _, role in roles})) or "none: no adapter knows this model"
             self._refuse(f"no module has the role {name!r}", f"roles here: {known}")
         return ScheduleList(found)
 
     def children(self) -> ScheduleList:
         """Schedules of the direct child modules."""
-        names = [name for name, child in self.mod.named_children() if child is not None]
-        return ScheduleList([self._child(name) for name in names])
+        return ScheduleList([node for name, node in self.below().items() if "." not in name])
+
+    def below(self) -> dict[str, Schedule]:
+        """Every module of the definition below this one, by its name from here; a shared one by its first."""
+        found: dict[str, Schedule] = {}
+        seen: set[str] = set()
+        for name in self._names_below():
+            node = self._child(name)
+            if node.path not in seen:
+                seen.add(node.path)
+                found[name] = node
+        return found
 
     def __iter__(self) -> Iterator[Schedule]:
         return iter(self.children())

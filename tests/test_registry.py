@@ -8,7 +8,7 @@ from torch import nn
 
 import megasched
 from megasched import ConfigError, Layout, Primitive, ScheduleError, registry
-from megasched.lowering import lower
+from megasched.lowering import record_lowerings
 
 BUILT_IN = {
     "annotate",
@@ -28,7 +28,7 @@ def own_registries(monkeypatch):
     """What a test registers is gone after it."""
     registry.list_primitives()
     monkeypatch.setattr(registry, "_PRIMITIVES", dict(registry._PRIMITIVES))
-    monkeypatch.setattr(lower, "_RECORD_LOWERINGS", dict(lower._RECORD_LOWERINGS))
+    monkeypatch.setattr(record_lowerings, "_RECORD_LOWERINGS", dict(record_lowerings._RECORD_LOWERINGS))
 
 
 def scale_primitive():
@@ -160,3 +160,10 @@ def test_a_primitive_that_defines_no_record():
     megasched.register_primitive(Empty)
     with pytest.raises(NotImplementedError, match=r"primitive empty defines no record\(\)"):
         megasched.create_schedule(nn.Linear(2, 2), Layout()).empty()
+
+
+def test_every_public_name_of_a_schedule_is_reserved():
+    from megasched.registry import RESERVED
+    from megasched.schedule import Schedule
+
+    assert {name for name in dir(Schedule) if not name.startswith("_")} == set(RESERVED)

@@ -36,6 +36,9 @@ class ColumnLinear(ColumnParallelLinear):
     """
 
     real_features: int | None = None
+    # Megatron's has an empty entry for Transformer Engine in its state dict; the definition's has none.
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.sequence_parallel:
@@ -48,6 +51,9 @@ class ColumnLinear(ColumnParallelLinear):
 
 class RowLinear(RowParallelLinear):
     """``RowParallelLinear`` that takes [b, s, in / tp] and returns [b, s, out] ([b, s / tp, out] under SP)."""
+
+    get_extra_state = nn.Module.get_extra_state  # as above
+    set_extra_state = nn.Module.set_extra_state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.sequence_parallel:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from megasched.errors import Problem
+from megasched.lowering.plan import Plan
 from megasched.records import Record
-
-if TYPE_CHECKING:
-    from megasched.lowering.plan import Plan
 
 _REMEDY = "pass build(..., inputs={...}) to have it derived, or call "
 

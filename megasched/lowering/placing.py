@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from megasched.errors import Problem
+from megasched.lowering.plan import Plan
 from megasched.placement import Placement
 from megasched.records import Record
 from megasched.roles import Cut
 from megasched.schedule import Schedule
-
-if TYPE_CHECKING:
-    from megasched.lowering.plan import Plan
 
 
 def output_axis(module: nn.Module) -> int:

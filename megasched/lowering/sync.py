@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megasched.errors import Problem
-
-if TYPE_CHECKING:
-    from megasched.lowering.plan import Plan
+from megasched.lowering.plan import Plan
 
 
 def derived_syncs(plan: Plan, path: str) -> dict[str, str | None]:
@@ -51,3 +47,21 @@ def check_syncs(plan: Plan) -> list[Problem]:
         remedy = "leave the call out: what must be sent follows from the shards"
         problems.append(Problem(what, record.path, record.source, remedy))
     return problems
+
+
+def shared_regions(plan: Plan) -> dict[str, tuple[int | str, tuple[str, ...]]]:
+    """Modules whose input is taken over to TP once for all columns inside: path -> (argument, columns).
+
+    It pays for several columns; and attention needs it under sequence parallelism, since it reads the
+    sequence length off its input.
+    """
+    split = plan.layout.sp
+
+    def attends(path: str) -> bool:
+        return any(a == path or a.startswith(path + ".") for a in plan.derived.attention)
+
+    return {
+        path: (slot, columns)
+        for path, (slot, columns) in plan.derived.regions.items()
+        if len(columns) > 1 or (split and attends(path))
+    }

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.layout import Layout
-from megasched.lowering.plan import Plan, make_plan
+from megasched.lowering.plan import Plan
+from megasched.lowering.planning import make_plan
 from megasched.lowering.replacement import replace_modules
 from megasched.megatron.cut import balance, cuts_asked_for, layer_costs, layout_string
 from megasched.schedule import Schedule

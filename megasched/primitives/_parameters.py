@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megasched.errors import Problem
-
-if TYPE_CHECKING:
-    from megasched.schedule import Schedule
+from megasched.registry import Node
 
 
-def missing_parameter(node: Schedule, param: str, source: str) -> list[Problem]:
+def missing_parameter(node: Node, param: str, source: str) -> list[Problem]:
     """A problem if the module itself (not its children) has no parameter of this name."""
     own = [name for name, value in node.mod.named_parameters(recurse=False) if value is not None]
     if param in own:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megasched.errors import Problem
 from megasched.primitives._parameters import missing_parameter
-from megasched.registry import Primitive, register_primitive
-
-if TYPE_CHECKING:
-    from megasched.schedule import Schedule
+from megasched.registry import Node, Primitive, register_primitive
 
 
 @register_primitive
@@ -27,8 +24,8 @@ class Annotate(Primitive):
 
     name = "annotate"
 
-    def record(self, node: Schedule, param: str, key: str, value: Any) -> Mapping[str, Any]:
+    def record(self, node: Node, param: str, key: str, value: Any) -> Mapping[str, Any]:
         return {"param": param, "key": key, "value": value}
 
-    def check(self, node: Schedule, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+    def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
         return missing_parameter(node, arguments["param"], source)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megasched.registry import Primitive, register_primitive
-
-if TYPE_CHECKING:
-    from megasched.schedule import Schedule
+from megasched.registry import Node, Primitive, register_primitive
 
 
 @register_primitive
@@ -24,5 +21,5 @@ class ForkRng(Primitive):
 
     name = "fork_rng"
 
-    def record(self, node: Schedule) -> Mapping[str, Any]:
+    def record(self, node: Node) -> Mapping[str, Any]:
         return {}

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megasched.errors import Problem
-from megasched.registry import Primitive, register_primitive
-
-if TYPE_CHECKING:
-    from megasched.schedule import Schedule
+from megasched.registry import Node, Primitive, register_primitive
 
 MODES = ("fw_pre", "fw_post", "bw_post")
 
@@ -27,10 +24,10 @@ class Hook(Primitive):
 
     name = "hook"
 
-    def record(self, node: Schedule, mode: str, fn: Callable[..., Any]) -> Mapping[str, Any]:
+    def record(self, node: Node, mode: str, fn: Callable[..., Any]) -> Mapping[str, Any]:
         return {"mode": mode, "fn": fn}
 
-    def check(self, node: Schedule, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+    def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
         if arguments["mode"] in MODES:
             return []
         return [Problem(f"no hook mode {arguments['mode']!r}", node.path, source, f"one of {', '.join(MODES)}")]

@@ -6,13 +6,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megasched.errors import Problem
-from megasched.registry import Primitive, register_primitive
+from megasched.errors import Problem, ScheduleError
+from megasched.records import caller_source
+from megasched.registry import Node, Primitive, register_primitive
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from megasched.schedule import Schedule
 
 
 @register_primitive
@@ -32,33 +31,37 @@ class ReplaceAll(Primitive):
 
     def record(
         self,
-        node: Schedule,
+        node: Node,
         what: type[nn.Module] | str,
         factory: Callable[[nn.Module], nn.Module],
         weights: Mapping[str, str | Callable[[dict[str, Any]], Any]] | None = None,
         drop: tuple[str, ...] = (),
     ) -> Mapping[str, Any]:
+        if isinstance(what, str):
+            try:
+                re.compile(what)
+            except re.error as error:
+                problem = f"replace_all: {what!r} is no regular expression: {error}"
+                raise ScheduleError(Problem(problem, node.path, caller_source())) from error
         return {"what": what, "factory": factory, "weights": dict(weights or {}), "drop": tuple(drop)}
 
-    def check(self, node: Schedule, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+    def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
         if matches(node, arguments["what"]):
             return []
         remedy = "a class, a role or a regular expression over the whole path below this module"
         return [Problem(f"replace_all: nothing matches {arguments['what']!r}", node.path, source, remedy)]
 
 
-def matches(node: Schedule, what: type[nn.Module] | str) -> list[str]:
+def matches(node: Node, what: type[nn.Module] | str) -> list[str]:
     """Full paths of the outermost modules below ``node`` that match."""
-    prefix = node.path + "." if node.path else ""
-    found: list[str] = []
-    for name, module in node.mod.named_modules():
-        path = prefix + name
-        if not name or any(path.startswith(outer + ".") for outer in found):
+    found: dict[str, str] = {}
+    for name, child in node.below().items():
+        if any(name.startswith(outer + ".") for outer in found):
             continue
         if isinstance(what, str):
-            hit = node.role_of(path) == what or re.fullmatch(what, name) is not None
+            hit = node.role_of(child.path) == what or re.fullmatch(what, name) is not None
         else:
-            hit = type(module) is what
+            hit = type(child.mod) is what
         if hit:
-            found.append(path)
-    return found
+            found[name] = child.path
+    return list(found.values())

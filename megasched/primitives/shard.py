@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megasched.errors import Problem
 from megasched.primitives._parameters import missing_parameter
-from megasched.registry import Primitive, register_primitive
-
-if TYPE_CHECKING:
-    from megasched.schedule import Schedule
+from megasched.registry import Node, Primitive, register_primitive
 
 
 @register_primitive
@@ -33,14 +30,14 @@ class Shard(Primitive):
     name = "shard"
 
     def record(
-        self, node: Schedule, param: str, axis: int, components: Sequence[int] | None = None
+        self, node: Node, param: str, axis: int, components: Sequence[int] | None = None
     ) -> Mapping[str, Any]:
         kept: dict[str, Any] = {"param": param, "axis": axis}
         if components is not None:
             kept["components"] = tuple(components)
         return kept
 
-    def check(self, node: Schedule, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+    def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
         problems = missing_parameter(node, arguments["param"], source)
         if problems:
             return problems

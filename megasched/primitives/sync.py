@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megasched.errors import Problem
-from megasched.registry import Primitive, register_primitive
-
-if TYPE_CHECKING:
-    from megasched.schedule import Schedule
+from megasched.registry import Node, Primitive, register_primitive
 
 MODES = ("fwd_pre", "fwd_post", "bwd_post")
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
@@ -37,10 +34,10 @@ class Sync(Primitive):
 
     name = "sync"
 
-    def record(self, node: Schedule, mode: str, op: str | Callable[[Any], Any]) -> Mapping[str, Any]:
+    def record(self, node: Node, mode: str, op: str | Callable[[Any], Any]) -> Mapping[str, Any]:
         return {"mode": mode, "op": op}
 
-    def check(self, node: Schedule, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+    def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
         problems = []
         if arguments["mode"] not in MODES:
             remedy = f"one of {', '.join(MODES)}"

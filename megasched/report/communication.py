@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Literal
 
-from megasched.lowering.lower import _worth
 from megasched.lowering.plan import Plan
-from megasched.lowering.sync import derived_syncs
+from megasched.lowering.sync import derived_syncs, shared_regions
 
 
 @dataclass(frozen=True)
@@ -36,19 +34,13 @@ def transfers(plan: Plan) -> dict[str, list[Transfer]]:
     """
     if plan.layout.tp == 1:
         return {}
-    regions = shared_regions(plan)
+    regions = {path: columns for path, (_, columns) in shared_regions(plan).items()}
     entered = {column for columns in regions.values() for column in columns}
     found = {path: _of_cut(derived_syncs(plan, path), path in entered) for path in plan.cuts}
     for path, columns in regions.items():
         names = tuple(column[len(path) + 1 :] for column in columns)
         found[path] = _of_input(derived_syncs(plan, columns[0]), names)
     return {path: sent for path, sent in found.items() if sent}
-
-
-def shared_regions(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Module path -> the column linears below it that share what is sent for their common input."""
-    context = cast(Any, SimpleNamespace(plan=plan))  # the lowering asks its context for nothing else here
-    return {path: columns for path, (_, columns) in plan.derived.regions.items() if _worth(path, columns, context)}
 
 
 def _of_input(syncs: dict[str, str | None], shared_by: tuple[str, ...] = ()) -> list[Transfer]:

@@ -6,7 +6,7 @@ from torch import nn
 
 import megasched
 from megasched import Layout, ScheduleError
-from megasched.lowering.plan import make_plan
+from megasched.lowering.planning import make_plan
 from megasched.roles import Roles
 from tests.lowering.models import Mlp, tiny_model
 from tests.rank_pool import init_megatron

@@ -6,7 +6,7 @@ from torch import nn
 
 import megasched
 from megasched import Layout, ScheduleError
-from megasched.lowering.plan import make_plan
+from megasched.lowering.planning import make_plan
 from megasched.lowering.sync import derived_syncs
 from tests.lowering.models import Mlp, randomize
 from tests.lowering.parity import compare, too_far

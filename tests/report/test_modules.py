@@ -6,7 +6,8 @@ from megasched.errors import ScheduleError
 from megasched.layout import Layout
 from megasched.lowering.plan import Plan
 from megasched.lowering.propagate import Derived
-from megasched.report.communication import Transfer, shared_regions
+from megasched.lowering.sync import shared_regions
+from megasched.report.communication import Transfer
 
 LAYER = "model.layers.1"
 
@@ -84,9 +85,9 @@ def test_one_linear_alone_shares_nothing_unless_attention_reads_the_length():
     )
     layout = {"tensor_model_parallel_size": 2}
     plan = Plan(Layout(**layout), [], derived=derived)
-    assert shared_regions(plan) == {"pair": ("pair.gate", "pair.up")}
+    assert shared_regions(plan) == {"pair": (0, ("pair.gate", "pair.up"))}
     plan = Plan(Layout(**layout, sequence_parallel=True), [], derived=derived)
-    assert shared_regions(plan) == {"attn": ("attn.qkv",), "pair": ("pair.gate", "pair.up")}
+    assert shared_regions(plan) == {"attn": (0, ("attn.qkv",)), "pair": (0, ("pair.gate", "pair.up"))}
 
 
 def test_fewer_kv_heads_than_ranks(inspect):

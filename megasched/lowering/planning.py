@@ -1,0 +1,157 @@
+"""From the records to a plan: how every parameter lies, what is communicated, what is wrong.
+
+The whole schedule is validated before anything is changed; every problem found goes into one report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from megasched.errors import Problem, ScheduleError
+from megasched.lowering.local_attributes import check_local_attributes
+from megasched.lowering.meta_call import meta_copy, to_meta, token_inputs
+from megasched.lowering.pairs import take_pairs
+from megasched.lowering.placing import place
+from megasched.lowering.plan import Plan
+from megasched.lowering.propagate import Derived, propagate
+from megasched.lowering.record_lowerings import is_lowered
+from megasched.lowering.structure import find_structure
+from megasched.lowering.sync import check_syncs
+from megasched.records import Record
+from megasched.registry import get_primitive
+from megasched.schedule import Schedule
+
+
+def make_plan(
+    schedule: Schedule,
+    *,
+    model: nn.Module | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    causal_lm: bool = False,
+    vocab_multiple: int | None = None,
+) -> Plan:
+    """Validates a schedule and derives everything from it.
+
+    Args:
+        schedule: the records; its layout counts.
+        model: the definition after replacements; the schedule's own model by default.
+        inputs: example arguments of the model's forward; token ids for a causal language model by default.
+        causal_lm: an HF causal language model for Megatron's trainer: logits stay cut over the vocabulary
+            up to the loss, and the layers must form a list.
+        vocab_multiple: vocabularies are padded to a multiple of this; TP by default.
+
+    Raises:
+        ScheduleError: with every problem found.
+    """
+    model = schedule.mod if model is None else model
+    plan = Plan(schedule.layout, list(schedule.records))
+    names: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
+    plan.canonical = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    problems, shards = _check_records(schedule, model)
+    problems += place(schedule, model, plan, shards, vocab_multiple or schedule.layout.tp)
+    if not problems:
+        problems += _derive(model, plan, inputs, causal_lm)
+        problems += _with_sources(plan, check_local_attributes(schedule.roles, model, plan))
+    if problems:
+        raise ScheduleError(problems)
+    return plan
+
+
+def _check_records(schedule: Schedule, model: nn.Module) -> tuple[list[Problem], list[Record]]:
+    """What is wrong with each record by itself, and the shards of which nothing is."""
+    problems: list[Problem] = []
+    sound: dict[tuple[str, str], Record] = {}
+    paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    for record in schedule.records:
+        found = _check_record(schedule, record, paths)
+        if record.primitive == "shard" and not found:
+            key = (record.path, record.arguments["param"])
+            first = sound.setdefault(key, record)
+            if first is not record:
+                axis = first.arguments["axis"]
+                what = f"{key[1]} is sharded twice: along axis {axis} at {first.source}, and again"
+                found = [Problem(what, record.path, record.source, "remove one of the two calls")]
+        problems += found
+    return problems, list(sound.values())
+
+
+def _check_record(schedule: Schedule, record: Record, paths: Container[str]) -> list[Problem]:
+    primitive = get_primitive(record.primitive)
+    if not is_lowered(record.primitive):
+        remedy = f'register one with @megasched.register_lowering("{record.primitive}")'
+        return [Problem(f"primitive {record.primitive!r} has no lowering", record.path, record.source, remedy)]
+    # An annotation travels with its parameter; replacements are made before anything else.
+    if record.path not in paths and record.primitive not in ("replace", "replace_all", "annotate"):
+        what = f"{record.primitive}: there is no such module any more after the replacements"
+        return [Problem(what, record.path, record.source, "call it on a module that stays")]
+    node = schedule.root[record.path] if record.path else schedule.root
+    return primitive.check(node, record.arguments, record.source)
+
+
+def _derive(model: nn.Module, plan: Plan, inputs: Mapping[str, Any] | None, causal_lm: bool) -> list[Problem]:
+    """Structure, propagation, and what of it goes into the placements."""
+    try:
+        if causal_lm:
+            plan.structure = find_structure(model)
+            inputs = token_inputs(2, 5) if inputs is None else inputs
+        if plan.cuts and inputs is None:
+            return take_pairs(plan, model) + check_syncs(plan)
+        if inputs is not None and (plan.cuts or plan.records_of("replace", "replace_all")):
+            plan.derived = _propagate(model, plan, inputs, causal_lm)
+    except ScheduleError as error:
+        return _with_sources(plan, error.problems)
+    _mark_partial(plan)
+    return _with_sources(plan, plan.derived.problems) + check_syncs(plan)
+
+
+def _propagate(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_lm: bool) -> Derived:
+    asked = frozenset(record.path for record in plan.records_of("fork_rng"))
+    gather = frozenset(
+        record.path
+        for record in plan.records_of("sync")
+        if plan.cuts.get(record.path) == "column"
+        and (record.arguments["mode"], record.arguments["op"]) == ("fwd_post", "all_gather")
+    )
+    return propagate(
+        meta_copy(model),
+        to_meta(dict(inputs)),
+        plan.cuts,
+        structure=plan.structure,
+        sequence_parallel=plan.layout.sp and causal_lm,
+        loss_takes_shards=causal_lm,
+        forked_by_user=asked,
+        gathered_by_user=gather,
+    )
+
+
+def _with_sources(plan: Plan, problems: Sequence[Problem]) -> list[Problem]:
+    """Problems that a trial call showed, each with the schedule call that stands nearest to its module."""
+    records = plan.records_of("shard", "replace", "replace_all")
+    return [replace(problem, source=problem.source or _nearest(records, problem.module)) for problem in problems]
+
+
+def _nearest(records: Sequence[Record], path: str) -> str:
+    """Source of a record on the module, or else around it, below it or beside it; the root is around all."""
+    while True:
+        inside = path + "." if path else ""
+        for record in records:
+            if record.path == path or record.path.startswith(inside):
+                return record.source
+        if not path:
+            return ""
+        path = path.rpartition(".")[0]
+
+
+def _mark_partial(plan: Plan) -> None:
+    partial = plan.derived.partial | plan.derived.sequence
+    if plan.layout.sp and plan.structure is not None:
+        for path, cut in plan.cuts.items():  # a row's bias is added to its split output
+            if cut == "row" and plan.structure.index_of(path) is not None and f"{path}.bias" in plan.canonical:
+                partial.add(plan.canonical[f"{path}.bias"])
+    for name in partial:
+        if not plan.placements[name].sharded:
+            plan.placements[name] = replace(plan.placements[name], tp_gradient="partial")

@@ -1,0 +1,158 @@
+"""Adapters: found by model type, refused when the definition has moved on or when there are two."""
+
+from importlib.metadata import EntryPoint
+
+import pytest
+from torch import nn
+
+from megasched.definition import build_definition
+from megasched.errors import ConfigError
+from megasched.model_adapters import generic, registry
+from megasched.model_adapters.registry import Adapter, find_adapter, roles_of
+from megasched.roles import Roles
+from tests import tiny
+
+MINE = Adapter(
+    model_types=("llama", "mine"),
+    roles={"model.layers.*.mlp.up_proj": "mlp.up", "model.layers.*.self_attn.q_proj": "qkv.q"},
+    packed={"mlp.up": lambda config: (config.intermediate_size,)},
+    local_attributes={"model.layers.*.mlp": ("intermediate_size",)},
+)
+MORE = [Adapter(model_types=("other",), roles={"*": "norm"})]
+
+
+@pytest.fixture
+def points(monkeypatch):
+    """Installed packages' entry points, instead of the real ones."""
+
+    def install(*values):
+        found = [EntryPoint(f"point{i}", value, registry.GROUP) for i, value in enumerate(values)]
+        monkeypatch.setattr(registry, "entry_points", lambda group: found if group == registry.GROUP else [])
+        registry._adapters.cache_clear()
+
+    yield install
+    registry._adapters.cache_clear()
+
+
+@pytest.fixture
+def llama():
+    return build_definition(tiny.config("llama", num_hidden_layers=2))
+
+
+def test_an_installed_adapter_comes_before_hfs_plan(points, llama):
+    points(f"{__name__}:MINE", f"{__name__}:MORE")
+    assert find_adapter("mine") is find_adapter("llama") is MINE
+    assert find_adapter("other") is MORE[0]
+    assert find_adapter("qwen3") is None
+    assert roles_of(llama) == Roles(
+        role={
+            "model.layers.0.mlp.up_proj": "mlp.up",
+            "model.layers.1.mlp.up_proj": "mlp.up",
+            "model.layers.0.self_attn.q_proj": "qkv.q",
+            "model.layers.1.self_attn.q_proj": "qkv.q",
+        },
+        heads={"model.layers.0.self_attn.q_proj": 4, "model.layers.1.self_attn.q_proj": 4},
+        components={"model.layers.0.mlp.up_proj": (48,), "model.layers.1.mlp.up_proj": (48,)},
+        local_attributes={
+            "model.layers.0.mlp": ("intermediate_size",),
+            "model.layers.1.mlp": ("intermediate_size",),
+        },
+    )
+
+
+def test_two_adapters_for_one_model_type(points):
+    points(f"{__name__}:MINE", f"{__name__}:MORE", f"{__name__}:MINE")
+    with pytest.raises(ConfigError) as raised:
+        find_adapter("gpt2")
+    assert str(raised.value) == f"two adapters for model type 'llama': {__name__}:MINE and {__name__}:MINE"
+
+
+@pytest.mark.parametrize("kind", ["roles", "local_attributes"])
+def test_a_glob_that_matches_nothing(llama, kind):
+    wrong = {"model.blocks.*.mlp": "mlp.up" if kind == "roles" else ("width",)}
+    adapter = Adapter(**{"model_types": ("llama",), "roles": {}, kind: wrong})
+    with pytest.raises(ConfigError, match=r"the adapter for 'llama' expects modules 'model\.blocks\.\*\.mlp'"):
+        adapter.bind(llama)
+
+
+def test_a_role_that_does_not_exist(llama):
+    with pytest.raises(ValueError, match=r"model\.norm: unknown role 'norm\.last'; roles are embed\.tokens"):
+        Adapter(model_types=("llama",), roles={"model.norm": "norm.last"}).bind(llama)
+
+
+class Planned(nn.Module):
+    """As much of an HF model as the generic adapter reads."""
+
+    def __init__(self, plan, tp_plan_head=None):
+        super().__init__()
+        self.config = tiny.config("llama")
+        self.tp_plan = plan
+        layer = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("q_proj", "o_proj", "mystery", "norm")})
+        self.layers = nn.ModuleList([layer, nn.ModuleDict({"q_proj": nn.Linear(2, 2)})])
+        self.embed = nn.Embedding(3, 2)
+        self.out = nn.Linear(2, 3)
+
+    def get_output_embeddings(self):
+        return self.out
+
+
+def test_hfs_plan_is_read_by_style():
+    plan = {
+        "layers.*.q_proj": "colwise",
+        "layers.*.o_proj": "rowwise_rep",
+        "layers.*.mystery": "colwise_gather_output",
+        "layers.*.norm": "replicated_with_grad_allreduce",
+        "layers.*.gone": "rowwise",
+        "embed": "embedding_rowwise",
+        "out": "colwise_rep",
+        "layers.0.q": None,
+    }
+    assert generic.read_plan(Planned(plan)) == Roles(
+        role={
+            "layers.0.q_proj": "qkv.q",
+            "layers.0.o_proj": "attn.out",
+            "layers.0.mystery": "column",
+            "layers.1.q_proj": "qkv.q",
+            "embed": "embed.tokens",
+            "out": "head",
+        },
+        heads={"layers.0.q_proj": 4, "layers.0.o_proj": 4, "layers.1.q_proj": 4},
+    )
+
+
+def test_a_style_that_is_not_known_prints_the_line_to_add():
+    with pytest.raises(ConfigError) as raised:
+        generic.read_plan(Planned({"layers.*.q_proj": "diagonal"}))
+    assert str(raised.value) == (
+        "llama: HF's plan gives 'layers.*.q_proj' the style 'diagonal', which is not known; add it to STYLES in "
+        'model_adapters/generic.py: "diagonal": "column" | "row" | None'
+    )
+
+
+def test_a_style_that_is_not_known_and_matches_nothing_is_nobodys_problem():
+    assert generic.read_plan(Planned({"layers.*.q_proj": "colwise", "layers.*.gone": "diagonal"})).role
+
+
+@pytest.mark.parametrize("plan", [None, {}, {"out": "colwise_gather_output"}, {"layers.*.q_proj": None}])
+def test_neither_adapter_nor_plan(plan):
+    with pytest.raises(
+        ConfigError, match="no adapter for model type 'llama', and transformers has no tensor-parallel"
+    ):
+        generic.read_plan(Planned(plan))
+
+
+def test_every_style_of_transformers_plans_is_known_or_listed_here():
+    """A new version's new style shows here first. What is listed is refused by name when a model uses it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    styles: set[str] = set()
+    for config in MODEL_FOR_CAUSAL_LM_MAPPING:
+        styles |= {s for s in (getattr(config, "base_model_tp_plan", None) or {}).values() if s is not None}
+    assert {"colwise", "rowwise", "replicated_with_grad_allreduce"} <= styles & set(generic.STYLES)
+    experts = {"packed_colwise", "packed_rowwise", "moe_tp_experts", "moe_identity_expert"}
+    assert styles - set(generic.STYLES) <= experts | {
+        "all_reduce",
+        "embedding_colwise",
+        "local_params",
+        "mla_kv_a_proj",
+    }
