@@ -98,7 +98,7 @@ def test_registered_twice():
 
 
 def test_a_file_may_use_what_a_module_may(write, sch):
-    """Dataclasses look their module up; annotations are what the file makes of them, not what this library does."""
+    """Dataclasses look their module up; annotations are what the file makes of them."""
     file = write(
         """
         from dataclasses import dataclass
