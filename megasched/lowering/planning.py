@@ -102,6 +102,7 @@ def _derive(model: nn.Module, plan: Plan, inputs: Mapping[str, Any] | None, caus
             return take_pairs(plan, model) + check_syncs(plan)
         if inputs is not None and (plan.cuts or plan.records_of("replace", "replace_all")):
             plan.derived = _propagate(model, plan, inputs, causal_lm)
+            _unpack_gathered(plan)
     except ScheduleError as error:
         return _with_sources(plan, error.problems)
     _mark_partial(plan)
@@ -125,7 +126,17 @@ def _propagate(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_l
         loss_takes_shards=causal_lm,
         forked_by_user=asked,
         gathered_by_user=gather,
+        components={path: plan.placement(path, "weight").components for path in plan.cuts},
     )
+
+
+def _unpack_gathered(plan: Plan) -> None:
+    """What is gathered is whole again only if it was cut as one piece."""
+    for path in plan.derived.gather:
+        for name in ("weight", "bias"):
+            canonical = plan.canonical.get(f"{path}.{name}" if path else name)
+            if canonical is not None:
+                plan.placements[canonical] = replace(plan.placements[canonical], components=())
 
 
 def _with_sources(plan: Plan, problems: Sequence[Problem]) -> list[Problem]:

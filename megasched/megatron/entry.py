@@ -143,7 +143,7 @@ def check_inputs(script: str, own: argparse.Namespace) -> None:
             f"{script}: there is no --model-schedule. Pass `--model-schedule auto` for the schedule that "
             f"megasched derives, or run the script itself (python {script} ...) for plain Megatron"
         )
-    schedule = Path(own.model_schedule)
+    schedule = Path(own.model_schedule.partition(":")[0])  # FILE:name chooses one of several in a file
     is_path = schedule.suffix == ".py" or len(schedule.parts) > 1
     if own.model_schedule != AUTO_SCHEDULE and is_path and not schedule.is_file():
         raise ConfigError(f"--model-schedule {own.model_schedule}: no such file")

@@ -111,8 +111,11 @@ def test_a_rank_of_slurm_names_itself(tmp_path: Path) -> None:
     assert done.stderr == "megasched: error on rank 1: absent.py: no such script\n"
 
 
-def test_schedule_may_be_a_registered_name() -> None:
+def test_schedule_may_be_a_registered_name_or_one_of_several_in_a_file(tmp_path: Path) -> None:
     entry.check_inputs("x.py", Namespace(model_schedule="someones_schedule", hf_model="org/model"))
+    several = tmp_path / "several.py"
+    several.touch()
+    entry.check_inputs("x.py", Namespace(model_schedule=f"{several}:second", hf_model="org/model"))
 
 
 # ---- a fault on the way -----------------------------------------------------------------------------
