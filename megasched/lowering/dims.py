@@ -8,7 +8,7 @@ over it) needs the whole; where the cut can't be followed, nothing is said.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -24,11 +24,14 @@ class Along:
 
     Attributes:
         dim: the dimension, counted from the left.
+        outer: what lies outside the cut in this dimension, where a view has merged it with others: the
+            dimension is ``outer`` times what is cut.
         components: sizes of the packed projections that lie one after the other there, each cut on its own;
             empty for one.
     """
 
     dim: int
+    outer: int = 1
     components: tuple[int, ...] = ()
 
 
@@ -38,8 +41,11 @@ class NeedsWhole(Exception):
 
 # Take the whole of the dimensions they are told, or of all where they are told none.
 _WHOLE = frozenset(
-    "sum mean prod amax amin max min argmax argmin var std var_mean std_mean median logsumexp norm "
-    "linalg_vector_norm all any _softmax _log_softmax cumsum cumprod sort topk kthvalue flip roll".split()
+    (
+        *("sum", "mean", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "all", "any", "median"),
+        *("var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp"),
+        *("_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "topk", "kthvalue", "flip", "roll"),
+    )
 )
 _NORMS = frozenset(["native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"])
 _VIEWS = frozenset(["view", "_unsafe_view", "reshape", "_reshape_alias"])
@@ -64,7 +70,7 @@ def follow(
     """
     operands = tensors_in((args, kwargs))
     cut = [(tensor, found) for tensor in operands if (found := along(tensor)) is not None]
-    if not cut:
+    if not cut or not isinstance(func, torch._ops.OpOverload):
         return [None] * len(outputs)
     x, a = cut[0]
     name = func.overloadpacket.__name__
@@ -75,12 +81,15 @@ def follow(
         return [_product(*operands[-2:], along, out) for out in outputs]
     if name == "cat":
         return [_cat(operands, cut, told["dim"] % x.dim())]
+    if name == "stack":
+        place = _cat(operands, cut, -1)
+        return [replace(place, dim=place.dim + (told["dim"] % outputs[0].dim() <= place.dim))]
     if name in _WHOLE:
         dims = _dims(told, x)
         if a.dim in dims:
             raise NeedsWhole
         gone = sum(d < a.dim for d in dims) if outputs[0].dim() < x.dim() else 0
-        return [Along(a.dim - gone, a.components)] * len(outputs)
+        return [replace(a, dim=a.dim - gone)] * len(outputs)
     if name in _NORMS:
         if a.dim >= x.dim() - len(told["normalized_shape"]):
             raise NeedsWhole
@@ -112,16 +121,16 @@ def _pointwise(
     operands: Sequence[torch.Tensor], cut: Sequence[tuple[torch.Tensor, Along]], out: torch.Tensor
 ) -> Along | None:
     """Dimensions are aligned at the right; what is whole must be the same for all along the cut one."""
-    places = {(a.dim - tensor.dim() + out.dim(), a.components) for tensor, a in cut}
+    places = {replace(a, dim=a.dim - tensor.dim() + out.dim()) for tensor, a in cut}
     if len(places) > 1:
         raise NeedsWhole
-    ((dim, components),) = places
+    (place,) = places
     known = [tensor for tensor, _ in cut]
     for tensor in operands:
-        own = dim - out.dim() + tensor.dim()
+        own = place.dim - out.dim() + tensor.dim()
         if own >= 0 and tensor.shape[own] > 1 and all(tensor is not other for other in known):
             raise NeedsWhole
-    return Along(dim, components)
+    return place
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, along: Callable[..., Any], out: torch.Tensor) -> Along | None:
@@ -134,7 +143,8 @@ def _product(a: torch.Tensor, b: torch.Tensor, along: Callable[..., Any], out: t
 
 def _cat(operands: Sequence[torch.Tensor], cut: Sequence[tuple[torch.Tensor, Along]], dim: int) -> Along:
     places = {a for _, a in cut}
-    if len(places) > 1 or len(cut) < len(operands) or next(iter(places)).dim == dim:
+    filled = sum(tensor.numel() > 0 for tensor in operands)  # a cache begins as an empty tensor
+    if len(places) > 1 or len(cut) < filled or next(iter(places)).dim == dim:
         raise NeedsWhole
     return places.pop()
 
@@ -145,7 +155,7 @@ def _part(
     dim = told["dim"] % x.dim()
     if dim != a.dim:
         gone = name in ("select", "unbind") and dim < a.dim
-        return [Along(a.dim - gone, a.components)] * len(outputs)
+        return [replace(a, dim=a.dim - gone)] * len(outputs)
     size = x.shape[dim]
     if name == "slice":
         start, end, _ = slice(told["start"], told["end"]).indices(size)
@@ -155,9 +165,9 @@ def _part(
         pieces = list(zip([0, *stops], stops, strict=False))
     else:
         pieces = []
-    if len(pieces) != len(outputs):
+    if len(pieces) != len(outputs) or a.outer > 1:
         raise NeedsWhole
-    return [Along(dim, _components_of(a, size, start, end)) for start, end in pieces]
+    return [Along(dim, components=_components_of(a, size, start, end)) for start, end in pieces]
 
 
 def _components_of(a: Along, size: int, start: int, end: int) -> tuple[int, ...]:
@@ -172,10 +182,10 @@ def _components_of(a: Along, size: int, start: int, end: int) -> tuple[int, ...]
 
 def _moved(name: str, told: dict[str, Any], x: torch.Tensor, a: Along, out: torch.Tensor) -> Along | None:
     """Where an operation that computes nothing takes the cut dimension."""
-    dim: int | None = a.dim
+    dim = a.dim
     if name in _VIEWS:
-        dim = _viewed(x.shape, a.dim, out.shape)
-    elif name == "transpose":
+        return _viewed(x.shape, a, out.shape)
+    if name == "transpose":
         swapped = [told["dim0"] % x.dim(), told["dim1"] % x.dim()]
         dim = swapped[1 - swapped.index(a.dim)] if a.dim in swapped else a.dim
     elif name == "t":
@@ -191,15 +201,15 @@ def _moved(name: str, told: dict[str, Any], x: torch.Tensor, a: Along, out: torc
         dim = a.dim + out.dim() - x.dim()
     elif out.shape != x.shape:
         return None
-    if dim is None or dim >= out.dim():
-        return None
-    return Along(dim, a.components if out.shape[dim] == x.shape[a.dim] else ())
+    return replace(a, dim=dim)
 
 
-def _viewed(before: Sequence[int], dim: int, after: Sequence[int]) -> int | None:
-    """The dimension of a view that holds the cut one, or its outermost part."""
-    outer = prod(before[:dim])
+def _viewed(before: Sequence[int], a: Along, after: Sequence[int]) -> Along | None:
+    """The dimension of a view that holds the cut, or its outermost part."""
+    outside = prod(before[: a.dim]) * a.outer
     for index, size in enumerate(after):
-        if prod(after[:index]) == outer and size > 1:
-            return index
+        passed = prod(after[:index])
+        if passed <= outside < passed * size:
+            components = a.components if size == before[a.dim] else ()
+            return Along(index, outside // passed, components) if outside % passed == 0 else None
     return None

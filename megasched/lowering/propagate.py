@@ -251,14 +251,16 @@ class _Propagation(DefaultScalars):
                     "a row-parallel linear whose input is not sharded can't run under sequence parallelism",
                     "shard the linear before it by columns, or leave this one whole",
                 )
-        elif cut == "row" and label.along not in (None, Along(source.dim() - 1)):
-            self.derived.gather |= label.columns  # it takes a contiguous part of the last dimension
+        elif cut == "row" and label.along != Along(source.dim() - 1):
+            self.derived.gather |= (
+                label.columns
+            )  # it takes a contiguous part of the last dimension, and nothing else
 
     def _cut_output(self, path: str, last: int) -> Label:
         cut = self.cuts[path]
         split = self.sequence_parallel and self._in_layers(path)
         if cut == "column" and path not in self.gather:
-            along = Along(last, self.components.get(path, ()))
+            along = Along(last, components=self.components.get(path, ()))
             return Label("T", frozenset([path]), active=True, fed=True, along=along)
         if cut == "column" and split:
             self._problem(
@@ -272,9 +274,10 @@ class _Propagation(DefaultScalars):
         operands = tensors_in((query, args, kwargs))
         label = self._join([self.label(tensor) for tensor in operands])
         if label.region == "T":
-            apart = all(self.label(tensor).along in (None, Along(1)) for tensor in operands)
+            cut = [self.label(tensor).along for tensor in operands if self.label(tensor).region == "T"]
             whole = [tensor for tensor in operands if self.label(tensor).region != "T"]
-            if not apart or any(tensor.dim() > 3 and tensor.shape[1] > 1 or tensor.dim() == 1 for tensor in whole):
+            of_heads = [t for t in whole if t.dim() == 1 or (t.dim() == 4 and t.shape[1] > 1)]  # sinks, biases
+            if any(along != Along(1) for along in cut) or of_heads:
                 self.derived.gather |= label.columns
         with self._silently():
             output = real(module, query, *args, **kwargs)

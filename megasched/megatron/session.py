@@ -127,10 +127,27 @@ def open_session(args: Namespace, layout: Layout) -> Session:
     replaced: Any = definition
     renamed: dict[str, str] = {}
     if any(r.primitive in ("replace", "replace_all") for r in schedule.records):
+        _refuse_computed_weights(schedule)
         replaced = copy.deepcopy(definition)
         renamed = replace_modules(schedule, replaced)
     multiple = args.make_vocab_size_divisible_by * layout.tp
     return Session(definition, schedule, replaced, renamed, multiple)
+
+
+def _refuse_computed_weights(schedule: Schedule) -> None:
+    """In a run every value comes by its HF name, from the folder or a checkpoint; a function has no name there."""
+    problems = []
+    for record in schedule.records:
+        weights = record.arguments.get("weights", {}) if record.primitive in ("replace", "replace_all") else {}
+        computed = [name for name, source in weights.items() if callable(source)]
+        if computed:
+            what = (
+                f"the weights of {', '.join(computed)} are computed by a function, which a training run can't do"
+            )
+            remedy = "give each the name of one old parameter, or make the replacement with megasched.build"
+            problems.append(Problem(what, record.path, record.source, remedy))
+    if problems:
+        raise ScheduleError(problems)
 
 
 def _roles(definition: Any, schedule: str) -> Any:

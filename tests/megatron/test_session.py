@@ -126,6 +126,21 @@ def test_every_problem_is_in_one_report(llama, tmp_path):
     assert [p.source.rpartition(":")[2] for p in refused.value.problems] == ["2", "3", "5"]
 
 
+def test_replaced_weights_that_a_function_computes_are_refused_in_a_run(llama, tmp_path):
+    """They would be overwritten by name when the weights are filled in."""
+    path = written(
+        tmp_path,
+        [
+            "import torch",
+            "norm = lambda old: torch.nn.RMSNorm(32, eps=1e-6)",
+            'sch["model.norm"].replace(norm, weights={"weight": lambda old: 3.0 * old["weight"]})',
+        ],
+    )
+    with pytest.raises(ScheduleError, match="which a training run can't do") as refused:
+        begin_session(arguments(llama, path), {})
+    assert f"{path}:4" in str(refused.value)
+
+
 def test_a_folder_without_weights_needs_random_init(llama):
     with pytest.raises(ConfigError, match="pass --hf-random-init"):
         begin_session(arguments(llama, hf_random_init=False), {})

@@ -1,0 +1,329 @@
+"""README and docs: links lead somewhere, names exist, code runs, and what is shown is what the commands print.
+
+Fenced blocks are read by their language:
+
+* ``python`` in library.md and adapters.md runs, block after block in one namespace; a ``text`` block right
+  after it is what it prints. With ``ranks=2`` it runs on so many ranks, by itself.
+* ``python`` in schedules.md is a schedule: it is planned for a small Qwen3 at TP 2. A first line ``# name.py``
+  saves it under this name for the commands below.
+* ``console`` is a ``megasched`` command and what it prints, where ``...`` stands for anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import re
+import shlex
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megasched import cli
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```([a-z]*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*\*?")
+
+# Of other people's programs, as far as the pages show them.
+OTHER_FLAGS = {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # sbatch
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, what else stands on the fence, its text, and how it came to stand there."""
+
+    language: str
+    info: str
+    text: str
+    follows: bool  # nothing but space between it and the block before
+
+    @property
+    def name(self) -> str:
+        """File name in a first line ``# name.py``; empty without."""
+        found = re.match(r"# (\w+\.py)\n", self.text)
+        return found[1] if found else ""
+
+
+def blocks(page: Path) -> list[Block]:
+    text, found, end = page.read_text(), [], -1
+    for match in FENCE.finditer(text):
+        follows = end >= 0 and not text[end : match.start()].strip()
+        found.append(Block(match[1], match[2].strip(), match[3], follows))
+        end = match.end()
+    return found
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_in_code_spans_exist(page):
+    for span in re.findall(r"`([\w./-]+)`", prose(page)):
+        ours = span.startswith(("megasched/", "model_adapters/", "patches/", "launch/", "tests/", "examples/"))
+        if ours or span in ("constraints.txt", "pyproject.toml", "setup.py"):
+            assert (ROOT / span).exists(), span
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_make_targets_exist(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = page.read_text()
+    named = re.findall(r"`make ([a-z-]+)", text) + re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)
+    assert set(named) <= targets
+
+
+# ---- flags ------------------------------------------------------------------------------------------
+
+
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    return {option for action in parser._actions for option in action.option_strings}
+
+
+def megatron_parser() -> argparse.ArgumentParser:
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megasched.megatron.arguments import add_megasched_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return add_megasched_arguments(parser)
+
+
+@pytest.fixture(scope="module")
+def training_parser() -> argparse.ArgumentParser:
+    return megatron_parser()
+
+
+@pytest.fixture(scope="module")
+def known_flags(training_parser) -> set[str]:
+    import typer
+    from torch.distributed.run import get_args_parser
+
+    from megasched.launch import quickstart
+
+    found = OTHER_FLAGS | options(training_parser) | options(get_args_parser()) | options(quickstart._parser())
+    for command in [typer.main.get_command(cli.app), *typer.main.get_command(cli.app).commands.values()]:
+        found.update(option for parameter in command.params for option in parameter.opts)
+        found.update(command.context_settings.get("help_option_names", ["--help"]))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_exist(page, known_flags):
+    for flag in FLAG.findall(page.read_text()):
+        matches = [known for known in known_flags if fnmatchcase(known, flag)]
+        assert matches, f"{flag} is no flag of anything"
+
+
+def test_megasched_commands_exist():
+    import typer
+
+    commands = set(typer.main.get_command(cli.app).commands)
+    for page in PAGES:
+        code = [block.text for block in blocks(page) if block.language in ("bash", "console", "text")]
+        lines = "\n".join([*code, *re.findall(r"`([^`\n]+)`", prose(page))])
+        named = re.findall(r"^(?:\$ |python -m )?megasched ([a-z]+)(?![\w.:])", lines, re.MULTILINE)
+        assert set(named) <= commands, page.name
+
+
+def test_every_flag_of_megasched_is_in_run_md():
+    from megasched.megatron.arguments import add_megasched_arguments
+
+    own = options(add_megasched_arguments(argparse.ArgumentParser(add_help=False)))
+    text = (ROOT / "docs" / "run.md").read_text()
+    assert own <= set(re.findall(r"^\| `(--[a-z-]+)` \|", text, re.MULTILINE))
+
+
+def test_flags_that_run_md_says_are_refused_are(training_parser):
+    from megasched.megatron.arguments import REFUSED
+
+    section = (ROOT / "docs" / "run.md").read_text().partition("| not available |")[2].partition("\n\n")[0]
+    flags = FLAG.findall(section)
+    assert len(flags) > 15
+    for flag in flags:
+        dests = {a.dest for a in training_parser._actions for o in a.option_strings if fnmatchcase(o, flag)}
+        assert any(fnmatchcase(dest, pattern) for dest in dests for pattern in REFUSED), flag
+
+
+# ---- code -------------------------------------------------------------------------------------------
+
+
+def run_code(code: str, namespace: dict) -> str:
+    """Runs a block; what it prints, spaces at the ends of lines dropped."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "example.py", "exec"), namespace)
+    return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
+
+
+def run_code_on_a_rank(code: str) -> str:
+    """As a script under torchrun; the process group is there already."""
+    import torch
+
+    start, torch.distributed.init_process_group = torch.distributed.init_process_group, lambda *_, **__: None
+    try:
+        return run_code(code, {"__name__": "__main__"})
+    finally:
+        torch.distributed.init_process_group = start
+
+
+@pytest.fixture
+def no_new_primitives(monkeypatch):
+    """What a page registers is gone afterwards."""
+    from megasched import registry
+    from megasched.lowering import record_lowerings
+
+    registry.has_primitive("shard")  # the built-in ones are there to stay
+    monkeypatch.setattr(registry, "_PRIMITIVES", dict(registry._PRIMITIVES))
+    monkeypatch.setattr(record_lowerings, "_RECORD_LOWERINGS", dict(record_lowerings._RECORD_LOWERINGS))
+
+
+@pytest.mark.parametrize("page", ["library.md", "adapters.md"])
+def test_code_runs_and_prints_what_the_page_shows(page, ranks, monkeypatch, tmp_path, no_new_primitives):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "example"}
+    ran = 0
+    found = blocks(ROOT / "docs" / page)
+    for block, after in itertools.zip_longest(found, found[1:]):
+        if block.language != "python":
+            continue
+        on_ranks = re.fullmatch(r"ranks=(\d+)", block.info)
+        if on_ranks:
+            printed = ranks.run(int(on_ranks[1]), run_code_on_a_rank, block.text)[0]
+        else:
+            printed = run_code(block.text, namespace)
+        shown = after.text.rstrip() if after and after.language == "text" and after.follows else ""
+        assert printed == shown
+        ran += 1
+    assert ran >= 3
+
+
+def test_the_adapter_shown_is_the_one_there_is():
+    first = next(block for block in blocks(ROOT / "docs" / "adapters.md") if block.language == "python")
+    assert first.text == (ROOT / "model_adapters" / "phi3.py").read_text()
+
+
+# ---- schedules and commands -------------------------------------------------------------------------
+
+
+def plan_schedule(code: str) -> int:
+    """Plans a schedule for a small Qwen3 at TP 2; returns how many calls it makes."""
+    from megasched.definition import build_definition
+    from megasched.layout import Layout
+    from megasched.lowering.planning import make_plan
+    from megasched.lowering.replacement import replace_modules
+    from megasched.model_adapters.registry import roles_of
+    from megasched.schedule import create_schedule
+    from megasched.schedule_file import apply_schedule
+
+    namespace: dict = {"__name__": "schedule"}
+    exec(compile(code, "schedule.py", "exec"), namespace)
+    definition = build_definition(tiny.config("qwen3", num_hidden_layers=5, tie_word_embeddings=False))
+    sch = create_schedule(definition, Layout(tensor_model_parallel_size=2), roles_of(definition))
+    apply_schedule(sch, namespace["schedule"])
+    replace_modules(sch, definition)
+    make_plan(sch, model=definition, causal_lm=True)
+    return len(sch.records)
+
+
+def test_schedules_plan():
+    found = [b for b in blocks(ROOT / "docs" / "schedules.md") if b.language == "python" and not b.name]
+    assert len(found) > 8
+    calls = [plan_schedule(block.text) for block in found]
+    # All but the one that only shows how modules are picked call something.
+    assert [found[i].text for i, count in enumerate(calls) if not count] == [found[1].text]
+
+
+def test_every_primitive_has_a_section():
+    import megasched
+
+    assert set(megasched.list_primitives()) <= anchors(ROOT / "docs" / "schedules.md")
+
+
+def models(folder: Path) -> None:
+    """The model folders that the pages speak of; configs alone."""
+    from transformers import AutoConfig
+
+    AutoConfig.for_model("bloom").save_pretrained(folder / "bloom")
+    AutoConfig.for_model(
+        "qwen3",
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=False,
+    ).save_pretrained(folder / "Qwen3-8B")
+
+
+def run_command(words: list[str], capsys) -> str:
+    """What a command prints, errors included; spaces at the ends of lines dropped."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    captured = capsys.readouterr()
+    return "\n".join(line.rstrip() for line in (captured.out + captured.err).splitlines())
+
+
+def shows(shown: str, printed: str) -> bool:
+    """Whether a page's excerpt is what was printed; ``...`` stands for anything."""
+    # As a line of its own it stands for any number of lines, elsewhere for the rest of its line.
+    lines = [
+        r"(?:.*\n)*?" if line == "..." else re.escape(line).replace(re.escape("..."), ".*") + r"\n"
+        for line in shown.rstrip().splitlines()
+    ]
+    return re.fullmatch("".join(lines), printed + "\n") is not None
+
+
+def console_pages() -> list[Path]:
+    return [page for page in PAGES if any(block.language == "console" for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", console_pages(), ids=lambda page: page.name)
+def test_commands_print_what_the_page_shows(page, monkeypatch, tmp_path, capsys):
+    models(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for block in blocks(page):
+        if block.name:
+            (tmp_path / block.name).write_text(block.text)
+        if block.language == "console":
+            command, _, shown = block.text.partition("\n")
+            program, *words = shlex.split(command.removeprefix("$ "))
+            assert program == "megasched"
+            printed = run_command(words, capsys)
+            assert shows(shown, printed), f"{command} prints\n{printed}"
+            assert "Traceback" not in printed
+
+
+def test_an_excerpt_must_be_what_is_printed():
+    assert shows("a\n...\nd e...\n", "a\nb\nc\nd e f")
+    assert not shows("a\n...\nd\n", "a\nb\nc")
+    assert not shows("a\n", "a\nb")
