@@ -137,7 +137,7 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
 
     def run(
-        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
+        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300, **kwargs: Any
     ) -> list[Any]:
         """Runs ``fn(*args, **kwargs)`` on ranks 0 to ``world_size - 1`` of a gloo world of that size.
 
