@@ -15,7 +15,7 @@ from megasched.lowering.context import Context
 from megasched.lowering.embedding import lower_embedding
 from megasched.lowering.linear import lower_linear
 from megasched.lowering.local_attributes import divide_local_attributes
-from megasched.lowering.record_lowerings import carry_out_record
+from megasched.lowering.record_lowerings import PLANNED, carry_out_record
 from megasched.lowering.region import (
     draw_forked,
     enter_region,
@@ -50,7 +50,7 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
         if here(path):
             draw_forked(model.get_submodule(path))
     for record in carried_annotations(plan.records, schedule.renamed, model):
-        if here(record.path):
+        if record.primitive not in PLANNED and here(record.path):
             carry_out_record(model.get_submodule(record.path), record, context)
 
 

@@ -49,9 +49,8 @@ PLANNED = frozenset({"shard", "replace", "replace_all", "cut_pipeline_stage"})
 
 
 def carry_out_record(module: nn.Module, record: Record, context: Context) -> None:
-    """Does what a record asks for, unless the plan has taken care of it."""
-    if record.primitive not in PLANNED:
-        _RECORD_LOWERINGS[record.primitive](module, record, context)
+    """Does what a record asks for; its primitive must not be one that is planned as a whole."""
+    _RECORD_LOWERINGS[record.primitive](module, record, context)
 
 
 @register_lowering("checkpoint")
@@ -126,7 +125,6 @@ def _operation(record: Record, context: Context) -> Callable[[torch.Tensor], tor
         return lambda x: tp.reduce_from_tensor_model_parallel_region(x.clone(), group=context.group)
     else:
         table = {
-            "all_reduce": tp.reduce_from_tensor_model_parallel_region,
             "all_gather": tp.gather_from_tensor_model_parallel_region,
             "reduce_scatter": tp.reduce_scatter_last_dim_to_tensor_parallel_region,
             "scatter": tp.scatter_to_tensor_model_parallel_region,
