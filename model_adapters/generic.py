@@ -39,6 +39,7 @@ LEAVES: dict[str, dict[str, str]] = {
         "v_proj": "qkv.v",
         "gate_proj": "mlp.gate",
         "up_proj": "mlp.up",
+        "gate_up_proj": "mlp.gate_up",
     },
     "row": {"o_proj": "attn.out", "down_proj": "mlp.down"},
 }
@@ -72,7 +73,10 @@ def read_plan(model: nn.Module) -> Roles:
             name = _role(path, STYLES[style], model)
             if name is not None:
                 role[path] = name
-    return Roles(role, head_counts(role, config))
+    # HF's own plan gathers what is packed; cut half by half it need not be.
+    packed = [path for path, name in role.items() if name == "mlp.gate_up"]
+    components = {path: (model.get_submodule(path).weight.shape[0] // 2,) * 2 for path in packed}
+    return Roles(role, head_counts(role, config), components)
 
 
 def _role(path: str, cut: str | None, model: nn.Module) -> str | None:

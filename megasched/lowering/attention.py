@@ -147,7 +147,7 @@ def _spelled_out(
         mask = torch.ones(size, dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         # Not -inf: a padding query attends to nothing, and its NaN would reach every other by 0 * NaN.
-        lowest = torch.finfo(logits.dtype).min
+        lowest = max(torch.finfo(logits.dtype).min, torch.finfo(torch.float32).min)
         logits = logits.masked_fill(~mask, lowest) if mask.dtype == torch.bool else logits + mask
     if s_aux is not None:
         sinks = s_aux.view(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], -1)

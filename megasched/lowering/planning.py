@@ -94,6 +94,7 @@ def _check_record(schedule: Schedule, record: Record, paths: Container[str]) -> 
 
 def _derive(model: nn.Module, plan: Plan, inputs: Mapping[str, Any] | None, causal_lm: bool) -> list[Problem]:
     """Structure, propagation, and what of it goes into the placements."""
+    problems: list[Problem] = []
     try:
         if causal_lm:
             plan.structure = find_structure(model)
@@ -102,10 +103,11 @@ def _derive(model: nn.Module, plan: Plan, inputs: Mapping[str, Any] | None, caus
             return take_pairs(plan, model) + check_syncs(plan)
         if inputs is not None and (plan.cuts or plan.records_of("replace", "replace_all")):
             plan.derived = _propagate(model, plan, inputs, causal_lm)
+            problems = _settle_gathered(plan)
     except ScheduleError as error:
         return _with_sources(plan, error.problems)
     _mark_partial(plan)
-    return _with_sources(plan, plan.derived.problems) + check_syncs(plan)
+    return _with_sources(plan, [*problems, *plan.derived.problems]) + check_syncs(plan)
 
 
 def _propagate(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_lm: bool) -> Derived:
@@ -125,7 +127,28 @@ def _propagate(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_l
         loss_takes_shards=causal_lm,
         forked_by_user=asked,
         gathered_by_user=gather,
+        components={path: plan.placement(path, "weight").components for path in plan.cuts},
     )
+
+
+def _settle_gathered(plan: Plan) -> list[Problem]:
+    """What is gathered is cut in one piece, or it would come back in another order; heads play no part then."""
+    problems = []
+    for path in sorted(plan.derived.gather):
+        heads = plan.replicated_heads.pop(path, None)
+        for name in ("weight", "bias"):
+            canonical = plan.canonical.get(f"{path}.{name}" if path else name)
+            if canonical is None:
+                continue
+            placement = replace(plan.placements[canonical], components=())
+            if heads is not None:
+                axis = 1 if placement.transposed and len(placement.shape) > 1 else 0
+                placement = replace(placement, axis=axis, tp_gradient="complete")
+                if placement.shape[axis] % plan.layout.tp:
+                    what = f"TP {plan.layout.tp} does not divide {name} {list(placement.shape)}, which is gathered"
+                    problems.append(Problem(what, path, remedy="leave it whole"))
+            plan.placements[canonical] = placement
+    return problems
 
 
 def _with_sources(plan: Plan, problems: Sequence[Problem]) -> list[Problem]:

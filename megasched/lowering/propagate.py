@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from megasched.errors import Problem
+from megasched.lowering.dims import Along, NeedsWhole, follow
 from megasched.lowering.entries import ColumnCall, find_entries
 from megasched.lowering.lookup import watch_lookups
 from megasched.lowering.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
@@ -36,6 +37,7 @@ class Label:
     Attributes:
         region: R, S or T.
         columns: paths of the column linears that a T tensor stems from.
+        along: how a T tensor is cut; None where that could not be followed.
         params: replicated parameters that a tensor is made of, as long as no activation is.
         active: depends on the model's input through parameters, so that it carries a gradient.
         fed: depends on the model's input.
@@ -46,6 +48,7 @@ class Label:
     params: frozenset[str] = frozenset()
     active: bool = False
     fed: bool = False
+    along: Along | None = None
 
 
 @dataclass
@@ -85,9 +88,11 @@ class _Propagation(DefaultScalars):
         sequence_parallel: bool,
         gather: frozenset[str],
         forked_by_user: frozenset[str],
+        components: Mapping[str, tuple[int, ...]],
     ) -> None:
         super().__init__()
         self.model, self.cuts, self.structure = model, cuts, structure
+        self.components = components
         self.sequence_parallel = sequence_parallel
         self.gather = gather
         self.forked_by_user = forked_by_user
@@ -122,11 +127,23 @@ class _Propagation(DefaultScalars):
         for tensor in operands:
             self.other_uses[id(tensor)].update(entry[0] for entry in self.stack)
             self.kept.append(tensor)
-        for tensor in tensors_in(output):
-            self._set(tensor, joined)
+        outputs = tensors_in(output)
+        for tensor, along in zip(outputs, self._follow(func, args, kwargs or {}, outputs, joined), strict=True):
+            self._set(tensor, replace(joined, along=along))
         if any(word in func.__name__ for word in _RANDOM):
             self._random(path, joined)
         return output
+
+    def _follow(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], joined: Label
+    ) -> list[Along | None]:
+        """How the outputs are cut; columns that the operation needs whole are gathered."""
+        if joined.region == "T":
+            try:
+                return follow(func, args, kwargs, outputs, lambda tensor: self.label(tensor).along)
+            except NeedsWhole:
+                self.derived.gather |= joined.columns
+        return [None] * len(outputs)
 
     def _join(self, labels: list[Label]) -> Label:
         """The label of what an operation makes of its operands."""
@@ -194,7 +211,8 @@ class _Propagation(DefaultScalars):
         if path in self.cuts:
             self.silent -= 1
             if not self.silent:
-                self._set(tensors_in(output)[0], self._cut_output(path))
+                result = tensors_in(output)[0]
+                self._set(result, self._cut_output(path, result.dim() - 1))
         if (
             self.sequence_parallel
             and self.structure
@@ -233,18 +251,38 @@ class _Propagation(DefaultScalars):
                     "a row-parallel linear whose input is not sharded can't run under sequence parallelism",
                     "shard the linear before it by columns, or leave this one whole",
                 )
+        elif cut == "row" and label.along != Along(source.dim() - 1):
+            self.derived.gather |= (
+                label.columns
+            )  # it takes a contiguous part of the last dimension, and nothing else
 
-    def _cut_output(self, path: str) -> Label:
+    def _cut_output(self, path: str, last: int) -> Label:
         cut = self.cuts[path]
         split = self.sequence_parallel and self._in_layers(path)
         if cut == "column" and path not in self.gather:
-            return Label("T", frozenset([path]), active=True, fed=True)
+            along = Along(last, components=self.components.get(path, ()))
+            return Label("T", frozenset([path]), active=True, fed=True, along=along)
         if cut == "column" and split:
             self._problem(
                 "the gathered output of a column-parallel linear is whole along the sequence",
                 "pair it with a row-parallel linear, or switch sequence parallelism off",
             )
         return Label("S" if split and cut == "row" else "R", active=True, fed=True)
+
+    def attend(self, real: Any, module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Attention is heads apart: it takes q, k and v [b, heads, s, d] that are cut along their heads."""
+        operands = tensors_in((query, args, kwargs))
+        label = self._join([self.label(tensor) for tensor in operands])
+        if label.region == "T":
+            cut = [self.label(tensor).along for tensor in operands if self.label(tensor).region == "T"]
+            whole = [tensor for tensor in operands if self.label(tensor).region != "T"]
+            of_heads = [t for t in whole if t.dim() == 1 or (t.dim() == 4 and t.shape[1] > 1)]  # sinks, biases
+            if any(along != Along(1) for along in cut) or of_heads:
+                self.derived.gather |= label.columns
+        with self._silently():
+            output = real(module, query, *args, **kwargs)
+        self._set(output[0], replace(label, along=Along(2) if label.region == "T" else None))
+        return output
 
     def _in_layers(self, path: str) -> bool:
         return self.structure is not None and self.structure.index_of(path) is not None
@@ -268,6 +306,7 @@ def propagate(
     loss_takes_shards: bool = False,
     forked_by_user: frozenset[str] = frozenset(),
     gathered_by_user: frozenset[str] = frozenset(),
+    components: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Derived:
     """Labels one forward and says what follows.
 
@@ -279,11 +318,12 @@ def propagate(
         loss_takes_shards: the loss function takes logits that are cut over the vocabulary.
         forked_by_user: modules with a ``fork_rng`` record.
         gathered_by_user: column linears whose output the user wants gathered.
+        components: path of a column linear -> sizes of the projections packed into its output.
     """
     gather = gathered_by_user
     lookups = None
     while True:
-        run = _Propagation(model, cuts, structure, sequence_parallel, gather, forked_by_user)
+        run = _Propagation(model, cuts, structure, sequence_parallel, gather, forked_by_user, components or {})
         for tensor in tensors_in(dict(inputs)):
             # A float input is an activation; what is made of ids alone (masks, positions) carries no gradient.
             run._set(tensor, Label(fed=True, active=tensor.is_floating_point()))
@@ -323,7 +363,7 @@ def _recorded_loss(model: nn.Module, run: _Propagation, takes_shards: bool) -> A
         path = run.stack[-1][0]
         run.derived.attention[path] = (query.shape[1], run.label(query).region == "T")
         kwargs["dropout"] = 0.0  # drawn inside our attention function, which forks by itself
-        return real(module, query, *args, **kwargs)
+        return run.attend(real, module, query, *args, **kwargs)
 
     from transformers.modeling_utils import AttentionInterface
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megasched.model_adapters.default_schedule import schedule
-from tests.lowering.models import tiny_model, token_ids
+from tests import tiny
+from tests.lowering.models import randomize, tiny_model, token_ids
 from tests.lowering.parity import compare, distance, scheduled_copy, too_far
 from tests.rank_pool import init_megatron
 from tests.tiny import FAMILIES
@@ -78,6 +79,39 @@ def test_replicated_heads_are_used_as_megatron_assigns_them(ranks):
     assert found == [("ReplicatedHeadsLinear", head, (16, 32), False, "partial") for head in (0, 0, 1, 1)]
 
 
+VARIANTS = {
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "opt with projections, norms after": ("opt", {"word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+    "gpt_neox in sequence": ("gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": True}),
+    "gpt2 with scales": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
+}
+# By HF's plan alone: gate and up packed (which HF gathers), norms over all heads at once.
+PLANNED = {
+    "glm4": {"head_dim": 8, "pad_token_id": 0},
+    "olmo2": {"pad_token_id": 0},
+    "cohere": {"pad_token_id": 0, "use_qk_norm": True},
+}
+
+
+def _variants():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    init_megatron(tp=2)
+    found = {name: _gaps(family, **changes) for name, (family, changes) in VARIANTS.items()}
+    ids = token_ids()
+    for family, changes in PLANNED.items():
+        config = AutoConfig.for_model(family, **{**tiny.FAMILIES["qwen3"], "num_hidden_layers": 2, **changes})
+        model = randomize(AutoModelForCausalLM.from_config(config, dtype=torch.float32)).train()
+        found[family] = too_far(compare(model, _auto, {"input_ids": ids, "labels": ids}))
+    return found
+
+
+def test_variants_and_families_without_an_adapter(ranks):
+    for found in ranks.run(2, _variants):
+        assert found == {name: {} for name in (*VARIANTS, *PLANNED)}
+
+
 def _partial_gradients():
     init_megatron(tp=2)
     _, plan, _ = scheduled_copy(tiny_model("qwen3"), _auto)
@@ -129,3 +163,39 @@ def _partly():
 def test_what_is_left_out_is_gathered_and_cut_where_needed(ranks):
     for found in ranks.run(2, _partly):
         assert {name: gaps for name, gaps in found.items() if gaps} == {}
+
+
+def _gathered_heads():
+    """The user wants k whole, which has fewer heads than there are ranks: q and v follow."""
+    init_megatron(tp=4)
+    ids = token_ids()
+
+    def fill(sch):
+        _auto(sch)
+        sch["**.k_proj"].sync("fwd_post", "all_gather")
+
+    _, plan, _ = scheduled_copy(tiny_model("qwen3"), fill)
+    gaps = too_far(compare(tiny_model("qwen3"), fill, {"input_ids": ids, "labels": ids}))
+    return plan.replicated_heads, gaps, sorted(n for n in plan.derived.gather if n.startswith("model.layers.0"))
+
+
+def test_heads_that_are_gathered_are_not_replicated(ranks):
+    projections = [f"model.layers.0.self_attn.{qkv}_proj" for qkv in "kqv"]
+    assert ranks.run(4, _gathered_heads) == [({}, {}, projections)] * 4
+
+
+def _gathers():
+    """Columns whose output is gathered, and rows that cut their input, by family."""
+    init_megatron(tp=2)
+    found = {}
+    for family in FAMILIES:
+        _, plan, _ = scheduled_copy(tiny_model(family), _auto)
+        found[family] = (plan.derived.gather, plan.derived.scatter)
+    return found
+
+
+def test_nothing_but_the_logits_is_gathered(ranks):
+    for found in ranks.run(2, _gathers):
+        for family, (gather, scatter) in found.items():
+            assert gather == {"lm_head"}, family
+            assert scatter == set(), family

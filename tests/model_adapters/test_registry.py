@@ -120,6 +120,14 @@ def test_hfs_plan_is_read_by_style():
     )
 
 
+def test_a_packed_gate_and_up_is_cut_half_by_half():
+    model = Planned({"layers.*.gate_up_proj": "colwise_gather_output", "layers.*.o_proj": "rowwise_split_input"})
+    model.layers[1]["gate_up_proj"] = nn.Linear(2, 10)
+    roles = generic.read_plan(model)
+    assert roles.role["layers.1.gate_up_proj"] == "mlp.gate_up"
+    assert roles.components == {"layers.1.gate_up_proj": (5, 5)}
+
+
 def test_a_style_that_is_not_known_prints_the_line_to_add():
     with pytest.raises(ConfigError) as raised:
         generic.read_plan(Planned({"layers.*.q_proj": "diagonal"}))

@@ -179,6 +179,60 @@ class Masked(nn.Module):
         return self.down(mask * self.up(self.embed(ids)))
 
 
+class Chain(nn.Module):
+    """A column, something made of its output, a row."""
+
+    def __init__(self, between, width=16, **more):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(width, 8)
+        for name, module in more.items():
+            self.add_module(name, module)
+        self.register_buffer("pattern", torch.linspace(0.5, 1.5, 16))
+        self.gamma = nn.Parameter(torch.ones(16))
+        self.between = between
+
+    def forward(self, x):
+        return self.down(self.between(self, self.up(x)))
+
+
+# What a part of the features can't tell: the column's output is gathered, whatever it is.
+NEED_THE_WHOLE = {
+    "layer norm": lambda m, y: F.layer_norm(y, (16,)),
+    "rms norm": lambda m, y: m.gamma * y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-3),
+    "softmax": lambda m, y: y.softmax(-1),
+    "cumulative sum": lambda m, y: y.cumsum(-1),
+    "largest": lambda m, y: y / y.amax(-1, keepdim=True).abs(),
+    "buffer of all features": lambda m, y: m.pattern * y,
+    "parameter of all features": lambda m, y: m.gamma * y,
+    "reversed": lambda m, y: y.flip(-1),
+    "two halves multiplied": lambda m, y: torch.cat([y.chunk(2, -1)[0] * y.chunk(2, -1)[1], y[..., :8]], -1),
+    "every second": lambda m, y: torch.cat([y[..., ::2], y[..., 1::2]], -1),
+    "one of them": lambda m, y: y * y[..., 3:4],
+    "heads in the other order": lambda m, y: y.unflatten(-1, (-1, 4)).transpose(-1, -2).flatten(-2),
+    "norm over the heads": lambda m, y: F.layer_norm(y.unflatten(-1, (-1, 4)), (4, 4)).flatten(-2),
+    "whole linear": lambda m, y: m.whole(torch.tanh(y)),
+    "product over features": lambda m, y: (y.transpose(1, 2) @ y)[:, :3],
+}
+# What can be computed on a part, and stays so.
+TAKE_A_PART = {
+    "activation": lambda m, y: torch.tanh(y) * 2 + y * y,
+    "norm in each head": lambda m, y: F.layer_norm(y.unflatten(-1, (-1, 4)), (4,)).flatten(-2),
+    "norm over positions": lambda m, y: y.softmax(1) + y.mean(1, keepdim=True) + y.sum((0, 1)),
+    "positions moved": lambda m, y: torch.cat([y[:, 1:], y[:, :1]], 1).flip(1),
+    "half of each head turned": lambda m, y: torch.cat(
+        [-y.unflatten(-1, (-1, 4))[..., 2:], y.unflatten(-1, (-1, 4))[..., :2]], -1
+    ).flatten(-2),
+    "attention spelled out": lambda m, y: spelled_out(y.unflatten(-1, (-1, 4)).transpose(1, 2)),
+    "flattened and back": lambda m, y: y.reshape(6, -1).view(2, 3, -1).permute(1, 0, 2).transpose(0, 1),
+    "matrix of positions": lambda m, y: torch.linspace(0, 1, 9).reshape(1, 3, 3).expand(2, 3, 3) @ y,
+}
+
+
+def spelled_out(q):
+    """[b, heads, s, d] attending to itself."""
+    return ((q @ q.transpose(-1, -2)).softmax(-1) @ q).transpose(1, 2).flatten(-2)
+
+
 def tie(sch):
     sch["head"].shard("weight", axis=0)
     sch["embed"].shard("weight", axis=0)
@@ -246,6 +300,48 @@ def _compare_cases(tp):
         calls = {"ids" if kind == "ids" else "x": _inputs(kind)}
         found[name] = too_far(compare(model, fill, calls, calls if given else None))
     return found
+
+
+def _compare_chains():
+    """Gaps, and whether the column is gathered, for each thing that can stand between a pair."""
+    init_megatron(tp=2)
+    found = {}
+    x = {"x": _inputs("x")}
+    for name, between in (NEED_THE_WHOLE | TAKE_A_PART).items():
+        model = Chain(between, width=16, **({"whole": nn.Linear(16, 16)} if name == "whole linear" else {}))
+        _, plan, _ = scheduled_copy(randomize(model), column_row, x)
+        gathered = plan.derived.gather == {"up"} and plan.derived.scatter == {"down"}
+        cut = not plan.derived.gather and not plan.derived.scatter
+        kind = "gathered" if gathered else "cut" if cut else "neither"
+        found[name] = (kind, too_far(compare(model, column_row, x, x)))
+    return found
+
+
+def test_what_needs_the_whole_gets_it_and_what_does_not_stays_cut(ranks):
+    want = {**{n: ("gathered", {}) for n in NEED_THE_WHOLE}, **{n: ("cut", {}) for n in TAKE_A_PART}}
+    for found in ranks.run(2, _compare_chains):
+        assert found == want
+
+
+def _packed_and_gathered():
+    """Components that the model then does not keep apart: the whole comes back in its own order."""
+    init_megatron(tp=2)
+    x = {"x": _inputs("x")}
+    found = {}
+    for name, between in {
+        "not kept apart": lambda m, y: torch.tanh(y),
+        "cut elsewhere": lambda m, y: torch.cat([y[..., :4] * y[..., 4:8], y[..., 4:]], -1),
+    }.items():
+        fill = lambda sch: [sch["up"].shard("weight", 0, components=(8, 8)), rows(sch)]  # noqa: E731
+        model = randomize(Chain(between))
+        _, plan, _ = scheduled_copy(model, fill, x)
+        found[name] = (plan.placement("up", "weight").components, too_far(compare(model, fill, x, x)))
+    return found
+
+
+def test_components_that_are_gathered_are_not_cut_one_by_one(ranks):
+    for found in ranks.run(2, _packed_and_gathered):
+        assert found == {"not kept apart": ((), {}), "cut elsewhere": ((), {})}
 
 
 def test_output_and_every_gradient_equal_the_unscheduled_models(ranks):

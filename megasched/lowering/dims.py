@@ -1,0 +1,217 @@
+"""Along which dimension a tensor is cut over TP, followed through the operations of one run.
+
+A column linear's output is cut along its last dimension; views, transposes and matrix products take the cut
+elsewhere. What can't be computed on a part (a norm over the cut dimension, a slice of it, a product that sums
+over it) needs the whole; where the cut can't be followed, nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+
+from megasched.lowering.meta_call import tensors_in
+
+
+@dataclass(frozen=True)
+class Along:
+    """How a tensor is cut.
+
+    Attributes:
+        dim: the dimension, counted from the left.
+        outer: what lies outside the cut in this dimension, where a view has merged it with others: the
+            dimension is ``outer`` times what is cut.
+        components: sizes of the packed projections that lie one after the other there, each cut on its own;
+            empty for one.
+    """
+
+    dim: int
+    outer: int = 1
+    components: tuple[int, ...] = ()
+
+
+class NeedsWhole(Exception):
+    """The operation can't be done part by part."""
+
+
+# Take the whole of the dimensions they are told, or of all where they are told none.
+_WHOLE = frozenset(
+    (
+        *("sum", "mean", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "all", "any", "median"),
+        *("var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp"),
+        *("_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "topk", "kthvalue", "flip", "roll"),
+    )
+)
+_NORMS = frozenset(["native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"])
+_VIEWS = frozenset(["view", "_unsafe_view", "reshape", "_reshape_alias"])
+_PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm", "matmul"])
+_PARTS = frozenset(["slice", "select", "split", "split_with_sizes", "unbind", "index_select", "gather", "narrow"])
+
+
+def follow(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: list[torch.Tensor],
+    along: Callable[..., Any],
+) -> list[Along | None]:
+    """How each output of an ATen operation is cut; None where that is not known.
+
+    Args:
+        along: tensor -> ``Along``, or None for one that is not cut, or of which it is not known how.
+
+    Raises:
+        NeedsWhole: the operation needs all of a dimension that is cut.
+    """
+    operands = tensors_in((args, kwargs))
+    cut = [(tensor, found) for tensor in operands if (found := along(tensor)) is not None]
+    if not cut or not isinstance(func, torch._ops.OpOverload):
+        return [None] * len(outputs)
+    x, a = cut[0]
+    name = func.overloadpacket.__name__
+    told = _told(func, args, kwargs)
+    if torch.Tag.pointwise in func.tags:
+        return [_pointwise(operands, cut, out) for out in outputs]
+    if name in _PRODUCTS:
+        return [_product(*operands[-2:], along, out) for out in outputs]
+    if name == "cat":
+        return [_cat(operands, cut, told["dim"] % x.dim())]
+    if name == "stack":
+        place = _cat(operands, cut, -1)
+        return [replace(place, dim=place.dim + (told["dim"] % outputs[0].dim() <= place.dim))]
+    if name in _WHOLE:
+        dims = _dims(told, x)
+        if a.dim in dims:
+            raise NeedsWhole
+        gone = sum(d < a.dim for d in dims) if outputs[0].dim() < x.dim() else 0
+        return [replace(a, dim=a.dim - gone)] * len(outputs)
+    if name in _NORMS:
+        if a.dim >= x.dim() - len(told["normalized_shape"]):
+            raise NeedsWhole
+        return [a if out.shape == x.shape else None for out in outputs]
+    if name in _PARTS:
+        return _part(name, told, x, a, outputs)
+    moved = _moved(name, told, x, a, outputs[0]) if outputs else None
+    return [moved] * len(outputs)
+
+
+def _told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The operation's arguments by the names of its schema."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    return {
+        **{argument.name: argument.default_value for argument in func._schema.arguments},
+        **given,
+        **kwargs,
+    }
+
+
+def _dims(told: dict[str, Any], x: torch.Tensor) -> list[int]:
+    dims = told.get("dim", told.get("dims"))
+    if dims is None or dims == []:
+        return list(range(x.dim()))
+    return [d % x.dim() for d in (dims if isinstance(dims, list | tuple) else [dims])]
+
+
+def _pointwise(
+    operands: Sequence[torch.Tensor], cut: Sequence[tuple[torch.Tensor, Along]], out: torch.Tensor
+) -> Along | None:
+    """Dimensions are aligned at the right; what is whole must be the same for all along the cut one."""
+    places = {replace(a, dim=a.dim - tensor.dim() + out.dim()) for tensor, a in cut}
+    if len(places) > 1:
+        raise NeedsWhole
+    (place,) = places
+    known = [tensor for tensor, _ in cut]
+    for tensor in operands:
+        own = place.dim - out.dim() + tensor.dim()
+        if own >= 0 and tensor.shape[own] > 1 and all(tensor is not other for other in known):
+            raise NeedsWhole
+    return place
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, along: Callable[..., Any], out: torch.Tensor) -> Along | None:
+    left, right = along(a), along(b)
+    if (left is not None and left.dim == a.dim() - 1) or (right is not None and right.dim == b.dim() - 2):
+        raise NeedsWhole  # each rank would have a part of the sum
+    places = {found for found in (left, right) if found is not None}
+    return places.pop() if len(places) == 1 and a.dim() == b.dim() == out.dim() else None
+
+
+def _cat(operands: Sequence[torch.Tensor], cut: Sequence[tuple[torch.Tensor, Along]], dim: int) -> Along:
+    places = {a for _, a in cut}
+    filled = sum(tensor.numel() > 0 for tensor in operands)  # a cache begins as an empty tensor
+    if len(places) > 1 or len(cut) < filled or next(iter(places)).dim == dim:
+        raise NeedsWhole
+    return places.pop()
+
+
+def _part(
+    name: str, told: dict[str, Any], x: torch.Tensor, a: Along, outputs: list[torch.Tensor]
+) -> list[Along | None]:
+    dim = told["dim"] % x.dim()
+    if dim != a.dim:
+        gone = name in ("select", "unbind") and dim < a.dim
+        return [replace(a, dim=a.dim - gone)] * len(outputs)
+    size = x.shape[dim]
+    if name == "slice":
+        start, end, _ = slice(told["start"], told["end"]).indices(size)
+        pieces = [(start, end)] if told["step"] == 1 else []
+    elif name in ("split", "split_with_sizes"):
+        stops = list(accumulate(out.shape[dim] for out in outputs))
+        pieces = list(zip([0, *stops], stops, strict=False))
+    else:
+        pieces = []
+    if len(pieces) != len(outputs) or a.outer > 1:
+        raise NeedsWhole
+    return [Along(dim, components=_components_of(a, size, start, end)) for start, end in pieces]
+
+
+def _components_of(a: Along, size: int, start: int, end: int) -> tuple[int, ...]:
+    """Components between two positions, which must be boundaries of components."""
+    sizes = a.components or (size,)
+    bounds = [0, *accumulate(sizes)]
+    if start not in bounds or end not in bounds:
+        raise NeedsWhole
+    found = sizes[bounds.index(start) : bounds.index(end)]
+    return found if len(found) > 1 else ()
+
+
+def _moved(name: str, told: dict[str, Any], x: torch.Tensor, a: Along, out: torch.Tensor) -> Along | None:
+    """Where an operation that computes nothing takes the cut dimension."""
+    dim = a.dim
+    if name in _VIEWS:
+        return _viewed(x.shape, a, out.shape)
+    if name == "transpose":
+        swapped = [told["dim0"] % x.dim(), told["dim1"] % x.dim()]
+        dim = swapped[1 - swapped.index(a.dim)] if a.dim in swapped else a.dim
+    elif name == "t":
+        dim = 1 - a.dim if x.dim() == 2 else a.dim
+    elif name == "permute":
+        dim = [d % x.dim() for d in told["dims"]].index(a.dim)
+    elif name == "unsqueeze":
+        dim = a.dim + (told["dim"] % out.dim() <= a.dim)
+    elif name == "squeeze":
+        asked = _dims(told, x)
+        dim = a.dim - sum(d < a.dim and x.shape[d] == 1 for d in asked)
+    elif name == "expand":
+        dim = a.dim + out.dim() - x.dim()
+    elif name.startswith("new_") or out.shape != x.shape:
+        return None  # new_zeros(sizes): whether the sizes are local is not known
+    return replace(a, dim=dim)
+
+
+def _viewed(before: Sequence[int], a: Along, after: Sequence[int]) -> Along | None:
+    """The dimension of a view that holds the cut, or its outermost part."""
+    outside = prod(before[: a.dim]) * a.outer
+    for index, size in enumerate(after):
+        passed = prod(after[:index])
+        if passed <= outside < passed * size:
+            outer, rest = divmod(outside, passed)
+            if rest or size % outer:
+                return None
+            return Along(index, outer, a.components if size == before[a.dim] else ())
+    return None

@@ -1,0 +1,167 @@
+"""The cut dimension followed through views, against arithmetic on the elements themselves."""
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megasched.lowering.dims import Along, NeedsWhole, follow
+
+sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+
+def moved(make, shape, along):
+    """What ``follow`` says of the last operation that ``make`` does on a tensor of this shape."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    found = []
+    known = {}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            output = func(*args, **(kwargs or {}))
+            outputs = [output] if isinstance(output, torch.Tensor) else list(output)
+            places = follow(func, args, kwargs or {}, outputs, lambda t: known.get(id(t)))
+            for tensor, place in zip(outputs, places, strict=True):
+                if place is not None:
+                    known[id(tensor)] = place
+                kept.append(tensor)
+            found[:] = places
+            return output
+
+    kept = []
+    with torch.no_grad():
+        x = torch.zeros(shape, device="meta")
+        known[id(x)] = along
+        with Watch():
+            make(x)
+    return found
+
+
+def owners(shape, along, parts=2):
+    """Which of two ranks holds each element."""
+    size = shape[along.dim]
+    inner = size // along.outer
+    positions = torch.arange(size) % inner // (inner // parts)
+    return positions.reshape([-1 if d == along.dim else 1 for d in range(len(shape))]).expand(shape)
+
+
+@settings(deadline=None, max_examples=200)
+@given(before=sizes, dim=st.integers(0, 3), factor=st.integers(1, 3), split=st.data())
+def test_views(before, dim, factor, split):
+    """Any view of a tensor cut in two: where it says that the cut is, it is."""
+    dim %= len(before)
+    before[dim] = 2 * factor
+    total = torch.zeros(before).numel()
+    after = []
+    while total > 1:
+        piece = split.draw(st.sampled_from([n for n in range(2, total + 1) if total % n == 0]))
+        after.append(piece)
+        total //= piece
+    for _ in range(split.draw(st.integers(0, 2))):
+        after.insert(split.draw(st.integers(0, len(after))), 1)
+    (place,) = moved(lambda x: x.view(after), before, Along(dim))
+    if place is None:
+        return
+    assume((after[place.dim] // place.outer) % 2 == 0)  # else the view splits what a rank holds
+    held = owners(before, Along(dim)).contiguous().view(after)
+    assert torch.equal(held, owners(after, place))
+
+
+@settings(deadline=None)
+@given(order=st.permutations(range(4)), dim=st.integers(0, 3))
+def test_permutations_and_transposes(order, dim):
+    shape = [2, 3, 4, 5]
+    (place,) = moved(lambda x: x.permute(order), shape, Along(dim))
+    assert shape[dim] == [shape[d] for d in order][place.dim]
+    one, two = order[:2]
+    (place,) = moved(lambda x: x.transpose(one, two), shape, Along(dim))
+    assert place.dim == {one: two, two: one}.get(dim, dim)
+
+
+X = Along(2)
+
+
+@pytest.mark.parametrize(
+    ("make", "place"),
+    [
+        (lambda x: x.unsqueeze(0), Along(3)),
+        (lambda x: x.unsqueeze(-1), Along(2)),
+        (lambda x: x[:, :, None].squeeze(2), Along(2)),
+        (lambda x: x[:1].squeeze(), Along(1)),
+        (lambda x: x[0], Along(1)),
+        (lambda x: x[:, 1], Along(1)),
+        (lambda x: x[:, 1:], Along(2)),
+        (lambda x: x.expand(4, 2, 3, 8), Along(3)),
+        (lambda x: x.sum(1), Along(1)),
+        (lambda x: x.mean(1, keepdim=True), Along(2)),
+        (lambda x: x.max(0), Along(1)),
+        (lambda x: x.softmax(1), Along(2)),
+        (lambda x: torch.zeros(5, 2, 1, 1, device="meta") + x, Along(3)),
+        (lambda x: torch.cat([x, x], 1), Along(2)),
+        (lambda x: torch.stack([x, x], 1), Along(3)),
+        (lambda x: torch.zeros(2, 4, 3, device="meta") @ x, Along(2)),
+        (lambda x: torch.nn.functional.layer_norm(x.transpose(1, 2), (3,)), Along(1)),
+        (lambda x: x.reshape(2, 3, 2, 4).transpose(2, 3).reshape(2, 3, 8), Along(2, outer=4)),
+        (lambda x: x.transpose(1, 2).reshape(16, 3), Along(0, outer=2)),
+        (lambda x: x.transpose(1, 2).reshape(16, 3).view(2, 8, 3), Along(1)),
+        (lambda x: x.clone(), Along(2)),
+    ],
+)
+def test_followed(make, place):
+    assert moved(make, (2, 3, 8), X)[0] == place
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.sum(),
+        lambda x: x.mean(-1),
+        lambda x: x.var((1, 2)),
+        lambda x: x.max(-1),
+        lambda x: x.softmax(-1),
+        lambda x: x.topk(2),
+        lambda x: x.cumsum(-1),
+        lambda x: x[..., 0],
+        lambda x: x[..., :4],
+        lambda x: x[..., ::2],
+        lambda x: x.chunk(2, -1),
+        lambda x: x.unbind(-1),
+        lambda x: torch.cat([x, x], -1),
+        lambda x: torch.cat([x, torch.zeros(2, 1, 8, device="meta")], 1),
+        lambda x: x @ torch.zeros(2, 8, 4, device="meta"),
+        lambda x: x * torch.zeros(8, device="meta"),
+        lambda x: x + x.transpose(0, 2).reshape(2, 3, 8),
+        lambda x: torch.nn.functional.layer_norm(x, (8,)),
+        lambda x: torch.nn.functional.linear(x, torch.zeros(5, 8, device="meta")),
+    ],
+)
+def test_needs_the_whole(make):
+    with pytest.raises(NeedsWhole):
+        moved(make, (2, 3, 8), X)
+
+
+PACKED = Along(2, components=(4, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "places"),
+    [
+        (lambda x: x.split([4, 2, 2], -1), [Along(2), Along(2), Along(2)]),
+        (lambda x: x.split([4, 4], -1), [Along(2), Along(2, components=(2, 2))]),
+        (lambda x: x[..., 4:6], [Along(2)]),
+        (lambda x: x[..., :6] * 2, [Along(2, components=(4, 2))]),
+        (lambda x: x * 2, [PACKED]),
+        (lambda x: x[:, 0], [Along(1, components=(4, 2, 2))]),
+        (lambda x: x.view(6, 8), [Along(1, components=(4, 2, 2))]),
+        (lambda x: x.split(2, -1), NeedsWhole),
+        (lambda x: x[..., 2:6], NeedsWhole),
+        (lambda x: x * x.new_zeros(2, 3, 8), NeedsWhole),
+    ],
+)
+def test_components_are_taken_apart_at_their_boundaries(make, places):
+    if places is NeedsWhole:
+        with pytest.raises(NeedsWhole):
+            moved(make, (2, 3, 8), PACKED)
+    else:
+        assert moved(make, (2, 3, 8), PACKED) == places

@@ -1,0 +1,142 @@
+"""What a causal language model looks like when it runs, found without names."""
+
+import pytest
+import torch
+from torch import nn
+
+from megasched.definition import build_definition
+from megasched.errors import ScheduleError
+from megasched.lowering.structure import Shape, Slot, find_structure
+from tests import tiny
+from tests.lowering.models import tiny_config
+
+LAYERS = {
+    "gpt2": "transformer.h",
+    "opt": "model.decoder.layers",
+    "gpt_neox": "gpt_neox.layers",
+}
+BEFORE = {
+    "gpt2": {"transformer.wte": ("b", "s", 32), "transformer.wpe": (1, "s", 32)},
+    "opt": {"model.decoder.embed_tokens": ("b", "s", 32), "model.decoder.embed_positions": ("b", "s", 32)},
+    "gpt_neox": {"gpt_neox.embed_in": ("b", "s", 32)},
+}
+AFTER = {
+    "gpt2": ("transformer.ln_f", "lm_head"),
+    "opt": ("model.decoder.final_layer_norm", "lm_head"),
+    "gpt_neox": ("gpt_neox.final_layer_norm", "lm_head"),
+}
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_layers_what_is_before_and_what_is_after(family):
+    structure = find_structure(build_definition(tiny_config(family, **_three(family))))
+    assert structure.layers == LAYERS.get(family, "model.layers")
+    assert structure.count == 3
+    before = BEFORE.get(family, {"model.embed_tokens": ("b", "s", 32)})
+    assert {path: shape.dims for path, shape in structure.before.items()} == before
+    assert structure.after == AFTER.get(family, ("model.norm", "lm_head"))
+    assert structure.slot.argument in (0, "hidden_states")
+    assert not structure.extra_outputs
+    path = structure.layer_path(2)
+    assert structure.index_of(path) == structure.index_of(path + ".mlp.deep") == 2
+    assert structure.index_of(structure.layers) is None
+    assert structure.index_of(structure.layers + "x.1") is None
+
+
+def _three(family):
+    return {"n_layer" if family == "gpt2" else "num_hidden_layers": 3}
+
+
+def test_the_definition_is_not_touched():
+    definition = build_definition(tiny_config("llama"))
+    find_structure(definition)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in definition.modules())
+    assert {p.device.type for p in definition.parameters()} == {"meta"}
+    assert {b.device.type for b in definition.buffers()} == {"cpu"}
+
+
+class Layer(nn.Module):
+    """Takes and returns its hidden state in a structure of the test's choice."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.linear, self.form = nn.Linear(8, 8), form
+
+    def forward(self, mask, *, hidden_states):
+        y = self.linear(hidden_states)
+        return {"tensor": y, "tuple": ("word", y, None), "list": [y], "extra": (y, y.sum(-1))}[self.form]
+
+
+class Model(nn.Module):
+    def __init__(self, form, calls=1, layers=2):
+        super().__init__()
+        self.embed = nn.Embedding(9, 8)
+        self.layers = nn.ModuleList(Layer(form) for _ in range(layers))
+        self.decoys = nn.ModuleList(nn.Linear(8, 8) for _ in range(9))
+        self.out = nn.Linear(8, 9)
+        self.form, self.calls = form, calls
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids)
+        for _ in range(self.calls):
+            for layer in self.layers:
+                y = layer(input_ids > 0, hidden_states=x)
+                x = y if self.form == "tensor" else y[1] if self.form == "tuple" else y[0]
+        return self.out(x)
+
+
+@pytest.mark.parametrize(
+    ("form", "slot", "extra"),
+    [
+        ("tensor", Slot("hidden_states", None), False),
+        ("tuple", Slot("hidden_states", 1, ("word", None, None)), False),
+        ("list", Slot("hidden_states", 0, (None,), as_list=True), False),
+        ("extra", Slot("hidden_states", 0, (None, None)), True),
+    ],
+)
+def test_where_the_hidden_state_stands(form, slot, extra):
+    structure = find_structure(Model(form))
+    assert (structure.layers, structure.slot, structure.extra_outputs) == ("layers", slot, extra)
+    assert (structure.before, structure.after) == ({"embed": Shape(("b", "s", 8), torch.float32)}, ("out",))
+
+
+def test_one_layer_alone():
+    assert find_structure(Model("tensor", layers=1)).slot == Slot("hidden_states", None)
+
+
+def test_layers_called_twice_are_no_list_of_layers():
+    with pytest.raises(ScheduleError, match="no list of layers found") as raised:
+        find_structure(Model("tensor", calls=2))
+    assert "each once" in raised.value.problems[0].remedy
+
+
+def test_a_model_that_cant_run_names_the_module():
+    model = Model("tensor")
+    model.layers[1].linear = nn.Linear(7, 8)
+    with pytest.raises(ScheduleError, match="the forward fails in a trial call") as raised:
+        find_structure(model)
+    assert raised.value.problems[0].module == "layers.1.linear"
+
+
+def test_slots_read_and_put():
+    hidden, new = torch.zeros(1), torch.ones(1)
+    for slot, args, kwargs in (
+        (Slot(1, None), ("mask", hidden), {}),
+        (Slot("x", None), ("mask",), {"x": hidden}),
+        (Slot(0, None), (), {"hidden_states": hidden}),
+    ):
+        assert slot.get(args, kwargs) is hidden
+        put = slot.put(new, args, kwargs)
+        assert slot.get(*put) is new
+        assert (len(put[0]), put[1].keys()) == (len(args), kwargs.keys())
+    plain, nested, listed = Slot(0, None), Slot(0, 1, ("a", None)), Slot(0, 0, (None, 2), as_list=True)
+    assert plain.wrap(new) is plain.rewrap(hidden, new) is plain.result(new) is new
+    assert nested.wrap(new) == ("a", new)
+    assert nested.rewrap(("b", hidden), new) == ("b", new)
+    assert nested.result(("b", hidden)) is hidden
+    assert listed.wrap(new) == listed.rewrap([hidden, 2], new) == [new, 2]
+
+
+def test_shapes_follow_batch_and_sequence():
+    assert Shape(("b", "s", 8), torch.float32).sizes(3, 7) == (3, 7, 8)
+    assert Shape(("b*s", 4), torch.float32).sizes(3, 7) == (21, 4)
