@@ -7,6 +7,7 @@ the transposes are views.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,26 +63,29 @@ class RowLinear(RowParallelLinear):
 
 
 class ReplicatedHeadsLinear(nn.Module):
-    """A k or v projection with fewer heads than TP ranks: whole on every rank, which uses one head of it.
+    """A projection to k or v (or to q, k and v) that is whole on every rank, which uses some rows of it.
 
-    Each rank computes the head that its query heads attend to, so the gradient of the whole is the sum over
-    TP (the placement says ``partial``). Megatron's own rule for ``num_query_groups < TP`` is the same
-    head to rank assignment (megatron/core/transformer/attention.py).
+    See ``replicated_heads.py``.
+
+    Attributes:
+        rows: half-open ranges of output features that this rank computes.
     """
 
-    def __init__(self, heads: int, rank: int, size: int, group: Any, entered: bool) -> None:
+    def __init__(self, rows: Sequence[tuple[int, int]], group: Any, entered: bool) -> None:
         super().__init__()
-        self.heads, self.head, self.group, self.entered = heads, rank * heads // size, group, entered
+        self.rows, self.group, self.entered = tuple(rows), group, entered
         self.weight: nn.Parameter
         self.bias: nn.Parameter | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, s, in] -> [b, s, head_dim]."""
+        """[b, s, in] -> [b, s, rows]."""
         if not self.entered:
             x = copy_to_tensor_model_parallel_region(x, group=self.group)
-        width = self.weight.shape[0] // self.heads
-        rows = slice(self.head * width, (self.head + 1) * width)
-        return F.linear(x, self.weight[rows], None if self.bias is None else self.bias[rows])
+        return F.linear(x, self._used(self.weight), None if self.bias is None else self._used(self.bias))
+
+    def _used(self, whole: torch.Tensor) -> torch.Tensor:
+        pieces = [whole[start:stop] for start, stop in self.rows]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def lower_linear(path: str, module: nn.Module, context: Context, *, entered: bool) -> nn.Module:
@@ -97,9 +101,8 @@ def lower_linear(path: str, module: nn.Module, context: Context, *, entered: boo
     out_features, in_features = _sizes(module)
     bias = getattr(module, "bias", None) is not None
     if path in plan.replicated_heads:
-        lowered: nn.Module = ReplicatedHeadsLinear(
-            plan.replicated_heads[path], context.rank, context.size, context.group, entered
-        )
+        rows = plan.replicated_heads[path].rows(context.rank, context.size, out_features)
+        lowered: nn.Module = ReplicatedHeadsLinear(rows, context.group, entered)
         for name, held in module.named_parameters(recurse=False):
             _make(lowered, name, plan.placement(path, name), held, context)
         if not bias:

@@ -33,7 +33,7 @@ def check_local_attributes(roles: Roles, model: nn.Module, plan: Plan) -> list[P
             if whole is None and not any(path.startswith(prefix) for prefix in replaced):
                 what = f"has no attribute {name}, which its adapter divides by TP"
                 problems.append(Problem(what, path, remedy="name the attribute that it counts by now"))
-            if whole is not None and whole % plan.layout.tp:
+            if whole is not None and _local(plan, path, whole) is None:
                 remedy = f"a tensor parallel size that divides {whole}"
                 problems.append(
                     Problem(f"TP {plan.layout.tp} does not divide {name} = {whole}", path, remedy=remedy)
@@ -57,7 +57,17 @@ def divide_local_attributes(roles: Roles, model: nn.Module, context: Context, he
         for name in names:
             owner, field = _owner(modules[path], name)
             if hasattr(owner, field):
-                setattr(owner, field, getattr(owner, field) // context.size)
+                setattr(owner, field, _local(context.plan, path, getattr(owner, field)))
+
+
+def _local(plan: Plan, path: str, whole: int) -> int | None:
+    """What one rank has of a count: its part, or one head where heads are replicated; None where neither fits."""
+    if whole % plan.layout.tp == 0:
+        return whole // plan.layout.tp
+    replicated = any(
+        heads.heads == whole for inner, heads in plan.replicated_heads.items() if inner.startswith(path + ".")
+    )
+    return 1 if replicated else None
 
 
 def _sharded(plan: Plan, path: str) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from megasched.errors import Problem
 from megasched.lowering.plan import Plan
+from megasched.lowering.replicated_heads import find_replicated_heads
 from megasched.placement import Placement
 from megasched.records import Record
 from megasched.roles import Cut
@@ -63,18 +64,18 @@ def _place_one(
     if stated and cut != "column":
         what = f"components are given for the {'inputs of a linear' if cut == 'row' else 'rows of an embedding'}"
         return [Problem(what, path, record.source, "only the outputs of a linear are cut component by component")]
-    heads = _replicated_heads(schedule, path, tp)
+    components = (stated or schedule.roles.components.get(path, ())) if cut == "column" else ()
+    heads = find_replicated_heads(schedule, path, components)
     if isinstance(heads, Problem):
-        return [replace(heads, source=record.source)]
+        return [replace(heads, module=path, source=record.source)]
     if heads is not None:
         plan.replicated_heads[path] = heads
-    components = (stated or schedule.roles.components.get(path, ())) if cut == "column" else ()
     tied = plan.placements[plan.canonical[f"{path}.{param}" if path else param]]
     head = schedule.role_of(path) == "head" or tied.padded is not None
     problems = []
     for name, parameter in module.named_parameters(recurse=False):
         try:
-            placement = _placement(plan, path, name, parameter, module, cut, heads, components)
+            placement = _placement(plan, path, name, parameter, module, cut, heads is not None, components)
         except ValueError as error:  # components that do not add up
             return [Problem(str(error), path, record.source, "the sizes of the packed projections")]
         if cut == "vocab" or (cut == "column" and head):
@@ -134,13 +135,13 @@ def _placement(
     parameter: nn.Parameter,
     module: nn.Module,
     cut: Cut,
-    replicated_heads: int | None,
+    replicated: bool,
     components: tuple[int, ...],
 ) -> Placement:
     full_name = plan.canonical[f"{path}.{name}" if path else name]
     placement = Placement(full_name, tuple(parameter.shape))
     transposed = output_axis(module) == 1 and parameter.dim() == 2
-    if replicated_heads is not None:
+    if replicated:
         return replace(placement, tp_gradient="partial", transposed=transposed)
     if cut == "vocab":
         return replace(placement, axis=0)
@@ -148,22 +149,6 @@ def _placement(
         return replace(placement, axis=0, components=components) if cut == "column" else placement
     axis = output_axis(module) if cut == "column" else 1 - output_axis(module)
     return replace(placement, axis=axis, components=components, transposed=transposed)
-
-
-def _replicated_heads(schedule: Schedule, path: str, tp: int) -> int | Problem | None:
-    """Heads of a k or v projection that must be replicated; None where its heads divide; a problem otherwise."""
-    heads = schedule.roles.heads.get(path)
-    role = schedule.role_of(path)
-    if heads is None or heads % tp == 0:
-        return None
-    if role in ("qkv.k", "qkv.v") and heads < tp and tp % heads == 0:
-        return heads
-    what = f"TP {tp} does not divide {heads} heads of {role}"
-    if role in ("qkv.k", "qkv.v"):
-        remedy = f"a tensor parallel size that divides {heads}, or that is a multiple of it (heads are replicated)"
-    else:
-        remedy = f"a tensor parallel size that divides {heads}"
-    return Problem(what, path, remedy=remedy)
 
 
 def _tied_otherwise(plan: Plan, placement: Placement, record: Record) -> list[Problem]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from megasched.layout import Layout
 from megasched.lowering.propagate import Derived
+from megasched.lowering.replicated_heads import ReplicatedHeads
 from megasched.lowering.structure import Structure
 from megasched.placement import Placement
 from megasched.records import Record
@@ -19,8 +20,8 @@ class Plan:
     Attributes:
         layout: how the job is spread.
         cuts: module path -> column, row or vocab.
-        replicated_heads: paths of k and v projections with fewer heads than TP ranks, which stay whole
-            and of which each rank uses its slice; path -> number of heads.
+        replicated_heads: path of a projection to k or v with fewer heads than TP ranks -> how its heads are
+            replicated; such a projection stays whole.
         placements: canonical parameter name -> placement; total over the definition.
         canonical: every parameter name (ties have several) -> canonical name.
         structure: where the layers are; None for a model that is not a causal language model.
@@ -30,7 +31,7 @@ class Plan:
     layout: Layout
     records: list[Record]
     cuts: dict[str, Cut] = field(default_factory=dict)
-    replicated_heads: dict[str, int] = field(default_factory=dict)
+    replicated_heads: dict[str, ReplicatedHeads] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)
     canonical: dict[str, str] = field(default_factory=dict)
     structure: Structure | None = None

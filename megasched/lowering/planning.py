@@ -127,8 +127,14 @@ def _propagate(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_l
         loss_takes_shards=causal_lm,
         forked_by_user=asked,
         gathered_by_user=gather,
-        components={path: plan.placement(path, "weight").components for path in plan.cuts},
+        components={path: _components(plan, path) for path in plan.cuts},
     )
+
+
+def _components(plan: Plan, path: str) -> tuple[int, ...]:
+    """Sizes of the projections packed into the output of a linear that is cut."""
+    heads = plan.replicated_heads.get(path)
+    return plan.placement(path, "weight").components if heads is None else heads.components
 
 
 def _settle_gathered(plan: Plan) -> list[Problem]:

@@ -161,7 +161,8 @@ class _View:
         if kind == "vocab":
             return f"VocabParallel{name}"
         if kind == "replicated":
-            return f"replicated (kv heads {self.plan.replicated_heads[path]} < TP {self.tp}, each rank uses one)"
+            heads = self.plan.replicated_heads[path].heads
+            return f"replicated (kv heads {heads} < TP {self.tp}, each rank uses one)"
         return LOWERED.get(kind, name)
 
     def _parameter(self, path: str, name: str) -> ParameterReport:
