@@ -20,19 +20,22 @@ def init_empty_weights() -> Iterator[None]:
 
     Each parameter is moved as it is registered, before its initialisation runs, so that nothing of its
     size is ever touched. Buffers (rotary frequencies and the like) are computed as the class does it,
-    so that nothing has to be rebuilt afterwards.
+    so that nothing has to be rebuilt afterwards. A parameter registered at two places stays one.
     """
     import torch
+    from torch.utils.weak import WeakIdKeyDictionary
 
     register = torch.nn.Module.register_parameter
+    moved: Any = WeakIdKeyDictionary()  # what a class holds on to, it may register again
 
     def register_on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
         register(module, name, param)
         held = module._parameters[name]
         if held is not None and held.device.type != "meta":
-            empty = torch.nn.Parameter(held.detach().to("meta"), requires_grad=held.requires_grad)
-            empty.__dict__.update(held.__dict__)
-            module._parameters[name] = empty
+            if held not in moved:
+                moved[held] = torch.nn.Parameter(held.detach().to("meta"), requires_grad=held.requires_grad)
+                moved[held].__dict__.update(held.__dict__)
+            module._parameters[name] = moved[held]
 
     torch.nn.Module.register_parameter = register_on_meta
     try:

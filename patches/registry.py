@@ -87,12 +87,26 @@ def apply(name: str, **options: object) -> bool:
     patch = _get(name)
     if name in _undos:
         return True
-    _check_versions(patch)
-    if patch.unneeded():
+    if check(patch) is not None:
         return False
-    _check_targets(patch)
     _undos[name] = patch.change(**options)
     return True
+
+
+def check(patch: Patch) -> str | None:
+    """Whether a patch fits what is installed.
+
+    Returns:
+        Why this installation can do without it; None when it needs it.
+
+    Raises:
+        ConfigError: a package version outside the patch's range, a target that moved or whose parameters changed.
+    """
+    _check_versions(patch)
+    reason = patch.unneeded()
+    if reason is None:
+        _check_targets(patch)
+    return reason
 
 
 def undo(name: str) -> None:

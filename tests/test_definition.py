@@ -36,6 +36,8 @@ class Block(torch.nn.Module):
         marked = torch.nn.Parameter(torch.ones(2))
         marked.mark = "kept"
         self.marked = marked
+        shared = torch.nn.Parameter(torch.ones(2))
+        self.shared, self.linear.shared = shared, shared
         self.register_parameter("absent", None)
         self.register_buffer("table", torch.arange(3.0))
 
@@ -52,6 +54,7 @@ def test_parameters_are_on_meta_and_buffers_real(block):
         "linear.bias",
         "frozen",
         "marked",
+        "shared",
     }
     assert all(param.is_meta and isinstance(param, torch.nn.Parameter) for param in block.parameters())
     assert block.table.tolist() == [0.0, 1.0, 2.0]
@@ -65,6 +68,7 @@ def test_shapes_and_dtypes_are_kept(block):
 
 def test_ties_are_kept(block):
     assert block.tied.weight is block.linear.weight
+    assert block.shared is block.linear.shared
 
 
 def test_requires_grad_attributes_and_absent_parameters_are_kept(block):

@@ -180,7 +180,7 @@ def is_used(model: nn.Module) -> bool:
     """
     from transformers.modeling_utils import AttentionInterface
 
-    from megasched.lowering.meta_call import meta_copy, run_on_meta, token_inputs
+    from megasched.lowering.meta_call import call_hooks, meta_copy, run_on_meta, token_inputs
 
     calls = 0
 
@@ -193,7 +193,8 @@ def is_used(model: nn.Module) -> bool:
     probe.config._attn_implementation = NAME
     AttentionInterface.register(NAME, counted)
     try:
-        run_on_meta(probe, token_inputs(2, 5))
+        with call_hooks(probe):
+            run_on_meta(probe, token_inputs(2, 5))
     finally:
         AttentionInterface.register(NAME, attention_forward)
     return calls > 0

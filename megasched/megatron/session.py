@@ -7,6 +7,7 @@ every rank at once.
 from __future__ import annotations
 
 import copy
+import sys
 from argparse import Namespace
 from collections.abc import Container
 from dataclasses import dataclass, replace
@@ -199,6 +200,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
             args.num_layers_per_virtual_pipeline_stage = None
             args.num_virtual_stages_per_pipeline_rank = None
     _settle_accumulation(args)
+    _settle_evaluation(args)
     set_session(session)
 
 
@@ -210,6 +212,15 @@ def _settle_accumulation(args: Namespace) -> None:
         args.gradient_accumulation_fusion = False
         if args.rank == 0:
             print("megasched: gradient accumulation fusion is off: NVIDIA apex's kernel for it is not installed")
+
+
+def _settle_evaluation(args: Namespace) -> None:
+    """Megatron promises no evaluation during training without ``--eval-interval``, and then divides by it
+    (``training/training.py:4481``); an interval longer than any run keeps the promise."""
+    if args.eval_interval is None:
+        args.eval_interval = sys.maxsize
+        if args.rank == 0:
+            print("megasched: no --eval-interval, so nothing is evaluated during training")
 
 
 _current: list[Session] = []

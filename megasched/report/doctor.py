@@ -132,12 +132,9 @@ def _patch(patch: registry.Patch) -> PatchReport:
     applied = "rehearsal" if patch.name == REHEARSAL_PATCH else "always"
     reason = ""
     try:
-        registry._check_versions(patch)
-        reason = patch.unneeded() or ""
+        reason = registry.check(patch) or ""
         if reason:
             applied = "never"
-        else:
-            registry._check_targets(patch)
     except (ConfigError, OSError) as error:  # OSError: a library that torch is linked with is not there
         applied, reason = "refused", str(error)
     active = patch.name in registry.active()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig
 
 from megasched.definition import build_definition
 from megasched.errors import ScheduleError
@@ -116,6 +117,13 @@ def test_a_model_that_cant_run_names_the_module():
     with pytest.raises(ScheduleError, match="the forward fails in a trial call") as raised:
         find_structure(model)
     assert raised.value.problems[0].module == "layers.1.linear"
+
+
+def test_experts_in_a_grouped_product_run_on_meta():
+    sizes = {"num_local_experts": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
+    config = AutoConfig.for_model("mixtral", **{**tiny.FAMILIES["llama"], **sizes})
+    structure = find_structure(build_definition(config))
+    assert (structure.layers, structure.count) == ("model.layers", 4)
 
 
 def test_slots_read_and_put():

@@ -21,6 +21,7 @@ def arguments(folder, schedule="auto", **changes):
         "seed": 1234,
         "rank": 0,
         "gradient_accumulation_fusion": True,
+        "eval_interval": 10,
         "seq_length": 16,
         "micro_batch_size": 1,
         "make_vocab_size_divisible_by": 4,
@@ -64,6 +65,13 @@ def test_a_fusion_without_its_kernel_is_off_and_said_so(llama, capsys):
     begin_session(args, {})
     assert args.gradient_accumulation_fusion is False
     assert "gradient accumulation fusion is off" in capsys.readouterr().out
+
+
+def test_without_an_interval_nothing_is_evaluated_as_megatron_says(llama, capsys):
+    args = arguments(llama, eval_interval=None)
+    begin_session(args, {})
+    assert 1_000_000_000 // args.eval_interval + 1 == 1  # what Megatron counts its evaluations by
+    assert "nothing is evaluated during training" in capsys.readouterr().out
 
 
 def test_flags_for_uneven_stages_are_left_to_megatron(llama):
