@@ -95,6 +95,8 @@ def result_table(summary: Summary, *, total_seconds: float, checkpoints: Path, c
     from rich.table import Table
 
     table = Table(title="quickstart", show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(overflow="fold")  # a path that is cut short is of no use
     averaged = min(LAST_STEPS, summary.steps)
     table.add_row("training loss, first step", f"{summary.first_loss:.3f} nats per byte")
     table.add_row(f"training loss, mean of last {averaged} steps", f"{summary.last_loss:.3f} nats per byte")

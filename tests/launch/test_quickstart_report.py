@@ -57,6 +57,20 @@ def test_the_table_says_losses_speed_and_places(tmp_path):
     assert str(tmp_path / "l.png") in text
 
 
+def test_a_narrow_table_says_whole_paths(tmp_path):
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=60)
+    table = result_table(
+        summarize(log_of([6.0]), tokens_per_step=1), total_seconds=1, checkpoints=tmp_path, curve=tmp_path
+    )
+    console.print(table)
+    said = "".join(
+        line.split("\u2502")[2].strip() for line in console.file.getvalue().splitlines() if "\u2502" in line
+    )
+    assert said.count(str(tmp_path)) == 2
+
+
 def test_the_curve_is_a_png(tmp_path):
     save_loss_curve(log_of([6.0, 5.0, 4.0]), tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
