@@ -30,6 +30,41 @@ ROLES: Mapping[str, Cut | None] = {
 
 
 @dataclass(frozen=True)
+class Block:
+    """A decoder layer that computes what Megatron's ``TransformerLayer`` does: pre-norm, attention with rotary
+    positions, gated MLP. Paths are relative to the layer.
+
+    Attributes:
+        input_norm, mlp_norm: RMS norms before attention and before the MLP.
+        q, k, v, out: attention's projections; biases on all of q, k and v or on none.
+        gate, up, down: the MLP's; SiLU of the gate.
+        q_norm, k_norm: RMS norms of each head of q and k; empty for none.
+        rotary: path in the model of the module whose ``inv_freq`` the angles are made of.
+        heads, groups, head_dim: attention heads, heads of k and v, and their size.
+        eps: of all norms.
+        attention_dropout: probability.
+    """
+
+    heads: int
+    groups: int
+    head_dim: int
+    eps: float
+    attention_dropout: float = 0.0
+    input_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    out: str = "self_attn.o_proj"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    q_norm: str = ""
+    k_norm: str = ""
+    rotary: str = "model.rotary_emb"
+
+
+@dataclass(frozen=True)
 class Roles:
     """What is known of one definition beyond what its modules show.
 
@@ -39,12 +74,14 @@ class Roles:
         components: module path -> sizes of the projections packed into its output, e.g. ``(q, k, v)``.
         local_attributes: module path -> attributes that count heads or features of one rank; divided by TP.
             ``config.num_attention_heads`` names a field of the module's config, which is copied first.
+        block: how Megatron's ``TransformerLayer`` can stand for a decoder layer, or else why it can't.
     """
 
     role: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[str, int] = field(default_factory=dict)
     components: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     local_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    block: Block | str = "nothing is known of its decoder layers"
 
     def __post_init__(self) -> None:
         for path, role in self.role.items():

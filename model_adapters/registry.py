@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -101,7 +101,9 @@ def roles_of(model: nn.Module) -> Roles:
     Raises:
         ConfigError: there is neither.
     """
+    from megasched.model_adapters.blocks import block_of
     from megasched.model_adapters.generic import read_plan
 
     adapter = find_adapter(getattr(model.config, "model_type", ""))
-    return adapter.bind(model) if adapter is not None else read_plan(model)
+    roles = adapter.bind(model) if adapter is not None else read_plan(model)
+    return replace(roles, block=block_of(model))

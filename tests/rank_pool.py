@@ -120,7 +120,7 @@ class Rank:
     def end(self) -> int:
         """Kills it if it still lives; its exit code."""
         if self.exit_code is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)  # with the processes that Megatron starts to write checkpoints
             self.exit_code = self.template.reap(self.pid)
             self.connection.close()
         return self.exit_code

@@ -151,6 +151,7 @@ def serve(connection: Connection, rank: int, port: int) -> None:
 def become_rank(descriptor: int, rank: int, port: int, log: str, stacks: str) -> None:
     """In the fork: own output file, stacks on SIGUSR1, and no life after the template's."""
     die_with_parent()
+    os.setpgid(0, 0)  # what it starts is ended with it
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

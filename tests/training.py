@@ -156,10 +156,13 @@ def _record_logits(report: RankReport) -> Callable[[], None]:
 def _shards(chunks: list[Any], take: Callable[[Any], torch.Tensor]) -> dict[str, tuple[torch.Tensor, Any]]:
     """Placement's name -> (this rank's shard, placement); the second copy of a tie is left out."""
     return {
-        placement.name: (take(parameter), placement)
+        placement.name: (piece, placement)
         for chunk in chunks
-        for parameter, placement in chunk.local_placements().values()
+        for parameter, assembly in chunk.local_parameters().values()
         if not getattr(parameter, "shared", False)
+        for placement, piece in zip(
+            assembly.parts, assembly.split(take(parameter), chunk.pg_collection.tp.size()), strict=True
+        )
     }
 
 

@@ -92,7 +92,7 @@ def attention_forward(
             return _spelled_out(
                 query, key, value, attention_mask, causal, dropout, scaling, softcap, s_aux, position_bias
             )
-        return _fused(query, key, value, attention_mask, causal, dropout, scaling)
+        return fused_attention(query, key, value, attention_mask, causal, dropout, scaling)
 
     sharded = settings is not None and settings.sharded
     # TE forks by itself, through the tracker it is given.
@@ -104,7 +104,7 @@ def attention_forward(
     return output.transpose(1, 2), None
 
 
-def _fused(
+def fused_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -113,6 +113,7 @@ def _fused(
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
+    """torch's kernel on [b, heads, s, d] tensors, k and v with fewer heads where they are grouped."""
     grouped = key.shape[1] != query.shape[1]
     if grouped and (mask is not None or key.shape[-1] != value.shape[-1]):
         # torch's kernels take grouped heads only without a mask; with one they fall back to plain math.

@@ -99,7 +99,7 @@ def _lower_here(schedule: Schedule, model: nn.Module, plan: Plan) -> None:
     grouped = parallel_state.model_parallel_is_initialized()
     context = Context(
         # Megatron's layers need its groups; without any there is nothing to share a layer with.
-        plan=plan if grouped else replace(plan, cuts={}),
+        plan=plan if grouped else replace(plan, cuts={}, joint=[]),
         group=parallel_state.get_tensor_model_parallel_group() if grouped else _Alone(),
         config=ModelParallelConfig(params_dtype=first.dtype, tensor_model_parallel_size=plan.layout.tp),
         source=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from megasched.assembly import Assembly
 from megasched.definition import init_empty_weights
 from megasched.lowering.plan import Plan
 from megasched.placement import Placement
@@ -32,6 +34,7 @@ class Context:
         device: where parameters are made.
         megatron_finalizes: Megatron's ``finalize_model_grads`` will run, which sums the gradients of parameters
             marked ``sequence_parallel`` over TP; otherwise a hook on the parameter does.
+        assemblies: name in the lowered model -> HF tensors, for parameters of blocks.
         made: canonical name -> parameter on this rank, so that ties stay ties.
     """
 
@@ -41,6 +44,7 @@ class Context:
     source: WeightSource | None
     device: torch.device
     megatron_finalizes: bool
+    assemblies: dict[str, Assembly] = field(default_factory=dict)
     made: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @property
@@ -70,16 +74,29 @@ class Context:
         structure = self.plan.structure
         return self.plan.layout.sp and structure is not None and structure.index_of(path) is not None
 
+    def adopt_assembled(self, parameter: nn.Parameter, assembly: Assembly, held: Sequence[nn.Parameter]) -> None:
+        """The same as ``adopt`` for a parameter that is made of several HF tensors."""
+        parameter.requires_grad_(held[0].requires_grad)
+        pieces = [self._local(part, tensor) for part, tensor in zip(assembly.parts, held, strict=True)]
+        if all(piece is not None for piece in pieces):
+            with torch.no_grad():
+                parameter.copy_(assembly.join(pieces, self.size))
+        reduce_partial_gradient(parameter, assembly.parts[0], self)
+
+    def _local(self, placement: Placement, held: torch.Tensor | None) -> torch.Tensor | None:
+        """What this rank holds of an HF tensor; None while there is nothing to take values from."""
+        if self.source is not None:
+            return self.source.local(placement, self.rank, self.size)
+        if held is not None and held.device.type != "meta":
+            return placement.shard(held, self.rank, self.size)
+        return None  # deferred by init_empty_weights
+
     def fill(self, parameter: nn.Parameter, placement: Placement, held: torch.Tensor | None) -> None:
         """Gives a parameter of this rank its values, from the source or from the tensor the model held."""
-        if self.source is not None:
-            local = self.source.local(placement, self.rank, self.size)
-        elif held is not None and held.device.type != "meta":
-            local = placement.shard(held, self.rank, self.size)
-        else:
-            return  # deferred by init_empty_weights: nothing to take values from yet
-        with torch.no_grad():
-            parameter.copy_(local)
+        local = self._local(placement, held)
+        if local is not None:
+            with torch.no_grad():
+                parameter.copy_(local)
 
     def settle(self, owner: nn.Module, name: str, placement: Placement, held: nn.Parameter) -> None:
         """Adopts a parameter that a layer just made, or puts in its place the one that it is tied to."""

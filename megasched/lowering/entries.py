@@ -1,7 +1,9 @@
-"""Where an activation is taken over to TP once for several column linears, found from one labelled run."""
+"""Column linears that read the same activation, and where it is taken over to TP once for all of them; found
+from one labelled run."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,6 +54,17 @@ def find_entries(
         if taken == slot:
             found[path] = (slot, (*columns, column))
     return found
+
+
+def columns_that_share(calls: Iterable[ColumnCall]) -> list[tuple[str, ...]]:
+    """Paths of columns in one module that read the very same tensor, in the order of their calls."""
+    calls = list(calls)
+    counts = Counter(call.path for call in calls)
+    found: dict[tuple[int, str], list[str]] = defaultdict(list)
+    for call in calls:
+        if counts[call.path] == 1:
+            found[id(call.source), call.path.rpartition(".")[0]].append(call.path)
+    return [tuple(paths) for paths in found.values() if len(paths) > 1]
 
 
 def _entry(

@@ -20,13 +20,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from megasched.lowering.context import Context
+from megasched.lowering.joint import JointColumns, sequence_first
 from megasched.lowering.placing import output_axis
 from megasched.placement import Placement
-
-
-def _sequence_first(x: torch.Tensor) -> torch.Tensor:
-    """[b, s, h] <-> [s, b, h]; flattened tokens [b*s, h] stay as they are."""
-    return x.transpose(0, 1) if x.dim() == 3 else x
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -34,16 +30,22 @@ class ColumnLinear(ColumnParallelLinear):
 
     Attributes:
         real_features: output features without padding; what is gathered is cut to them.
+        joint: the columns that are computed by one matrix product with this one, if there are any.
     """
 
     real_features: int | None = None
+    joint: JointColumns | None = None
     # Megatron's has an empty entry for Transformer Engine in its state dict; the definition's has none.
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.joint is not None:
+            output = self.joint.part(self, x)
+            if output is not None:
+                return output
         if self.sequence_parallel:
-            return _sequence_first(super().forward(_sequence_first(x).contiguous())[0])
+            return sequence_first(super().forward(sequence_first(x).contiguous())[0])
         output = super().forward(x)[0]
         if self.gather_output and self.real_features is not None:
             output = output[..., : self.real_features]
@@ -58,7 +60,7 @@ class RowLinear(RowParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.sequence_parallel:
-            return _sequence_first(super().forward(_sequence_first(x))[0])
+            return sequence_first(super().forward(sequence_first(x))[0])
         return super().forward(x)[0]
 
 

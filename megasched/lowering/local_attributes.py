@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -24,8 +24,9 @@ def check_local_attributes(roles: Roles, model: nn.Module, plan: Plan) -> list[P
     problems = []
     modules = dict(model.named_modules())
     replaced = [record.path for record in plan.records_of("replace", "replace_all")]
+    sharded = _sharded(plan)
     for path, names in roles.local_attributes.items():
-        if not _sharded(plan, path) or path not in modules:
+        if not sharded(path) or path not in modules:
             continue
         for name in names:
             owner, field = _owner(modules[path], name)
@@ -49,8 +50,9 @@ def divide_local_attributes(roles: Roles, model: nn.Module, context: Context, he
     if context.size == 1:
         return
     modules = dict(model.named_modules())
+    sharded = _sharded(context.plan)
     for path, names in roles.local_attributes.items():
-        if path not in modules or not here(path) or not _sharded(context.plan, path):
+        if path not in modules or not here(path) or not sharded(path):
             continue
         if any(name.startswith("config.") for name in names):
             modules[path].config = copy.copy(modules[path].config)
@@ -70,10 +72,22 @@ def _local(plan: Plan, path: str, whole: int) -> int | None:
     return 1 if replicated else None
 
 
-def _sharded(plan: Plan, path: str) -> bool:
-    """Whether the heads of the attention at this path are cut; an attention that was not seen to run is taken
-    to be, as its projections are."""
-    return plan.derived.attention.get(path, (0, True))[1]
+def _sharded(plan: Plan) -> Callable[[str], bool]:
+    """Whether the heads of the attention at a path are cut; an attention that was not seen to run is taken to be,
+    where a column inside it hands out a part."""
+    cutting = {
+        parent
+        for path, cut in plan.cuts.items()
+        if cut == "column" and path not in plan.derived.gather
+        for parent in _parents(path)
+    }
+    return lambda path: plan.derived.attention.get(path, (0, path in cutting))[1]
+
+
+def _parents(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def _owner(module: nn.Module, name: str) -> tuple[Any, str]:

@@ -13,6 +13,7 @@ from megasched.lowering.attention import AttentionSettings
 from megasched.lowering.attention_te import TeCore, te_attention
 from megasched.lowering.context import Context
 from megasched.lowering.embedding import lower_embedding
+from megasched.lowering.joint import JointColumns
 from megasched.lowering.linear import lower_linear
 from megasched.lowering.local_attributes import divide_local_attributes
 from megasched.lowering.record_lowerings import PLANNED, carry_out_record
@@ -23,6 +24,7 @@ from megasched.lowering.region import (
     split_sequence,
 )
 from megasched.lowering.sync import shared_regions
+from megasched.roles import Block
 from megasched.schedule import Schedule
 
 
@@ -32,8 +34,15 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
     regions = shared_regions(plan) if context.size > 1 else {}
     entered = {column for _, columns in regions.values() for column in columns}
     places = module_places(model)
+    for path in sorted(plan.blocks):
+        if here(path):
+            _lower_block(path, schedule, model, context)
+
+    def alone(path: str) -> bool:
+        return here(path) and not plan.in_block(path)
+
     for path, module in list(model.named_modules()):
-        if not here(path):
+        if not alone(path):
             continue
         if path in plan.cuts:
             lowered = _lower_cut(path, module, context, path in entered)
@@ -41,13 +50,19 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
                 setattr(parent, name, lowered)
         else:
             _lower_whole(path, module, context)
+    for paths in plan.joint:
+        if all(alone(path) for path in paths):
+            members = [model.get_submodule(path) for path in paths]
+            joint = JointColumns(members)
+            for member in members:
+                member.joint = joint
     for path, (slot, _) in regions.items():
-        if here(path):
+        if alone(path):
             enter_region(model.get_submodule(path), slot, context.group, context.splits_sequence(path))
-    divide_local_attributes(schedule.roles, model, context, here)
-    _settle_attention(model, context, here)
+    divide_local_attributes(schedule.roles, model, context, alone)
+    _settle_attention(model, context, alone)
     for path in plan.derived.forked:
-        if here(path):
+        if alone(path):
             draw_forked(model.get_submodule(path))
     for record in carried_annotations(plan.records, schedule.renamed, model):
         if record.primitive not in PLANNED and here(record.path):
@@ -73,6 +88,18 @@ def lower_sequence_boundaries(
         split_sequence(model.get_submodule(paths[0]), structure.slot, context.group)
     if last:
         join_sequence(model.get_submodule(paths[-1]), structure.slot, context.group)
+
+
+def _lower_block(path: str, schedule: Schedule, model: nn.Module, context: Context) -> None:
+    """Puts Megatron's layer in a decoder layer's place; its parameters are all filled then."""
+    from megasched.lowering.block import lower_block  # imports Megatron's specs, which few runs need
+
+    assert isinstance(schedule.roles.block, Block)
+    old = model.get_submodule(path)
+    new = lower_block(path, old, model, schedule.roles.block, context)
+    carry_hooks(old, new)
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, new.train(old.training))
 
 
 def _lower_cut(path: str, module: nn.Module, context: Context, entered: bool) -> nn.Module:

@@ -26,6 +26,9 @@ class Plan:
         canonical: every parameter name (ties have several) -> canonical name.
         structure: where the layers are; None for a model that is not a causal language model.
         derived: what follows from the placements.
+        blocks: decoder layers that Megatron's ``TransformerLayer`` computes; nothing inside them is lowered
+            by itself.
+        joint: columns that are computed by one matrix product; paths in the order of their calls.
     """
 
     layout: Layout
@@ -36,10 +39,20 @@ class Plan:
     canonical: dict[str, str] = field(default_factory=dict)
     structure: Structure | None = None
     derived: Derived = field(default_factory=Derived)
+    blocks: set[str] = field(default_factory=set)
+    joint: list[tuple[str, ...]] = field(default_factory=list)
 
     def placement(self, path: str, param: str) -> Placement:
         """The placement of the parameter ``param`` of the module at ``path``."""
         return self.placements[self.canonical[f"{path}.{param}" if path else param]]
+
+    def in_block(self, path: str) -> bool:
+        """Whether the module at ``path`` is inside a layer of ``blocks``."""
+        if not self.blocks or self.structure is None:
+            return False
+        index = self.structure.index_of(path)
+        layer = "" if index is None else self.structure.layer_path(index)
+        return layer != path and layer in self.blocks
 
     def records_of(self, *primitives: str) -> list[Record]:
         return [record for record in self.records if record.primitive in primitives]

@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
+from megasched.lowering.blocks import choose_blocks
+from megasched.lowering.joining import join_columns
 from megasched.lowering.local_attributes import check_local_attributes
 from megasched.lowering.meta_call import meta_copy, to_meta, token_inputs
 from megasched.lowering.pairs import take_pairs
@@ -56,6 +58,10 @@ def make_plan(
     if not problems:
         problems += _derive(model, plan, inputs, causal_lm)
         problems += _with_sources(plan, check_local_attributes(schedule.roles, model, plan))
+    if not problems:
+        trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        problems += choose_blocks(plan, schedule.roles.block, trained, by_trainer=causal_lm)
+        join_columns(plan, model)
     if problems:
         raise ScheduleError(problems)
     return plan

@@ -21,7 +21,7 @@ from torch import nn
 
 from megasched.errors import Problem
 from megasched.lowering.dims import Along, NeedsWhole, follow
-from megasched.lowering.entries import ColumnCall, find_entries
+from megasched.lowering.entries import ColumnCall, columns_that_share, find_entries
 from megasched.lowering.lookup import watch_lookups
 from megasched.lowering.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
 from megasched.lowering.structure import Structure
@@ -61,6 +61,7 @@ class Derived:
         partial: replicated parameters whose gradient is partial because they meet T activations.
         sequence: replicated parameters whose gradient is partial because they meet S activations.
         regions: module path -> argument slot values: where a TP region begins for several columns at once.
+        shared: columns in one module that read the very same tensor.
         forked: ``nn.Dropout`` modules on T activations.
         attention: attention module path -> (query heads, whether they are T).
         problems: what can't be made right.
@@ -72,6 +73,7 @@ class Derived:
     sequence: set[str] = field(default_factory=set)
     complete: set[str] = field(default_factory=set)
     regions: dict[str, tuple[int | str, tuple[str, ...]]] = field(default_factory=dict)
+    shared: list[tuple[str, ...]] = field(default_factory=list)
     forked: set[str] = field(default_factory=set)
     attention: dict[str, tuple[int, bool]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -338,6 +340,7 @@ def propagate(
         gather |= run.derived.gather
     run.derived.gather = set(gather)
     run.derived.regions = find_entries(run.column_calls, run.other_uses, cuts, structure)
+    run.derived.shared = columns_that_share(run.column_calls)
     run.derived.problems += lookups()
     for name in sorted((run.derived.partial | run.derived.sequence) & run.derived.complete):
         what = f"parameter {name} meets sharded activations in one place and whole ones in another"

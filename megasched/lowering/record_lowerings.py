@@ -45,7 +45,7 @@ def is_lowered(primitive: str) -> bool:
 
 
 # Planned as a whole before anything is lowered; nothing is left to do for the single record.
-PLANNED = frozenset({"shard", "replace", "replace_all", "cut_pipeline_stage"})
+PLANNED = frozenset({"shard", "replace", "replace_all", "cut_pipeline_stage", "level"})
 
 
 def carry_out_record(module: nn.Module, record: Record, context: Context) -> None:

@@ -52,10 +52,11 @@ def check_syncs(plan: Plan) -> list[Problem]:
 def shared_regions(plan: Plan) -> dict[str, tuple[int | str, tuple[str, ...]]]:
     """Modules whose input is taken over to TP once for all columns inside: path -> (argument, columns).
 
-    It pays for several columns; and attention needs it under sequence parallelism, since it reads the
-    sequence length off its input.
+    It pays for several columns, unless one matrix product computes them all and communicates by itself; and
+    attention needs it under sequence parallelism, since it reads the sequence length off its input.
     """
     split = plan.layout.sp
+    joint = {frozenset(paths) for paths in plan.joint}
 
     def attends(path: str) -> bool:
         return any(a == path or a.startswith(path + ".") for a in plan.derived.attention)
@@ -63,5 +64,5 @@ def shared_regions(plan: Plan) -> dict[str, tuple[int | str, tuple[str, ...]]]:
     return {
         path: (slot, columns)
         for path, (slot, columns) in plan.derived.regions.items()
-        if len(columns) > 1 or (split and attends(path))
+        if (len(columns) > 1 and frozenset(columns) not in joint) or (split and attends(path))
     }

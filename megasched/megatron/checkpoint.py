@@ -13,6 +13,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensorFactory
 
+from megasched.assembly import Assembly
 from megasched.placement import Placement
 
 
@@ -22,60 +23,94 @@ class CheckpointMismatch(SystemExit):
 
 
 def sharded_entry(
-    parameter: torch.Tensor, placement: Placement, rank: int, size: int, dp_rank: int, *, copy: bool = False
+    parameter: torch.Tensor, assembly: Assembly, rank: int, size: int, dp_rank: int, *, copy: bool = False
 ) -> ShardedTensor | ShardedTensorFactory:
-    """The checkpoint entry of what this rank holds of one HF parameter.
+    """The checkpoint entry of what this rank holds in one parameter.
 
     Args:
         parameter: the local parameter itself; Megatron's optimizers find their states by its identity.
-        placement: where it belongs; gives the key.
+        assembly: which HF tensors it is made of; gives the keys.
         rank, size: in the TP group.
         dp_rank: in the data-parallel group (with context parallel ranks).
         copy: it is the copy of a tied parameter that another stage writes.
     """
-    replica: ReplicaId = (int(copy), 0 if placement.sharded else rank, dp_rank)
-    if not placement.sharded:
-        return ShardedTensor.from_rank_offsets(placement.name, parameter, replica_id=replica)
-    if len(placement.component_sizes) == 1 and not placement.transposed:
-        return ShardedTensor.from_rank_offsets(
-            placement.name,
-            parameter,
-            (placement.axis, rank, size),
-            replica_id=replica,
-            allow_shape_mismatch=placement.padded is not None,
-        )
-    return _factory(parameter, placement, rank, size, replica)
-
-
-def _factory(
-    parameter: torch.Tensor, placement: Placement, rank: int, size: int, replica: ReplicaId
-) -> ShardedTensorFactory:
-    """Packed or transposed: the rank's piece is written as blocks of one size that lie on a regular grid."""
-    axis = placement.axis
-    assert axis is not None
-    pieces = [length // size for length in placement.component_sizes]
-    block = gcd(*pieces)
-    fragments = sum(placement.component_sizes) // block
-    offsets = [
-        start // block + i
-        for (start, stop) in placement.ranges(rank, size)
-        for i in range((stop - start) // block)
-    ]
+    parts = [_Part(placement, rank, size, (int(copy), dp_rank)) for placement in assembly.parts]
+    if len(parts) == 1 and parts[0].regular:
+        return parts[0].tensor(parts[0].placement.name, parameter)
 
     def build(key: str, local: torch.Tensor, replica_id: ReplicaId, flattened_range: Any) -> list[ShardedTensor]:
-        upright = local.t() if placement.transposed else local
+        # An optimizer's states come with a key of their own before the name: "optimizer.state.exp_avg.NAME".
+        prefix = key.removesuffix(parts[0].placement.name)
+        pieces = assembly.split(local, size)
         return [
-            ShardedTensor.from_rank_offsets(
-                key, part.contiguous(), (axis, offset, fragments), replica_id=replica_id
-            )
-            for part, offset in zip(upright.split(block, dim=axis), offsets, strict=True)
+            tensor
+            for part, piece in zip(parts, pieces, strict=True)
+            for tensor in part.blocks(prefix + part.placement.name, piece)
         ]
 
-    def merge(parts: list[torch.Tensor]) -> torch.Tensor:
-        whole = torch.cat(parts, dim=axis)
-        return whole.t().contiguous() if placement.transposed else whole
+    def merge(loaded: list[torch.Tensor]) -> torch.Tensor:
+        rest = list(loaded)
+        pieces = []
+        for part in parts:
+            pieces.append(part.whole(rest[: part.count]))
+            del rest[: part.count]
+        return assembly.join(pieces, size)
 
-    return ShardedTensorFactory(placement.name, parameter, build, merge, replica)
+    return ShardedTensorFactory(parts[0].placement.name, parameter, build, merge, parts[0].replica)
+
+
+class _Part:
+    """What a rank holds of one HF tensor, as entries of a checkpoint.
+
+    Packed and transposed pieces are written in HF's orientation, as blocks of one size on a regular grid.
+    """
+
+    def __init__(self, placement: Placement, rank: int, size: int, replica: tuple[int, int]) -> None:
+        self.placement, self.rank, self.size = placement, rank, size
+        self.replica: ReplicaId = (replica[0], 0 if placement.sharded else rank, replica[1])
+        self.regular = not placement.sharded or (len(placement.component_sizes) == 1 and not placement.transposed)
+        self.count = 1 if self.regular else len(self._offsets())
+
+    def tensor(self, key: str, local: torch.Tensor) -> ShardedTensor:
+        """The one entry of a regular piece."""
+        placement = self.placement
+        if not placement.sharded:
+            return ShardedTensor.from_rank_offsets(key, local, replica_id=self.replica)
+        return ShardedTensor.from_rank_offsets(
+            key,
+            local,
+            (placement.axis, self.rank, self.size),
+            replica_id=self.replica,
+            allow_shape_mismatch=placement.padded is not None,
+        )
+
+    def blocks(self, key: str, local: torch.Tensor) -> list[ShardedTensor]:
+        """The entries of any piece."""
+        if self.regular:
+            return [self.tensor(key, local.contiguous())]
+        axis, fragments = self.placement.axis, sum(self.placement.component_sizes) // self._block()
+        upright = local.t() if self.placement.transposed else local
+        return [
+            ShardedTensor.from_rank_offsets(
+                key, block.contiguous(), (axis, offset, fragments), replica_id=self.replica
+            )
+            for block, offset in zip(upright.split(self._block(), dim=axis), self._offsets(), strict=True)
+        ]
+
+    def whole(self, loaded: list[torch.Tensor]) -> torch.Tensor:
+        """The piece from its loaded entries."""
+        if self.regular:
+            return loaded[0]
+        upright = torch.cat(loaded, dim=self.placement.axis)
+        return upright.t().contiguous() if self.placement.transposed else upright
+
+    def _block(self) -> int:
+        return gcd(*(length // self.size for length in self.placement.component_sizes))
+
+    def _offsets(self) -> list[int]:
+        block = self._block()
+        ranges = self.placement.ranges(self.rank, self.size)
+        return [start // block + i for start, stop in ranges for i in range((stop - start) // block)]
 
 
 def refuse_mismatch(missing: list[str], unexpected: list[str], shapes: list[str]) -> None:

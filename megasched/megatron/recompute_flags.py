@@ -6,6 +6,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megasched.errors import ConfigError
+from megasched.lowering.block import MegatronLayer
 from megasched.lowering.region import recompute_module
 from megasched.lowering.structure import Structure
 from megasched.megatron.stage import Stage
@@ -32,6 +33,7 @@ def apply_recompute_flags(model: nn.Module, structure: Structure, stage: Stage, 
 
 
 def _selective(layers: list[nn.Module], modules: list[str]) -> None:
+    layers = [layer for layer in layers if not isinstance(layer, MegatronLayer)]  # Megatron's sees to it itself
     for name in modules:
         if name == "core_attn":
             _core_attention(layers)

@@ -13,6 +13,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from megatron.core.utils import make_viewless_tensor
 from torch import nn
 
+from megasched.assembly import Assembly
 from megasched.lowering.context import Context
 from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.megatron.checkpoint import refuse_mismatch, sharded_entry
@@ -22,7 +23,6 @@ from megasched.megatron.stage import Stage, StageEnd, Wire, make_stage, set_entr
 
 if TYPE_CHECKING:
     from megasched.lowering.plan import Plan
-    from megasched.placement import Placement
     from megasched.schedule import Schedule
     from megasched.weights.source import WeightSource
 
@@ -70,6 +70,7 @@ class ScheduledModel(MegatronModule):
             device=self._device,
             megatron_finalizes=True,
         )
+        self._assemblies = context.assemblies
         make_stage(self.definition, structure, self.stage, self._wire, self.config.params_dtype)
         here = self._here
         lower(schedule, self.definition, context, here)
@@ -211,12 +212,16 @@ class ScheduledModel(MegatronModule):
 
     # checkpoints ------------------------------------------------------------------------------------
 
-    def local_placements(self) -> dict[str, tuple[nn.Parameter, Placement]]:
-        """Name in the definition -> (this rank's parameter, its placement); ties by their first local name."""
+    def local_parameters(self) -> dict[str, tuple[nn.Parameter, Assembly]]:
+        """Name in the lowered definition -> (this rank's parameter, the HF tensors it is made of); ties by their
+        first local name."""
         return {
-            name: (parameter, self.plan.placements[self.plan.canonical[name]])
+            name: (parameter, self._assemblies.get(name) or self._assembly_of(name))
             for name, parameter in self.definition.named_parameters()
         }
+
+    def _assembly_of(self, name: str) -> Assembly:
+        return Assembly((self.plan.placements[self.plan.canonical[name]],))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -226,10 +231,10 @@ class ScheduledModel(MegatronModule):
         group, dp_rank = self.pg_collection.tp, metadata["dp_cp_group"].rank()
         entries: dict[str, Any] = {}
         shared = self.share_embeddings_and_output_weights and not self.stage.first
-        for name, (parameter, placement) in self.local_placements().items():
+        for name, (parameter, assembly) in self.local_parameters().items():
             copy = shared and parameter is self.shared_embedding_or_output_weight()
             entries[prefix + _PREFIX + name] = sharded_entry(
-                parameter, placement, group.rank(), group.size(), dp_rank, copy=copy
+                parameter, assembly, group.rank(), group.size(), dp_rank, copy=copy
             )
         return entries
 
@@ -239,7 +244,7 @@ class ScheduledModel(MegatronModule):
         Raises:
             CheckpointMismatch: ends the process, whatever ``strict`` says.
         """
-        own = {_PREFIX + name: pair for name, pair in self.local_placements().items()}
+        own = {_PREFIX + name: pair for name, pair in self.local_parameters().items()}
         given = {key: value for key, value in state_dict.items() if not key.endswith("_extra_state")}
         shapes = [
             f"{own[key][1].name}: {list(value.shape)} in the checkpoint, {list(own[key][0].shape)} here"

@@ -5,6 +5,7 @@ from megasched.primitives.checkpoint import Checkpoint
 from megasched.primitives.cut_pipeline_stage import CutPipelineStage
 from megasched.primitives.fork_rng import ForkRng
 from megasched.primitives.hook import Hook
+from megasched.primitives.level import Level
 from megasched.primitives.replace import Replace
 from megasched.primitives.replace_all import ReplaceAll
 from megasched.primitives.shard import Shard
@@ -16,6 +17,7 @@ __all__ = [
     "CutPipelineStage",
     "ForkRng",
     "Hook",
+    "Level",
     "Replace",
     "ReplaceAll",
     "Shard",

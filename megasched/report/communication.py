@@ -30,11 +30,15 @@ def transfers(plan: Plan) -> dict[str, list[Transfer]]:
     """Module path -> what it sends; empty at TP 1.
 
     Linears that read the same activation inside one module share what they would send for it: the transfer
-    then stands at that module (see ``lowering/region.py``).
+    then stands at that module (see ``lowering/region.py`` and ``lowering/joint.py``).
     """
     if plan.layout.tp == 1:
         return {}
     regions = {path: columns for path, (_, columns) in shared_regions(plan).items()}
+    together = {column for columns in regions.values() for column in columns}
+    for columns in plan.joint:  # one product communicates once
+        if columns[0] not in together:
+            regions[columns[0].rpartition(".")[0]] = columns
     entered = {column for columns in regions.values() for column in columns}
     found = {path: _of_cut(derived_syncs(plan, path), path in entered) for path in plan.cuts}
     for path, columns in regions.items():

@@ -129,6 +129,7 @@ class _View:
                 if record.primitive in ("replace", "replace_all"):
                     self.replaced.add(path)
         self.tied = self._tied()
+        self.joint = {path: paths for paths in self.plan.joint for path in paths}
 
     def _paths(self, record: Record) -> list[str]:
         if record.primitive != "replace_all":
@@ -189,6 +190,9 @@ class _View:
             for name in _own_parameters(module)
         ):
             notes.append("tied across stages: gradient summed over the embedding group")
+        others = [other.rpartition(".")[2] for other in self.joint.get(path, ()) if other != path]
+        if others:
+            notes.append(f"by one matrix product with {', '.join(others)}")
         if self.tp > 1:
             notes += self._tp_notes(path, module, kind)
         return notes

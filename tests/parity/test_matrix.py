@@ -49,7 +49,7 @@ def runs(ranks, tmp_path_factory):
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_one_rank_equals_hf(runs, family):
     folder, reports = runs(family)
-    _assert_first_step_equals_hf(folder, reports, tp=1)
+    assert_first_step_equals_hf(folder, reports, tp=1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -61,7 +61,7 @@ def test_layout_equals_hf(ranks, runs, family, layout):
     torch.testing.assert_close(losses(reports), losses(baseline), rtol=2e-6, atol=0)
     for report in reports:
         torch.testing.assert_close(report.grad_norms, baseline[0].grad_norms, rtol=1e-5, atol=0)
-    _assert_first_step_equals_hf(folder, reports, tp=tp)
+    assert_first_step_equals_hf(folder, reports, tp=tp)
 
 
 @pytest.mark.parametrize("layout", ["tp2-sp-pp2-vpp2", "dp2-tp2"])
@@ -70,7 +70,7 @@ def test_other_families_at_two_layouts(ranks, runs, family, layout):
     test_layout_equals_hf(ranks, runs, family, layout)
 
 
-def _assert_first_step_equals_hf(folder, reports, tp):
+def assert_first_step_equals_hf(folder, reports, tp):
     batches = batches_of(reports)
     expected = hf_step(folder, batches)
     assert losses(reports)[0] == pytest.approx(expected.loss, rel=1e-5)

@@ -87,12 +87,14 @@ def _load_mismatched() -> str:
     """A chunk's own load, one name missing and one too many."""
     from types import SimpleNamespace
 
+    from megasched.assembly import Assembly
     from megasched.megatron.checkpoint import CheckpointMismatch
     from megasched.megatron.scheduled_model import ScheduledModel
     from megasched.placement import Placement
 
     parameter = torch.nn.Parameter(torch.zeros(2))
-    chunk = SimpleNamespace(local_placements=lambda: {"a.weight": (parameter, Placement("a.weight", (2,)))})
+    held = {"a.weight": (parameter, Assembly((Placement("a.weight", (2,)),)))}
+    chunk = SimpleNamespace(local_parameters=lambda: held)
     assert not issubclass(CheckpointMismatch, Exception)
     with pytest.raises(CheckpointMismatch) as stop:
         ScheduledModel.load_state_dict(chunk, {"definition.b.weight": torch.ones(2)}, strict=False)

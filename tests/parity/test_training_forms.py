@@ -177,3 +177,35 @@ def test_overlapped_communication_gives_the_same(ranks, tmp_path):
     reports = ranks.run(4, train, folder, ["--tensor-model-parallel-size", "2", *flags], iterations=3)
     torch.testing.assert_close(losses(reports), losses(expected), rtol=2e-6, atol=0)
     torch.testing.assert_close(reports[0].grad_norms, expected[0].grad_norms, rtol=1e-5, atol=0)
+
+
+def _products(folder, flags):
+    """Products of joint columns in a run, and those that each column did on its own."""
+    from tests.lowering.test_joint import Counted
+
+    with Counted() as counted:
+        report = train(folder, flags, iterations=2)
+    return report, counted.done, counted.left
+
+
+DISTRIBUTED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "shared"),
+    [
+        ("llama", [], True),
+        ("llama", DISTRIBUTED, True),
+        ("llama", ["--bf16", *DISTRIBUTED], True),
+        # The distributed optimizer's buffers hold each bias between two weights.
+        ("opt", DISTRIBUTED, False),
+    ],
+)
+def test_columns_stay_joined_in_megatrons_buffers(ranks, tmp_path, family, flags, shared):
+    folder = tiny.save(family, tmp_path)
+    found = ranks.run(4, _products, folder, ["--tensor-model-parallel-size", "2", *flags])
+    for _, done, left in found:
+        assert (done > 0, left == 0) == (shared, shared)
+    if "--bf16" not in flags:
+        plain = ranks.run(2, train, folder, ["--tensor-model-parallel-size", "2"], iterations=2)
+        torch.testing.assert_close(losses([report for report, _, _ in found]), losses(plain), rtol=2e-6, atol=0)

@@ -183,11 +183,18 @@ def test_tp_that_cuts_through_heads(heads, kv_heads, tp, what, count):
     assert all(p.remedy.startswith("a tensor parallel size that divides") for p in problems)
 
 
-def test_packed_heads_fewer_than_ranks():
-    model = tiny_model("phi3")  # 2 heads of k and v, packed with q
-    roles = Layout(tensor_model_parallel_size=4)
-    problems = refused(model, lambda sch: sch.role("qkv.packed").shard("weight", axis=0), roles, inputs=IDS)
-    assert {p.what for p in problems} == {"TP 4 does not divide 2 heads of qkv.packed"}
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "what"),
+    [
+        (6, 3, 2, "TP 2 does not divide 3 heads of qkv.packed"),
+        (6, 2, 4, "TP 4 does not divide 6 query heads"),  # k and v would be replicated
+    ],
+)
+def test_tp_that_cuts_through_packed_heads(heads, kv_heads, tp, what):
+    model = tiny_model("phi3", hidden_size=48, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    layout = Layout(tensor_model_parallel_size=tp)
+    problems = refused(model, lambda sch: sch.role("qkv.packed").shard("weight", axis=0), layout, inputs=IDS)
+    assert {p.what for p in problems} == {what}
 
 
 def test_attributes_that_count_and_are_not_there_or_do_not_divide():

@@ -1,0 +1,76 @@
+"""How one parameter of a block is put together from HF tensors: the rest of the truth that ``placement`` begins.
+
+A placement says what a rank holds of each HF tensor; an assembly, how these pieces make the parameter of a
+module that has another layout than HF's (Megatron's ``linear_qkv`` and ``linear_fc1``). It can be taken apart
+again, so that checkpoints and weights keep HF's names and shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megasched.placement import Placement
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """One parameter of a rank, made of its pieces of HF tensors that lie one after the other along axis 0.
+
+    Attributes:
+        parts: placements of the HF tensors, in their order.
+        groups: in how many groups each part is cut, which then take turns: Megatron keeps, for each head of
+            k and v, the heads of q that use it, then k, then v (megatron/core/transformer/attention.py).
+            Counted over all TP ranks; 1: whole parts follow each other.
+    """
+
+    parts: tuple[Placement, ...]
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        for part in self.parts if self.groups > 1 else ():
+            if part.shape[0] % self.groups:
+                raise ValueError(f"{part.name}: {list(part.shape)} is not made of {self.groups} groups")
+
+    @property
+    def name(self) -> str:
+        """Of the HF tensors, for messages."""
+        return " + ".join(part.name for part in self.parts)
+
+    def local_shape(self, size: int) -> tuple[int, ...]:
+        """Shape of what each of ``size`` TP ranks holds; ValueError when a part does not divide."""
+        shapes = [part.local_shape(size) for part in self.parts]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def join(self, pieces: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+        """The parameter of a rank from its pieces of the parts, as their placements cut them."""
+        import torch
+
+        if len(pieces) == 1:
+            return pieces[0]
+        if self.groups == 1:
+            return torch.cat(list(pieces))
+        groups = self._local_groups(size)
+        rows = [piece.unflatten(0, (groups, -1)) for piece in pieces]
+        return torch.cat(rows, dim=1).flatten(0, 1)
+
+    def split(self, local: torch.Tensor, size: int) -> list[torch.Tensor]:
+        """The pieces of the parts from the parameter of a rank, or anything laid out like it; the inverse of
+        ``join`` (views where that is possible)."""
+        if len(self.parts) == 1:
+            return [local]
+        lengths = [part.local_shape(size)[0] for part in self.parts]
+        if self.groups == 1:
+            return list(local.split(lengths))
+        groups = self._local_groups(size)
+        rows = local.unflatten(0, (groups, -1)).split([length // groups for length in lengths], dim=1)
+        return [piece.flatten(0, 1) for piece in rows]
+
+    def _local_groups(self, size: int) -> int:
+        if self.groups % size:
+            raise ValueError(f"{self.name}: {self.groups} groups do not divide by TP {size}")
+        return self.groups // size

@@ -1,0 +1,166 @@
+"""A decoder layer computed by Megatron's own ``TransformerLayer``, filled with the definition's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_submodules,
+    get_gpt_layer_with_transformer_engine_submodules,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import nn
+from torch.nn import functional as F
+
+from megasched.lowering.attention import fused_attention
+from megasched.lowering.attention_te import te_attention
+from megasched.lowering.blocks import assemblies
+from megasched.lowering.context import Context
+from megasched.lowering.rng import fork_rng
+from megasched.lowering.structure import Slot
+from megasched.roles import Block
+
+Angles = Callable[[int, torch.device], torch.Tensor]
+
+
+class MegatronLayer(nn.Module):
+    """Takes a decoder layer's place: its call and what it returns are the definition's.
+
+    Args:
+        layer: Megatron's, which takes and returns [s (/ tp under SP), b, h].
+        slot: where the hidden state stands in the definition's call.
+        angles: (sequence length, device) -> rotary angles [s, 1, 1, head_dim], float32.
+        parts: in how many parts the hidden state is split along the sequence.
+    """
+
+    def __init__(self, layer: TransformerLayer, slot: Slot, angles: Angles, parts: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.slot, self.angles, self.parts = slot, angles, parts
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The hidden state [b, s (/ tp), h] among the arguments goes through the layer; the others (masks,
+        positions) say nothing that Megatron's causal layer does not know."""
+        hidden = self.slot.get(args, kwargs).transpose(0, 1).contiguous()
+        angles = self.angles(hidden.shape[0] * self.parts, hidden.device)
+        output, _ = self.layer(hidden, attention_mask=None, rotary_pos_emb=angles)
+        return self.slot.wrap(output.transpose(0, 1))
+
+
+def lower_block(path: str, old: nn.Module, model: nn.Module, block: Block, context: Context) -> MegatronLayer:
+    """Megatron's layer in the place of the definition's layer at ``path``, its values filled in.
+
+    Raises:
+        RuntimeError: Megatron's layer has a parameter that no HF tensor is known for, or the other way round.
+    """
+    plan, structure = context.plan, context.plan.structure
+    assert structure is not None
+    config = _config(context, block, biased=getattr(old.get_submodule(block.q), "bias", None) is not None)
+    index = structure.index_of(path)
+    assert index is not None
+    layer = TransformerLayer(
+        config,
+        _submodules(config, context.device),
+        layer_number=index + 1,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        add_layer_offset=False,
+    )
+    known = assemblies(plan, path, block)
+    left = set(plan_names(known))
+    for name, parameter in layer.named_parameters():
+        if name not in known:
+            raise RuntimeError(f"{path}: nothing is known of {name} in Megatron's layer")
+        assembly = known[name]
+        left -= {part.name for part in assembly.parts}
+        context.assemblies[f"{path}.layer.{name}"] = assembly
+        held = [model.get_parameter(part.name) for part in assembly.parts]
+        context.adopt_assembled(parameter, assembly, held)
+    if left:
+        raise RuntimeError(f"{path}: Megatron's layer has no parameter for {', '.join(sorted(left))}")
+    parts = context.size if config.sequence_parallel else 1
+    return MegatronLayer(layer, structure.slot, rotary_angles(model.get_submodule(block.rotary)), parts)
+
+
+def plan_names(known: dict[str, Any]) -> list[str]:
+    return [part.name for assembly in known.values() for part in assembly.parts]
+
+
+def rotary_angles(rotary: nn.Module) -> Angles:
+    """Angles of every position, from the definition's own frequencies; computed once for a length."""
+    frequencies: torch.Tensor = rotary.get_buffer("inv_freq")
+
+    @lru_cache(maxsize=2)
+    def angles(length: int, device: torch.device) -> torch.Tensor:
+        positions = torch.arange(length, device=device, dtype=torch.float32)
+        half = torch.outer(positions, frequencies.to(device, torch.float32))
+        return torch.cat((half, half), dim=-1)[:, None, None, :]
+
+    return angles
+
+
+def _config(context: Context, block: Block, biased: bool) -> TransformerConfig:
+    """The trainer's config with what the definition says of this layer."""
+    # Without what a run on a GPU alone can do, the flags of the trainer count (fusions, recompute, precision).
+    config = context.config_with(
+        num_attention_heads=block.heads,
+        num_query_groups=block.groups,
+        kv_channels=block.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=block.eps,
+        qk_layernorm=bool(block.q_norm),
+        add_bias_linear=False,
+        add_qkv_bias=biased,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=block.attention_dropout,
+        init_method=nn.init.zeros_,
+        output_layer_init_method=nn.init.zeros_,
+    )
+    assert isinstance(config, TransformerConfig)
+    return config
+
+
+def _submodules(config: TransformerConfig, device: torch.device) -> TransformerLayerSubmodules:
+    """Transformer Engine's modules where it is there, else Megatron's own with torch's norm and attention."""
+    if device.type == "cuda" and te_attention() is not None:
+        return get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=config.qk_layernorm)
+    submodules = get_gpt_layer_local_submodules(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+
+    def norm(config: TransformerConfig, hidden_size: int, eps: float) -> nn.Module:
+        return nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = norm
+    inner = submodules.self_attention.submodules
+    inner.core_attention = CoreAttention
+    if config.qk_layernorm:
+        inner.q_layernorm = inner.k_layernorm = norm
+    return submodules
+
+
+class CoreAttention(nn.Module):
+    """Causal attention by torch's fused kernel, where Megatron's layer has its core attention.
+
+    Megatron's own without Transformer Engine keeps a [b, heads, s, s] tensor.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.dropout, self.scale = config.attention_dropout, softmax_scale
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """[s, b, heads, d] each, k and v with fewer heads -> [s, b, heads * d]."""
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        if self.training and self.dropout:
+            with fork_rng():  # each TP rank has heads of its own
+                output = fused_attention(q, k, v, None, True, self.dropout, self.scale)
+        else:
+            output = fused_attention(q, k, v, None, True, 0.0, self.scale)
+        return output.permute(2, 0, 1, 3).flatten(2)

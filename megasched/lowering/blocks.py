@@ -1,0 +1,132 @@
+"""Which decoder layers Megatron's own ``TransformerLayer`` computes, and what its parameters are made of."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from megasched.assembly import Assembly
+from megasched.errors import Problem
+from megasched.lowering.joining import level_at, levels_asked
+from megasched.lowering.plan import Plan
+from megasched.records import Record
+from megasched.roles import Block, Cut
+
+# Calls on the layer itself are carried out on what takes its place; nothing inside it is left to call.
+_INSIDE = ("shard", "level")
+
+
+def choose_blocks(plan: Plan, block: Block | str, trained: Mapping[str, bool], by_trainer: bool) -> list[Problem]:
+    """Fills ``plan.blocks`` with the layers at level ``block``; a problem for each that can't be.
+
+    Args:
+        block: how the definition's layers are put together, or why that is not known.
+        trained: canonical parameter name -> ``requires_grad``.
+        by_trainer: the model is built for Megatron's trainer, whose config its layers need.
+    """
+    levels = levels_asked(plan)
+    asked = {path: record for path, record in levels.items() if record.arguments["name"] == "block"}
+    if not asked:
+        return []
+    if plan.structure is None or not by_trainer:
+        what = "Megatron's layers need the config of its trainer"
+        remedy = "train through `python -m megasched pretrain_gpt.py`, or use level('fused')"
+        return [Problem(what, path, record.source, remedy) for path, record in asked.items()]
+    layers = [plan.structure.layer_path(index) for index in range(plan.structure.count)]
+    problems = []
+    chosen = {}
+    for layer in layers:
+        record = level_at(levels, layer)
+        if record is not None and record.arguments["name"] == "block":
+            chosen[layer] = record
+    for path, record in asked.items():
+        if plan.structure.index_of(path) is not None and path not in chosen:
+            what = "a block is a whole decoder layer"
+            problems.append(Problem(what, path, record.source, "call level('block') on the layer"))
+    inside = _Inside(plan)
+    for layer, record in chosen.items():
+        reason = block if isinstance(block, str) else _why_not(plan, layer, block, trained, inside)
+        if reason:
+            what = f"Megatron's layer can't stand for this one: {reason}"
+            problems.append(Problem(what, layer, record.source, "use level('fused') here"))
+        else:
+            plan.blocks.add(layer)
+    return problems
+
+
+class _Inside:
+    """Layer -> names of the parameters in it, and the calls on modules in it."""
+
+    def __init__(self, plan: Plan) -> None:
+        structure = plan.structure
+        assert structure is not None
+        self.names: dict[str, list[str]] = defaultdict(list)
+        self.records: dict[str, list[Record]] = defaultdict(list)
+        for name in plan.canonical:
+            index = structure.index_of(name)
+            if index is not None:
+                self.names[structure.layer_path(index)].append(name)
+        for record in plan.records:
+            index = structure.index_of(record.path)
+            layer = "" if index is None else structure.layer_path(index)
+            if layer != record.path and record.primitive not in _INSIDE:
+                self.records[layer].append(record)
+
+
+def _why_not(plan: Plan, layer: str, block: Block, trained: Mapping[str, bool], inside: _Inside) -> str:
+    wanted: dict[str, Cut] = {
+        **dict.fromkeys((block.q, block.k, block.v, block.gate, block.up), "column"),
+        **dict.fromkeys((block.out, block.down), "row"),
+    }
+    for name, cut in wanted.items():
+        path = f"{layer}.{name}"
+        if plan.cuts.get(path) != cut or path in plan.derived.gather or path in plan.derived.scatter:
+            return f"{name} is not sharded as a {cut}"
+        if path in plan.replicated_heads:
+            return f"there are more TP ranks than heads of {name}"
+    for record in inside.records[layer]:
+        return f"the schedule calls {record.primitive} on {record.path[len(layer) + 1 :]}, which is gone then"
+    names = inside.names[layer]
+    known = {f"{layer}.{name}" for name in _parameters(block, biased=True)}
+    strange = [name[len(layer) + 1 :] for name in names if name not in known]
+    if strange:
+        return f"nothing is known of {', '.join(strange)}"
+    if any(plan.canonical[name] != name for name in names):
+        return "a parameter is tied to one of another layer"
+    for parts in assemblies(plan, layer, block).values():
+        if len({trained[part.name] for part in parts.parts}) > 1:
+            return f"only some of {parts.name} are trained"
+    return ""
+
+
+def _parameters(block: Block, biased: bool) -> list[str]:
+    linears = (block.q, block.k, block.v, block.out, block.gate, block.up, block.down)
+    norms = filter(None, (block.input_norm, block.mlp_norm, block.q_norm, block.k_norm))
+    biases = (block.q, block.k, block.v) if biased else ()
+    return [*(f"{name}.weight" for name in (*linears, *norms)), *(f"{name}.bias" for name in biases)]
+
+
+def assemblies(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
+    """Parameter of Megatron's ``TransformerLayer`` -> HF tensors. Norms have two names: their own module's, and
+    that of Transformer Engine's linear that has the norm in it."""
+
+    def of(names: Iterable[str], groups: int = 1) -> Assembly:
+        return Assembly(tuple(plan.placement(*f"{layer}.{name}".rsplit(".", 1)) for name in names), groups)
+
+    qkv = (block.q, block.k, block.v)
+    found = {
+        "self_attention.linear_qkv.weight": of((f"{name}.weight" for name in qkv), block.groups),
+        "self_attention.linear_proj.weight": of([f"{block.out}.weight"]),
+        "mlp.linear_fc1.weight": of([f"{block.gate}.weight", f"{block.up}.weight"]),
+        "mlp.linear_fc2.weight": of([f"{block.down}.weight"]),
+        "input_layernorm.weight": of([f"{block.input_norm}.weight"]),
+        "self_attention.linear_qkv.layer_norm_weight": of([f"{block.input_norm}.weight"]),
+        "pre_mlp_layernorm.weight": of([f"{block.mlp_norm}.weight"]),
+        "mlp.linear_fc1.layer_norm_weight": of([f"{block.mlp_norm}.weight"]),
+    }
+    if f"{layer}.{block.q}.bias" in plan.canonical:
+        found["self_attention.linear_qkv.bias"] = of((f"{name}.bias" for name in qkv), block.groups)
+    if block.q_norm:
+        found["self_attention.q_layernorm.weight"] = of([f"{block.q_norm}.weight"])
+        found["self_attention.k_layernorm.weight"] = of([f"{block.k_norm}.weight"])
+    return found

@@ -1,0 +1,127 @@
+"""Several column linears that read one tensor, computed by one matrix product (q, k and v; gate and up).
+
+Modules, parameters and their names stay as they are. What changes is where the weights lie: side by side in
+memory, so that all of them together are one matrix without a copy. The first linear that is called computes
+the outputs of all; the others hand theirs out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import (
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
+from torch import nn
+
+
+class _Join(torch.autograd.Function):
+    """Tensors that lie side by side in memory, as one; the gradient is handed back in parts."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.sizes = [part.shape[0] for part in parts]
+        first = parts[0].detach()
+        return first.as_strided((sum(ctx.sizes), *first.shape[1:]), first.stride(), first.storage_offset())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients[0].split(ctx.sizes)
+
+
+class JointColumns:
+    """Column linears with the same input; not a module, so that the module tree stays the definition's.
+
+    Args:
+        members: Megatron's ``ColumnParallelLinear``, all with a bias or none, none gathering its output.
+    """
+
+    def __init__(self, members: Sequence[Any]) -> None:
+        self.members = tuple(members)
+        lay_side_by_side([member.weight for member in members])
+        if members[0].bias is not None:
+            lay_side_by_side([member.bias for member in members])
+        self._source: tuple[torch.Tensor, int, bool] | None = None
+        self._waiting: dict[int, torch.Tensor] = {}
+
+    def part(self, member: Any, x: torch.Tensor) -> torch.Tensor | None:
+        """Output of one member; None where the members can't be computed together, and each computes its own.
+
+        Args:
+            x: [b, s, in] ([b, s / tp, in] where the member gathers the sequence), or flattened tokens.
+        """
+        source = (x, x._version, torch.is_grad_enabled())
+        if not self._handed_out_for(source) or id(member) not in self._waiting:
+            outputs = self._compute(x)
+            if outputs is None:
+                self._source = None
+                return None
+            self._source, self._waiting = source, outputs
+        output = self._waiting.pop(id(member))
+        if not self._waiting:
+            self._source = None  # all are handed out: nothing is kept alive
+        return output
+
+    def _handed_out_for(self, source: tuple[torch.Tensor, int, bool]) -> bool:
+        return self._source is not None and self._source[0] is source[0] and self._source[1:] == source[1:]
+
+    def _compute(self, x: torch.Tensor) -> dict[int, torch.Tensor] | None:
+        """Id of each member -> its output."""
+        first = self.members[0]
+        # Apex's kernel adds each weight's gradient to a buffer of its own.
+        if first.gradient_accumulation_fusion:
+            return None
+        order = sorted(self.members, key=lambda member: member.weight.data_ptr())
+        weights = [member.weight for member in order]
+        biases = [member.bias for member in order if member.bias is not None]
+        trained = {tensor.requires_grad for tensor in (*weights, *biases)}
+        if len(trained) > 1 or not _adjacent(weights) or not _adjacent(biases):
+            return None
+        forward = (
+            linear_with_grad_accumulation_and_async_allreduce if True in trained else linear_with_frozen_weight
+        )
+        split = first.sequence_parallel
+        output = forward(
+            sequence_first(x).contiguous() if split else x,
+            _Join.apply(*weights),
+            _Join.apply(*biases) if biases else None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=first.allreduce_dgrad,
+            sequence_parallel=split,
+            tp_group=first.tp_group,
+        )
+        output = sequence_first(output) if split else output
+        parts = output.split([weight.shape[0] for weight in weights], dim=-1)
+        return {id(member): part for member, part in zip(order, parts, strict=True)}
+
+
+def sequence_first(x: torch.Tensor) -> torch.Tensor:
+    """[b, s, h] <-> [s, b, h]; flattened tokens [b*s, h] stay as they are."""
+    return x.transpose(0, 1) if x.dim() == 3 else x
+
+
+def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> None:
+    """Moves parameters into one piece of memory, the last first, which is the order of Megatron's buffers
+    (``core/distributed/param_and_grad_buffer.py``); parameters on meta stay there."""
+    if any(parameter.is_meta for parameter in parameters):
+        return
+    order = list(reversed(parameters))
+    whole = torch.cat([parameter.detach() for parameter in order])
+    for parameter, part in zip(order, whole.split([p.shape[0] for p in order]), strict=True):
+        parameter.data = part
+
+
+def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether each tensor begins where the one before it ends, in one storage."""
+    for before, after in pairwise(tensors):
+        if before.untyped_storage().data_ptr() != after.untyped_storage().data_ptr():
+            return False
+        if not before.is_contiguous() or before.stride() != after.stride() or before.dtype != after.dtype:
+            return False
+        if before.storage_offset() + before.numel() != after.storage_offset():
+            return False
+    return True

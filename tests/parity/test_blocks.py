@@ -1,0 +1,133 @@
+"""Level ``block``: decoder layers computed by Megatron's own TransformerLayer, against the HF model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.parity.test_matrix import LAYOUTS, assert_first_step_equals_hf
+from tests.rank_pool import RankError
+from tests.training import gather, losses, train
+
+CHANGES = {"llama": {}, "mistral": {"sliding_window": None}, "qwen2": {}, "qwen3": {}}
+SCHEDULE = """
+from megasched.model_adapters.default_schedule import schedule as default
+
+
+def schedule(sch, layout):
+    default(sch, layout)
+    sch["{where}"].level("block")
+"""
+
+
+@pytest.fixture
+def block(tmp_path):
+    """A schedule file: everything by default, some layers as blocks."""
+
+    def write(where="model.layers.*"):
+        path = tmp_path / "block.py"
+        path.write_text(SCHEDULE.format(where=where))
+        return str(path)
+
+    return write
+
+
+def _train(folder, flags, schedule, iterations=3):
+    """A run, and how many of this rank's layers are Megatron's."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megasched.megatron.scheduled_model import ScheduledModel
+
+    built = []
+    real = ScheduledModel.__init__
+
+    def init(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        built.append(sum(isinstance(module, TransformerLayer) for module in self.modules()))
+
+    ScheduledModel.__init__ = init
+    try:
+        return train(folder, flags, iterations=iterations, schedule=schedule), sum(built)
+    finally:
+        ScheduledModel.__init__ = real
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2-sp", "tp2-sp-pp2-vpp2", "dp2-tp2"])
+@pytest.mark.parametrize("family", CHANGES)
+def test_blocks_equal_hf(ranks, tmp_path, block, family, layout):
+    folder = tiny.save(family, tmp_path / "model", **CHANGES[family])
+    world, tp, flags = LAYOUTS[layout]
+    found = ranks.run(world, _train, folder, flags.split(), block())
+    assert [count for _, count in found] == [4 // (world // tp if "pp2" in layout else 1)] * world
+    reports = [report for report, _ in found]
+    assert_first_step_equals_hf(folder, reports, tp=tp)
+    baseline = ranks.run(1, train, folder, [], iterations=3)
+    torch.testing.assert_close(losses(reports), losses(baseline), rtol=2e-6, atol=0)
+    torch.testing.assert_close(reports[0].grad_norms, baseline[0].grad_norms, rtol=1e-5, atol=0)
+
+
+def test_some_layers_are_blocks_and_others_not(ranks, tmp_path, block):
+    folder = tiny.save("qwen3", tmp_path / "model")
+    flags = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    found = ranks.run(2, _train, folder, flags, block("model.layers.2"))
+    assert [count for _, count in found] == [1, 1]
+    assert_first_step_equals_hf(folder, [report for report, _ in found], tp=2)
+
+
+RECOMPUTE = {
+    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "core-attn": "--recompute-granularity selective",
+    "mlp": "--recompute-granularity selective --recompute-modules mlp core_attn",
+}
+
+
+def test_recompute_changes_no_bit_even_with_dropout(ranks, tmp_path, block):
+    folder = tiny.save("llama", tmp_path / "model", attention_dropout=0.1)
+    flags = ["--tensor-model-parallel-size", "2"]
+    plain = [report for report, _ in ranks.run(2, _train, folder, flags, block())]
+    for name, more in RECOMPUTE.items():
+        again = [report for report, _ in ranks.run(2, _train, folder, [*flags, *more.split()], block())]
+        assert losses(again) == losses(plain), name
+        for one, other in zip(plain, again, strict=True):
+            for key, (gradient, _) in one.gradients.items():
+                assert torch.equal(gradient, other.gradients[key][0]), (name, key)
+
+
+@pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]])
+def test_a_checkpoint_goes_between_levels_and_layouts(ranks, tmp_path, block, optimizer):
+    """HF's names and shapes, in the optimizer's states too: written as blocks, read as leaves, and back."""
+    folder = tiny.save("qwen2", tmp_path / "model")
+    common = [*optimizer, "--ckpt-format", "torch_dist", "--override-opt-param-scheduler"]
+    straight = ranks.run(1, train, folder, common, iterations=4)
+    expected = gather(straight, "weights", 1)
+    wide = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    for number, (first, one, second, other) in enumerate(((4, block(), 1, "auto"), (1, "auto", 4, block()))):
+        place = str(tmp_path / f"ckpt{number}")
+        layout = {1: common, 4: [*wide, *common]}
+        saving = [*layout[first], "--save", place, "--save-interval", "2"]
+        ranks.run(first, train, folder, saving, iterations=2, schedule=one)
+        resumed = ranks.run(
+            second, train, folder, [*layout[second], "--load", place], iterations=4, schedule=other
+        )
+        torch.testing.assert_close(losses(resumed), losses(straight)[2:], rtol=2e-6, atol=0)
+        for name, weight in gather(resumed, "weights", 2 if second == 4 else 1).items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("gemma2", {}, "no block is known for model type 'gemma2'"),
+        ("mistral", {"sliding_window": 5}, "attention is cut to a sliding window"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("llama", {"mlp_bias": True}, "attention_bias or mlp_bias"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic'"),
+    ],
+)
+def test_layers_that_are_not_megatrons_are_refused(ranks, tmp_path, block, family, changes, reason):
+    folder = tiny.save(family, tmp_path / "model", **changes)
+    with pytest.raises(RankError, match=reason) as raised:
+        ranks.run(1, train, folder, [], iterations=1, schedule=block())
+    assert "block.py:7" in str(raised.value)
+    assert "level('fused')" in str(raised.value)

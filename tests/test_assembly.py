@@ -1,0 +1,54 @@
+"""Parameters made of several HF tensors: together and apart again."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megasched.assembly import Assembly
+from megasched.placement import Placement
+
+
+def placements(*sizes, rest=()):
+    return tuple(Placement(f"p{i}", (size, *rest), axis=0) for i, size in enumerate(sizes))
+
+
+@given(
+    groups=st.integers(1, 4),
+    size=st.integers(1, 3),
+    widths=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    rest=st.sampled_from([(), (2,)]),
+)
+def test_join_and_split_are_inverse_on_every_rank(groups, size, widths, rest):
+    groups *= size
+    parts = placements(*(groups * width for width in widths), rest=rest)
+    assembly = Assembly(parts, groups)
+    whole = [torch.randn(part.shape) for part in parts]
+    for rank in range(size):
+        pieces = [part.shard(full, rank, size) for part, full in zip(parts, whole, strict=True)]
+        local = assembly.join(pieces, size)
+        assert tuple(local.shape) == assembly.local_shape(size)
+        for got, want in zip(assembly.split(local, size), pieces, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_groups_take_turns_as_megatrons_qkv_does():
+    """2 heads of k and v of one row each, 4 of q: q0 q1 k0 v0 | q2 q3 k1 v1."""
+    parts = placements(4, 2, 2)
+    q, k, v = torch.tensor([0, 1, 2, 3]), torch.tensor([10, 11]), torch.tensor([20, 21])
+    assert Assembly(parts, 2).join([q, k, v], 1).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert Assembly(parts, 2).join([q[2:], k[1:], v[1:]], 2).tolist() == [2, 3, 11, 21]
+    assert Assembly(parts).join([q, k, v], 1).tolist() == [0, 1, 2, 3, 10, 11, 20, 21]
+
+
+def test_groups_that_do_not_divide():
+    with pytest.raises(ValueError, match="p1: \\[3\\] is not made of 2 groups"):
+        Assembly(placements(4, 3), 2)
+    with pytest.raises(ValueError, match="2 groups do not divide by TP 4"):
+        Assembly(placements(8, 4), 2).split(torch.zeros(3), 4)
+
+
+def test_one_part_is_itself():
+    whole = torch.randn(4)
+    assert Assembly(placements(4)).join([whole], 1) is whole
+    assert Assembly(placements(4)).split(whole, 1)[0] is whole
