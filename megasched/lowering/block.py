@@ -128,7 +128,7 @@ def _config(context: Context, block: Block, biased: bool) -> TransformerConfig:
 
 def _submodules(config: TransformerConfig, device: torch.device) -> TransformerLayerSubmodules:
     """Transformer Engine's modules where it is there, else Megatron's own with torch's norm and attention."""
-    if device.type == "cuda" and te_attention() is not None:
+    if uses_transformer_engine(device):
         return get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=config.qk_layernorm)
     submodules = get_gpt_layer_local_submodules(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
 
@@ -141,6 +141,10 @@ def _submodules(config: TransformerConfig, device: torch.device) -> TransformerL
     if config.qk_layernorm:
         inner.q_layernorm = inner.k_layernorm = norm
     return submodules
+
+
+def uses_transformer_engine(device: torch.device) -> bool:
+    return device.type == "cuda" and te_attention() is not None
 
 
 class CoreAttention(nn.Module):

@@ -159,6 +159,10 @@ class _View:
 
     def _becomes(self, path: str, module: nn.Module, kind: Kind) -> str:
         name = type(module).__name__
+        if path in self.plan.blocks:
+            return "Megatron's TransformerLayer"
+        if self.plan.in_block(path):
+            return "in Megatron's layer"
         if kind == "vocab":
             return f"VocabParallel{name}"
         if kind == "replicated":

@@ -157,3 +157,20 @@ def test_all_problems_are_reported(inspect):
     assert len(caught.value.problems) >= 2
     assert "mysched.py:11" in str(caught.value)
     assert "mysched.py:12" in str(caught.value)
+
+
+def test_a_block_says_what_it_becomes(llama, tmp_path):
+    from megasched.layout import Layout
+    from megasched.report.show import inspect_schedule
+
+    schedule = tmp_path / "block.py"
+    schedule.write_text(
+        "from megasched.model_adapters.default_schedule import schedule as default\n\n\n"
+        "def schedule(sch, layout):\n    default(sch, layout)\n    sch['model.layers.1'].level('block')\n"
+    )
+    found = modules(inspect_schedule(str(schedule), llama, Layout(tensor_model_parallel_size=2)))
+    assert found["model.layers.1"].becomes == "Megatron's TransformerLayer"
+    assert found["model.layers.1.mlp.up_proj"].becomes == "in Megatron's layer"
+    assert found["model.layers.1.mlp.up_proj"].parameters[0].local_shape == (32, 32)
+    assert found["model.layers.0.mlp.up_proj"].becomes == "ColumnParallelLinear"
+    assert "by one matrix product with gate_proj" in found["model.layers.0.mlp.up_proj"].notes

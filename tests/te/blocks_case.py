@@ -1,0 +1,84 @@
+"""Run in a process of its own by test_blocks.py: a decoder layer as Transformer Engine's modules, beside HF's."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from tests.te import plain
+
+
+def main() -> None:
+    plain.install()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    parallel_state.initialize_model_parallel()
+    random.get_cuda_rng_tracker().fork = lambda *args, **kwargs: nullcontext()  # it would seed a GPU
+    print(json.dumps({family: compare(family) for family in sys.argv[1:]}))
+
+
+def compare(family: str) -> dict[str, Any]:
+    """Classes in the layer, names of its parameters, and the distances of output and gradients from HF's layer."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import megasched
+    from megasched.lowering import block
+    from megasched.lowering.context import Context
+    from megasched.lowering.planning import make_plan
+    from megasched.model_adapters.default_schedule import schedule as default
+    from megasched.model_adapters.registry import roles_of
+    from tests.lowering.models import tiny_model
+
+    changes = {"sliding_window": None} if family == "mistral" else {}
+    model = tiny_model(family, tie_word_embeddings=False, **changes)
+    sch = megasched.create_schedule(model, roles=roles_of(model))
+    default(sch, sch.layout)
+    sch["model.layers.*"].level("block")
+    plan = make_plan(sch, causal_lm=True)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=model.config.hidden_size,
+        ffn_hidden_size=model.config.intermediate_size,
+        num_attention_heads=model.config.num_attention_heads,
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+    )
+    group = parallel_state.get_tensor_model_parallel_group()
+    context = Context(plan, group, config, None, torch.device("cpu"), megatron_finalizes=True)
+    block.uses_transformer_engine = lambda device: True
+    old = model.model.layers[0]
+    new = block.lower_block("model.layers.0", old, model, sch.roles.block, context)
+    hidden = torch.randn(2, 12, model.config.hidden_size)
+    positions = model.model.rotary_emb(hidden, torch.arange(12)[None])
+    outputs = []
+    for layer in (old, new):
+        x = hidden.clone().requires_grad_()
+        output = layer(x, position_embeddings=positions)
+        (output * torch.linspace(0.5, 1.5, output.numel()).view_as(output)).sum().backward()
+        outputs.append((output.detach(), x.grad))
+    distances = {f"output {i}": gap(a, b) for i, (b, a) in enumerate(zip(*outputs, strict=True))}
+    for name, parameter in new.named_parameters():
+        assembly = context.assemblies[f"model.layers.0.{name}"]
+        for part, gradient in zip(assembly.parts, assembly.split(parameter.grad, 1), strict=True):
+            distances[part.name] = gap(gradient, model.get_parameter(part.name).grad)
+    expected = {f"model.layers.0.{name}" for name, _ in old.named_parameters()}
+    return {
+        "classes": sorted({type(module).__name__ for module in new.modules()}),
+        "missing": sorted(expected - set(distances)),
+        "distances": distances,
+    }
+
+
+def gap(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).abs().max() / want.abs().max().clamp(min=1e-3))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Transformer Engine on a machine without a GPU: its real Python modules, with plain torch where its kernels are.
+
+For tests of structure, weights and gradients, not of the kernels. It must be installed in a process of its own: an
+importable Transformer Engine changes what Megatron picks everywhere (optimizer, norms, clipping). It leans on
+the inside of the version that requirements.txt pins: when a later one breaks it, adapt ``install`` first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import types
+import warnings
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+EXTENSION = "transformer_engine_torch"
+
+
+class _Numbered(type):
+    """A class whose attributes are numbers, made up when they are asked for: stands for a C++ enumeration."""
+
+    def __getattr__(cls, name: str) -> int:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        cls.__members__[name] = len(cls.__members__)
+        setattr(cls, name, cls.__members__[name])
+        return cls.__members__[name]
+
+
+class _Extension(types.ModuleType):
+    """The compiled extension: enumerations are there, functions say that they are not."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name[0].isupper():
+            found: Any = _Numbered(name, (), {"__members__": {}})
+        else:
+
+            def found(*args: Any, **kwargs: Any) -> Any:
+                raise RuntimeError(f"{EXTENSION}.{name} was called, and its kernels are not here")
+
+        setattr(self, name, found)
+        return found
+
+
+def install() -> Any:
+    """Makes ``transformer_engine.pytorch`` importable, its modules constructible on the CPU, their forwards plain.
+
+    Returns:
+        The module ``transformer_engine.pytorch``.
+    """
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its common package loads no shared library then
+    sys.modules[EXTENSION] = _Extension(EXTENSION)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it can't load its own pytorch part
+        import transformer_engine
+        import transformer_engine.common as common
+    common.load_framework_extension = lambda framework: None
+    for name in [name for name in sys.modules if name.startswith("transformer_engine.pytorch")]:
+        del sys.modules[name]
+    te = transformer_engine.pytorch = importlib.import_module("transformer_engine.pytorch")
+    torch.cuda.is_available = lambda: True  # its constructors ask, and need nothing else of a GPU
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    te.Linear.forward = _linear
+    te.LayerNormLinear.forward = _norm_linear
+    te.RMSNorm.forward = lambda self, x, *args, **kwargs: F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    te.DotProductAttention.forward = _attention
+    return te
+
+
+def _linear(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    bias = self.bias if self.use_bias and not self.return_bias else None
+    output = F.linear(x, self.weight, bias)
+    return (output, self.bias if self.use_bias else None) if self.return_bias else output
+
+
+def _norm_linear(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    assert self.normalization == "RMSNorm"
+    assert not self.return_layernorm_output
+    normed = F.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
+    return _linear(self, normed)
+
+
+def _attention(
+    self: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    qkv_format: str | None = None,
+    attn_mask_type: str | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    assert (qkv_format or self.qkv_format) == "sbhd"
+    assert (attn_mask_type or self.attn_mask_type) == "causal"
+    q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return output.permute(2, 0, 1, 3).flatten(2)
