@@ -1,6 +1,9 @@
 """The pool itself: results, failure and hang reports, and a clean state from case to case."""
 
+import re
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,6 +147,29 @@ def test_a_rank_that_dies_is_told_and_the_pool_works_again(ranks):
     with pytest.raises(RankError, match="rank 1 died with exit code 7"):
         ranks.run(2, die_on_rank_one)
     assert ranks.run(2, groups, 2) == [(True, 2, 1, 3.0), (True, 2, 1, 3.0)]
+
+
+def start_a_child_and_die():
+    child = subprocess.Popen(["sleep", "600"])
+    raise ValueError(f"child {child.pid}")
+
+
+def test_what_a_rank_started_ends_with_it(ranks):
+    with pytest.raises(RankError) as error:
+        ranks.run(1, start_a_child_and_die)
+    child = int(re.search(r"ValueError: child (\d+)", str(error.value)).group(1))
+    deadline = time.monotonic() + 10
+    while _runs(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(child)
+
+
+def _runs(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
 
 
 def test_more_ranks_than_the_pool_has_are_refused(ranks):

@@ -4,7 +4,7 @@ against it."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from megasched.records import Record
 def join_columns(plan: Plan, model: nn.Module) -> None:
     """Fills ``plan.joint``."""
     asked = {record.path for record in plan.records if record.primitive not in ("shard", "level")}
-    levels = levels_asked(plan)
+    fused = fused_paths(plan)
     shared = Counter(plan.canonical.values())
     for paths in plan.derived.shared:
         if plan.in_block(paths[0]):
@@ -23,7 +23,7 @@ def join_columns(plan: Plan, model: nn.Module) -> None:
         modules = [model.get_submodule(path) for path in paths]
         plain = all(_plain(plan, path, shared) and path not in asked for path in paths)
         alike = len({_kind(module) for module in modules}) == 1
-        if plain and alike and all(_fused(level_at(levels, path)) for path in paths):
+        if plain and alike and all(fused(path) for path in paths):
             plan.joint.append(paths)
 
 
@@ -39,8 +39,15 @@ def level_at(asked: Mapping[str, Record], path: str) -> Record | None:
     return asked.get(path)
 
 
-def _fused(record: Record | None) -> bool:
-    return record is None or record.arguments["name"] != "leaf"
+def fused_paths(plan: Plan) -> Callable[[str], bool]:
+    """Whether a module is at level ``fused`` (or ``block``, where Megatron's layer could not be meant)."""
+    asked = levels_asked(plan)
+
+    def fused(path: str) -> bool:
+        record = level_at(asked, path)
+        return record is None or record.arguments["name"] != "leaf"
+
+    return fused
 
 
 def _plain(plan: Plan, path: str, shared: Counter[str]) -> bool:

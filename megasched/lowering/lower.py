@@ -13,9 +13,11 @@ from megasched.lowering.attention import AttentionSettings
 from megasched.lowering.attention_te import TeCore, te_attention
 from megasched.lowering.context import Context
 from megasched.lowering.embedding import lower_embedding
+from megasched.lowering.joining import fused_paths
 from megasched.lowering.joint import JointColumns
 from megasched.lowering.linear import lower_linear
 from megasched.lowering.local_attributes import divide_local_attributes
+from megasched.lowering.norms import fuse_norms
 from megasched.lowering.record_lowerings import PLANNED, carry_out_record
 from megasched.lowering.region import (
     draw_forked,
@@ -56,6 +58,8 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
             joint = JointColumns(members)
             for member in members:
                 member.joint = joint
+    fused = fused_paths(plan)
+    fuse_norms(model, lambda path: alone(path) and fused(path))
     for path, (slot, _) in regions.items():
         if alone(path):
             enter_region(model.get_submodule(path), slot, context.group, context.splits_sequence(path))

@@ -118,7 +118,7 @@ def test_an_unknown_level_is_refused():
     sch["model.layers.0"].level("fastest")
     with pytest.raises(ScheduleError, match="no level 'fastest'") as raised:
         make_plan(sch, inputs={"input_ids": token_ids()})
-    assert raised.value.problems[0].remedy == "one of leaf, fused"
+    assert raised.value.problems[0].remedy == "one of leaf, fused, block"
 
 
 def _frozen(names):

@@ -1,0 +1,69 @@
+"""RMS norms by torch's one kernel, where it is shown to compute what the definition's module does.
+
+Definitions spell the norm out in five operations; on a GPU each reads and writes the hidden state.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from megasched.lowering.region import Forward, wrap_forward
+
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+
+
+def fuse_norms(model: nn.Module, here: Callable[[str], bool]) -> None:
+    """Has the RMS norms at the paths for which ``here`` holds computed by ``F.rms_norm``; modules, parameters and
+    hooks stay."""
+    shown: dict[tuple[type, int, float], bool] = {}
+    for path, module in model.named_modules():
+        eps = _epsilon(module)
+        if eps is None or not here(path):
+            continue
+        kind = (type(module), module.weight.shape[0], eps)
+        if kind not in shown:
+            shown[kind] = _is_rms_norm(module, eps)
+        if shown[kind]:
+            wrap_forward(module, _fused(module, eps))
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    """Epsilon of what may be an RMS norm: one vector as weight, a number, and a forward of one argument."""
+    own = dict(module.named_parameters())
+    plain = set(own) == {"weight"} and own["weight"].dim() == 1 and not list(module.named_buffers())
+    if not plain or isinstance(module, nn.RMSNorm) or "forward" in vars(module):
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    found = [getattr(module, name) for name in _EPSILONS if isinstance(getattr(module, name, None), float)]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_rms_norm(module: nn.Module, eps: float) -> bool:
+    """Compares the module with torch's kernel on numbers that tell: small ones show epsilon, others the weight."""
+    size = module.weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(size, generator=generator)
+    x = torch.randn(4, size, generator=generator) * torch.tensor([[1.0], [3.0], [eps**0.5], [0.1 * eps**0.5]])
+    with torch.no_grad():
+        got = functional_call(module, {"weight": weight}, (x,))
+        want = F.rms_norm(x, (size,), weight, eps)
+    return isinstance(got, torch.Tensor) and got.shape == want.shape and torch.allclose(got, want, 1e-5, 1e-6)
+
+
+def _fused(module: nn.Module, eps: float) -> Callable[[Forward], Forward]:
+    def wrapper(forward: Forward) -> Forward:
+        def fused(x: torch.Tensor) -> torch.Tensor:
+            if x.dtype != module.weight.dtype:  # what comes out then is the definition's business
+                return forward(x)
+            return F.rms_norm(x, module.weight.shape, module.weight, eps)
+
+        return fused
+
+    return wrapper
