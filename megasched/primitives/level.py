@@ -18,8 +18,9 @@ class Level(Primitive):
     Parameters:
         name: ``leaf`` runs each linear on its own, as the definition does. ``fused``, which is the default,
             computes column-sharded linears that read the same tensor (q, k and v; gate and up) by one matrix
-            product, and RMS norms by torch's one kernel. ``block`` has a whole decoder layer computed by Megatron's ``TransformerLayer``, for
-            architectures whose layer is known to be the same. Checkpoints keep HF's names at all of them.
+            product, and RMS norms by torch's one kernel. ``block`` has a whole decoder layer computed by
+            Megatron's ``TransformerLayer``, for architectures whose layer is known to be the same. Checkpoints
+            keep HF's names at all of them.
 
     Example: ``sch["model.layers.0"].level("leaf")``
     """
