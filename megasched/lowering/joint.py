@@ -20,17 +20,29 @@ from torch import nn
 
 
 class _Join(torch.autograd.Function):
-    """Tensors that lie side by side in memory, as one; the gradient is handed back in parts."""
+    """Parameters that lie side by side in memory, as one tensor; the gradient is handed back in parts.
+
+    Where a kernel has added the gradient to ``main_grad`` already, none arrives here: each parameter is told so
+    and gets a stand-in, as Megatron does it, for the hooks that wait for a gradient
+    (``core/tensor_parallel/layers.py:581``).
+    """
 
     @staticmethod
-    def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.sizes = [part.shape[0] for part in parts]
-        first = parts[0].detach()
-        return first.as_strided((sum(ctx.sizes), *first.shape[1:]), first.stride(), first.storage_offset())
+    def forward(ctx: Any, *parts: nn.Parameter) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.parts = parts
+        return _whole(parts)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gradients[0].split(ctx.sizes)
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        if gradients[0] is not None:
+            return gradients[0].split([part.shape[0] for part in ctx.parts])
+        for part in ctx.parts:
+            part.grad_added_to_main_grad = True
+        return tuple(
+            (torch.zeros_like if getattr(part, "zero_out_wgrad", False) else torch.empty_like)(part)
+            for part in ctx.parts
+        )
 
 
 class JointColumns:
@@ -72,24 +84,28 @@ class JointColumns:
     def _compute(self, x: torch.Tensor) -> dict[int, torch.Tensor] | None:
         """Id of each member -> its output."""
         first = self.members[0]
-        # Apex's kernel adds each weight's gradient to a buffer of its own.
-        if first.gradient_accumulation_fusion:
-            return None
         order = sorted(self.members, key=lambda member: member.weight.data_ptr())
         weights = [member.weight for member in order]
         biases = [member.bias for member in order if member.bias is not None]
         trained = {tensor.requires_grad for tensor in (*weights, *biases)}
         if len(trained) > 1 or not _adjacent(weights) or not _adjacent(biases):
             return None
+        weight = _Join.apply(*weights)
+        added = first.gradient_accumulation_fusion and hasattr(weights[0], "main_grad")
+        if added:
+            gradients = [weight.main_grad for weight in weights]
+            if not _adjacent(gradients):
+                return None
+            weight.main_grad = _whole(gradients)
         forward = (
             linear_with_grad_accumulation_and_async_allreduce if True in trained else linear_with_frozen_weight
         )
         split = first.sequence_parallel
         output = forward(
             sequence_first(x).contiguous() if split else x,
-            _Join.apply(*weights),
+            weight,
             _Join.apply(*biases) if biases else None,
-            gradient_accumulation_fusion=False,
+            gradient_accumulation_fusion=added,
             allreduce_dgrad=first.allreduce_dgrad,
             sequence_parallel=split,
             tp_group=first.tp_group,
@@ -115,8 +131,14 @@ def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> None:
         parameter.data = part
 
 
+def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor over the memory of adjacent ones, the first of which is given first."""
+    first = parts[0].detach()
+    return first.as_strided((sum(p.shape[0] for p in parts), *first.shape[1:]), first.stride())
+
+
 def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether each tensor begins where the one before it ends, in one storage."""
+    """Whether each tensor begins where the one before it ends, in one storage (one tensor does)."""
     for before, after in pairwise(tensors):
         if before.untyped_storage().data_ptr() != after.untyped_storage().data_ptr():
             return False

@@ -227,3 +227,41 @@ def _names():
 
 def test_state_dict_keys_stay(ranks):
     assert ranks.run(2, _names) == [True, True]
+
+
+def _added_to_main_grad():
+    """Apex's kernel, with torch in its place: it adds the gradient of the joint weight to Megatron's buffer."""
+    from types import SimpleNamespace
+
+    from megatron.core.tensor_parallel import layers
+
+    init_megatron(tp=2)
+    model = tiny_model("llama")
+    built, plan, _ = scheduled_copy(model, _auto)
+    kernel = SimpleNamespace(wgrad_gemm_accum_fp32=lambda x, dy, out: out.addmm_(dy.t(), x))
+    before = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
+    layers.fused_weight_gradient_mlp_cuda = kernel
+    joined = [part for paths in plan.joint for part in map(built.get_submodule, paths)]
+    for group in plan.joint:  # as Megatron's buffers lie: the last parameter first
+        order = [built.get_submodule(path) for path in reversed(group)]
+        buffer = torch.zeros(sum(member.weight.numel() for member in order))
+        for member, part in zip(order, buffer.split([m.weight.numel() for m in order]), strict=True):
+            member.gradient_accumulation_fusion = True
+            member.weight.main_grad = part.view(member.weight.shape)
+            member.weight.grad_added_to_main_grad = False
+    ids = token_ids()
+    try:
+        with Counted() as counted:
+            for each in (built, model, built, model):  # twice: it adds to what is there
+                each(input_ids=ids, labels=ids).loss.backward()
+    finally:
+        layers.fused_weight_gradient_mlp_cuda = before
+    for member in joined:
+        assert member.weight.grad_added_to_main_grad
+        assert member.weight.grad.shape == member.weight.shape  # a stand-in, for the hooks that wait for one
+        member.weight.grad = member.weight.main_grad
+    return too_far(compare_gradients(built, plan, model)), counted.done, counted.left
+
+
+def test_the_gradient_is_added_to_megatrons_buffer(ranks):
+    assert ranks.run(2, _added_to_main_grad) == [({}, 8, 0)] * 2
