@@ -14,6 +14,7 @@ SCHEDULES = Path(__file__).resolve().parents[1] / "examples" / "schedules"
 FAMILIES = {
     "llama.py": ("llama", "mistral", "qwen2", "qwen3", "gemma2"),
     "gpt2.py": ("gpt2",),
+    "blocks.py": ("llama", "qwen2", "qwen3"),
     "recompute_and_cuts.py": ("llama", "qwen3", "phi3"),
 }
 LAYERS = 4
@@ -69,6 +70,13 @@ def test_recompute_and_cuts_follow_the_layout(layout, stages, again, tmp_path):
     assert [(stage.start, stage.stop) for stage in report.stages] == stages
     assert all("recompute_and_cuts.py:" in stage.cut_at for stage in report.stages[:-1])
     assert recomputed(report) == [f"model.layers.{layer}" for layer in again]
+
+
+@pytest.mark.parametrize("family", FAMILIES["blocks.py"])
+def test_blocks_are_megatrons_layers(family, tmp_path):
+    report = plan("blocks.py", family, tmp_path, tensor_model_parallel_size=2)
+    layers = [module for module in report.modules if module.becomes == "Megatron's TransformerLayer"]
+    assert [module.path for module in layers] == [f"model.layers.{index}" for index in range(LAYERS)]
 
 
 def test_the_readme_shows_the_llama_example():
