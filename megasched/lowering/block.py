@@ -71,7 +71,7 @@ def lower_block(path: str, old: nn.Module, model: nn.Module, block: Block, conte
         add_layer_offset=False,
     )
     known = assemblies(plan, path, block)
-    left = set(plan_names(known))
+    left = {part.name for assembly in known.values() for part in assembly.parts}
     for name, parameter in layer.named_parameters():
         if name not in known:
             raise RuntimeError(f"{path}: nothing is known of {name} in Megatron's layer")
@@ -83,11 +83,11 @@ def lower_block(path: str, old: nn.Module, model: nn.Module, block: Block, conte
     if left:
         raise RuntimeError(f"{path}: Megatron's layer has no parameter for {', '.join(sorted(left))}")
     parts = context.size if config.sequence_parallel else 1
-    return MegatronLayer(layer, structure.slot, rotary_angles(model.get_submodule(block.rotary)), parts)
-
-
-def plan_names(known: dict[str, Any]) -> list[str]:
-    return [part.name for assembly in known.values() for part in assembly.parts]
+    new = MegatronLayer(layer, structure.slot, rotary_angles(model.get_submodule(block.rotary)), parts)
+    for name, value in vars(old).items():  # the model may read them off its layers (attention_type)
+        if isinstance(value, str | int | float) and name not in vars(new):
+            setattr(new, name, value)
+    return new
 
 
 def rotary_angles(rotary: nn.Module) -> Angles:

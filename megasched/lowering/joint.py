@@ -66,7 +66,8 @@ class JointColumns:
         Args:
             x: [b, s, in] ([b, s / tp, in] where the member gathers the sequence), or flattened tokens.
         """
-        source = (x, x._version, torch.is_grad_enabled())
+        version = 0 if x.is_inference() else x._version  # which inference tensors do not count
+        source = (x, version, torch.is_grad_enabled())
         if not self._handed_out_for(source) or id(member) not in self._waiting:
             outputs = self._compute(x)
             if outputs is None:

@@ -13,7 +13,7 @@ from megasched.lowering.joint import JointColumns
 from megasched.lowering.planning import make_plan
 from megasched.model_adapters.default_schedule import schedule
 from tests.lowering.models import tiny_model, token_ids
-from tests.lowering.parity import compare, compare_gradients, scheduled_copy, too_far
+from tests.lowering.parity import compare, compare_gradients, distance, scheduled_copy, too_far
 from tests.rank_pool import init_megatron
 from tests.tiny import FAMILIES
 
@@ -199,6 +199,22 @@ def _handed_out():
 
 def test_outputs_are_handed_out_for_the_tensor_they_were_computed_from(ranks):
     assert ranks.run(2, _handed_out) == [([1, 2, 3, 4, 6, 7], True)] * 2
+
+
+def _inference():
+    init_megatron(tp=2)
+    model = tiny_model("llama").eval()
+    built, _, _ = scheduled_copy(model, _auto)
+    ids = token_ids()
+    with torch.inference_mode(), Counted() as counted:
+        got, want = (each.eval()(input_ids=ids).logits for each in (built, model))
+    return distance(got, want), counted.done, counted.left
+
+
+def test_inference(ranks):
+    for gap, done, left in ranks.run(2, _inference):
+        assert (done, left) == (4, 0)
+        assert gap < 1e-5
 
 
 def _released():
