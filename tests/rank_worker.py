@@ -97,12 +97,27 @@ def reset_megatron() -> None:
     # Left over on some ranks only, they would make pretrain() reduce what the other ranks do not.
     training._STARTUP_TIMESTAMPS.update(dict.fromkeys(training._STARTUP_TIMESTAMPS))
     initialize_rng_tracker(force_reset=True)
+    let_go_of_groups()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.manual_seed(SEED)
     gc.collect()
+
+
+def let_go_of_groups() -> None:
+    """Takes the process groups from what the case before left behind.
+
+    Megatron's data parallel wrapper hooks onto autograd's nodes, which keep it, its parameters and the optimizer
+    alive in a ring that Python does not see. Each gloo group among them has threads that wake up 100 times a second.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer
+
+    for left in gc.get_objects():
+        if isinstance(left, DistributedDataParallel | MegatronOptimizer):
+            vars(left).clear()
 
 
 def run_job(job: Job, rank: int, store: Any, environment: dict[str, str]) -> Any:

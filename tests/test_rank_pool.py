@@ -1,5 +1,6 @@
 """The pool itself: results, failure and hang reports, and a clean state from case to case."""
 
+import os
 import re
 import subprocess
 import time
@@ -8,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import tiny
 from tests.rank_pool import RankError, init_megatron
+from tests.training import train
 
 
 def sum_of_ranks(offset):
@@ -175,3 +178,17 @@ def _runs(pid):
 def test_more_ranks_than_the_pool_has_are_refused(ranks):
     with pytest.raises(ValueError, match="1 to 4 ranks"):
         ranks.run(5, groups, 1)
+
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_a_run_of_the_trainer_leaves_no_groups_behind(ranks, tmp_path):
+    """The threads of gloo groups that nobody uses would slow every later case."""
+    before = ranks.run(2, threads)
+    folder = tiny.save("llama", tmp_path)
+    flags = ["--tensor-model-parallel-size", "2", "--use-distributed-optimizer"]
+    ranks.run(2, train, folder, flags, iterations=1)
+    after = ranks.run(2, threads)
+    assert [there <= here + 8 for here, there in zip(before, after, strict=True)] == [True, True]
