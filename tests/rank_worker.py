@@ -110,7 +110,8 @@ def let_go_of_groups() -> None:
     """Takes the process groups from what the case before left behind.
 
     Megatron's data parallel wrapper hooks onto autograd's nodes, which keep it, its parameters and the optimizer
-    alive in a ring that Python does not see. Each gloo group among them has threads that wake up 100 times a second.
+    alive in a ring that Python does not see. Each gloo group among them has threads that wake up 100 times a
+    second.
     """
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import MegatronOptimizer
