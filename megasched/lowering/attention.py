@@ -183,19 +183,21 @@ def is_used(model: nn.Module) -> bool:
 
     from megasched.lowering.meta_call import call_hooks, meta_copy, run_on_meta, token_inputs
 
-    calls = 0
-
-    def counted(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return attention_forward(module, query, *args, **kwargs)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        raise _Called
 
     probe = meta_copy(model)
     probe.config._attn_implementation = NAME
-    AttentionInterface.register(NAME, counted)
+    AttentionInterface.register(NAME, called)
     try:
         with call_hooks(probe):
             run_on_meta(probe, token_inputs(2, 5))
+    except _Called:
+        return True
     finally:
         AttentionInterface.register(NAME, attention_forward)
-    return calls > 0
+    return False
+
+
+class _Called(BaseException):
+    """Ends a trial call at the first attention. No error, so nothing that catches errors may catch it."""

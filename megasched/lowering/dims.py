@@ -74,9 +74,9 @@ def follow(
         return [None] * len(outputs)
     x, a = cut[0]
     name = func.overloadpacket.__name__
-    told = _told(func, args, kwargs)
     if torch.Tag.pointwise in func.tags:
         return [_pointwise(operands, cut, out) for out in outputs]
+    told = _told(func, args, kwargs)
     if name in _PRODUCTS:
         return [_product(*operands[-2:], along, out) for out in outputs]
     if name == "cat":

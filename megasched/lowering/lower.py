@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from megasched.lowering.annotations import carried_annotations
 from megasched.lowering.attention import AttentionSettings
 from megasched.lowering.attention_te import TeCore, te_attention
+from megasched.lowering.carry import carry_hooks, module_places
 from megasched.lowering.context import Context
 from megasched.lowering.embedding import lower_embedding
 from megasched.lowering.joining import fused_paths
@@ -19,13 +19,9 @@ from megasched.lowering.linear import lower_linear
 from megasched.lowering.local_attributes import divide_local_attributes
 from megasched.lowering.norms import fuse_norms
 from megasched.lowering.record_lowerings import PLANNED, carry_out_record
-from megasched.lowering.region import (
-    draw_forked,
-    enter_region,
-    join_sequence,
-    split_sequence,
-)
+from megasched.lowering.region import enter_region, join_sequence, split_sequence
 from megasched.lowering.sync import shared_regions
+from megasched.lowering.wrap import draw_forked
 from megasched.roles import Block
 from megasched.schedule import Schedule
 
@@ -116,20 +112,6 @@ def _lower_cut(path: str, module: nn.Module, context: Context, entered: bool) ->
     return lowered.train(module.training)
 
 
-def carry_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Registers the old module's forward and backward hooks on the new one, after its own."""
-    if old._is_full_backward_hook is not None and new._is_full_backward_hook is None:
-        new._is_full_backward_hook = old._is_full_backward_hook
-    for table in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        getattr(new, table).update(getattr(old, table))
-    for table in (
-        "_forward_pre_hooks_with_kwargs",
-        "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called",
-    ):
-        getattr(new, table).update(getattr(old, table))
-
-
 def _lower_whole(path: str, module: nn.Module, context: Context) -> None:
     """Parameters that every TP rank holds whole: made real where they are on meta, filled, marked."""
     for name, held in list(module.named_parameters(recurse=False)):
@@ -157,13 +139,3 @@ def _settle_attention(model: nn.Module, context: Context, here: Callable[[str], 
             te = TeCore(size, group) if context.device.type == "cuda" and te_attention() is not None else None
             settings = AttentionSettings(heads // size, sharded, te)
             model.get_submodule(path).megasched_attention = settings
-
-
-def module_places(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Module -> every (parent, name) it stands at; a shared module has several."""
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for parent in model.modules():
-        for name, child in parent._modules.items():
-            if child is not None:
-                places[child].append((parent, name))
-    return places

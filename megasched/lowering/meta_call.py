@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasched.errors import MegaschedError, Problem, ScheduleError
+from megasched.lowering.meta_results import MetaResults
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -34,6 +35,10 @@ class DefaultScalars(TorchDispatchMode):
     trained length); a trial only looks at structure.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._results = MetaResults()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -44,7 +49,7 @@ class DefaultScalars(TorchDispatchMode):
         if func is torch.ops.aten._grouped_mm.default and args[1].dim() == 3:
             # Its rule for meta takes bfloat16 alone, the kernels for CPUs and newer GPUs more than that.
             return args[0].new_empty(args[0].shape[0], args[1].shape[2])
-        return func(*args, **(kwargs or {}))
+        return self._results.call(func, args, kwargs or {})
 
 
 def to_meta(value: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 
 from megasched.errors import ConfigError
 from megasched.lowering.context import Context
-from megasched.lowering.region import draw_forked, recompute_module, wrap_forward
+from megasched.lowering.wrap import draw_forked, recompute_module, wrap_forward
 from megasched.records import Record
 
 RecordLowering = Callable[[nn.Module, Record, Context], None]

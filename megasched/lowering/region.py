@@ -1,12 +1,11 @@
 """Where activations change hands between whole, split along the sequence, and taken over to TP.
 
-Everything here wraps ``module.forward`` on the instance: paths, classes and state-dict keys stay.
+Everything here wraps ``module.forward`` (``wrap.py``).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,17 +16,8 @@ from megatron.core.tensor_parallel import (
 )
 from torch import nn
 
-from megasched.lowering.recompute import recompute
-from megasched.lowering.rng import fork_rng
 from megasched.lowering.structure import Slot
-
-Forward = Callable[..., Any]
-
-
-def wrap_forward(module: nn.Module, wrapper: Callable[[Forward], Forward]) -> None:
-    """Puts ``wrapper(forward)`` in the place of the module's forward, keeping its name and signature."""
-    inner = module.forward
-    module.forward = functools.wraps(inner)(wrapper(inner))
+from megasched.lowering.wrap import Forward, wrap_forward
 
 
 def enter_region(module: nn.Module, slot: int | str, group: Any, split: bool) -> None:
@@ -93,33 +83,3 @@ def join_sequence(layer: nn.Module, slot: Slot, group: Any) -> None:
         return left
 
     wrap_forward(layer, wrapper)
-
-
-def draw_forked(module: nn.Module) -> None:
-    """Random numbers inside come from Megatron's model-parallel RNG state."""
-
-    def wrapper(forward: Forward) -> Forward:
-        def forked(*args: Any, **kwargs: Any) -> Any:
-            with fork_rng():
-                return forward(*args, **kwargs)
-
-        return forked
-
-    wrap_forward(module, wrapper)
-
-
-def recompute_module(module: nn.Module) -> None:
-    """The module's activations are computed again in the backward pass while training; asked twice is once."""
-    if getattr(module, "megasched_recomputed", False):
-        return
-    module.megasched_recomputed = True
-
-    def wrapper(forward: Forward) -> Forward:
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
-            if not (module.training and torch.is_grad_enabled()):
-                return forward(*args, **kwargs)
-            return recompute(forward, *args, **kwargs)
-
-        return recomputed
-
-    wrap_forward(module, wrapper)

@@ -7,6 +7,7 @@ stage be cut out of any definition whose layers form a list.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -122,12 +123,22 @@ class _Call:
     end: int = -1
 
 
-def _record(model: nn.Module, batch: int, length: int) -> list[_Call]:
-    """Every module call of one forward, in order; holds the tensors, so that identities stay comparable."""
+class _Enough(BaseException):
+    """Ends a trial call early. No error, so nothing that catches errors may catch it."""
+
+
+def _record(model: nn.Module, batch: int, length: int, limit: int | None = None) -> list[_Call]:
+    """Every module call of one forward, in order; holds the tensors, so that identities stay comparable.
+
+    Args:
+        limit: the forward ends after this many calls.
+    """
     calls: list[_Call] = []
     open_calls: list[_Call] = []
 
     def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if len(calls) == limit:
+            raise _Enough
         call = _Call(path, args, kwargs)
         calls.append(call)
         open_calls.append(call)
@@ -137,7 +148,7 @@ def _record(model: nn.Module, batch: int, length: int) -> list[_Call]:
         call.output = output
         call.end = len(calls)
 
-    with call_hooks(model, before, after):
+    with suppress(_Enough), call_hooks(model, before, after):
         run_on_meta(model, token_inputs(batch, length))
     return calls
 
@@ -149,15 +160,18 @@ def find_structure(model: nn.Module) -> Structure:
         ScheduleError: no list of layers is called one after the other, or the model can't run on meta.
     """
     probe = meta_copy(model)
-    first, second = (_record(probe, *size) for size in _SIZES)
+    first = _record(probe, *_SIZES[0])
     layers = _find_layers(probe, first)
     count = len(probe.get_submodule(layers))
-    calls = [next(c for c in first if c.path == f"{layers}.{i}") for i in range(count)]
+    paths = {f"{layers}.{i}" for i in range(count)}
+    calls = [c for c in first if c.path in paths]
     slot, extra = _find_slot(calls)
     owners = {path for path, m in probe.named_modules() if next(m.parameters(recurse=False), None) is not None}
     start, end = first.index(calls[0]), calls[-1].end
     outside = {path for path in owners if not path.startswith(layers + ".")}
-    shapes = {c.path: _shape(c, _at(second, c.path)) for c in first[:start] if c.path in outside}
+    leading = [c for c in first[:start] if c.path in outside]
+    second = _record(probe, *_SIZES[1], limit=max((c.end for c in leading), default=0))
+    shapes = {c.path: _shape(c, _at(second, c.path)) for c in leading}
     after = tuple(dict.fromkeys(c.path for c in first[end:] if c.path in outside))
     return Structure(layers, count, slot, shapes, after, extra)
 
@@ -171,7 +185,8 @@ def _find_layers(model: nn.Module, calls: list[_Call]) -> str:
         children = [f"{path}.{i}" for i in range(len(module))]
         if any(counts[child] != 1 for child in children):
             continue
-        order = [call.path for call in calls if call.path in set(children)]
+        members = set(children)
+        order = [call.path for call in calls if call.path in members]
         size = sum(p.numel() for p in module.parameters())
         if order == children and size > best_size:
             best, best_size = path, size

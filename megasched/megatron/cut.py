@@ -70,6 +70,10 @@ def balance(costs: Sequence[float], first: float, last: float, stages: int) -> l
         extra = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
         return total[stop] - total[start] + extra
 
+    # The layers spread evenly: no stage of the best cut is dearer than the dearest of this one.
+    even = [count * stage // stages for stage in range(stages + 1)]
+    bound = max(stage_cost(stage, *pair) for stage, pair in enumerate(pairwise(even)))
+
     # best[stop] = (dearest, squares, bounds) over the stages so far, which hold the layers before `stop`
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
@@ -79,6 +83,8 @@ def balance(costs: Sequence[float], first: float, last: float, stages: int) -> l
             stops = [count] if rest == 0 else range(start + 1, count - rest + 1)
             for stop in stops:
                 cost = stage_cost(stage, start, stop)
+                if cost > bound:  # and so is every longer stage
+                    break
                 found = (max(dearest, cost), squares + cost * cost, (*bounds, stop - start))
                 if stop not in following or found < following[stop]:
                     following[stop] = found

@@ -7,8 +7,8 @@ from torch import nn
 
 from megasched.errors import ConfigError
 from megasched.lowering.block import MegatronLayer
-from megasched.lowering.region import recompute_module
 from megasched.lowering.structure import Structure
+from megasched.lowering.wrap import recompute_module
 from megasched.megatron.stage import Stage
 
 

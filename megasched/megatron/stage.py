@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.lowering.region import Forward, wrap_forward
 from megasched.lowering.structure import Shape, Slot, Structure
+from megasched.lowering.wrap import Forward, wrap_forward
 
 
 class StageEnd(BaseException):

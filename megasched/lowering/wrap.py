@@ -1,0 +1,54 @@
+"""Wraps of ``module.forward`` on the instance: paths, classes and state-dict keys stay.
+
+Nothing here imports Megatron: a plan is made without it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.lowering.recompute import recompute
+from megasched.lowering.rng import fork_rng
+
+Forward = Callable[..., Any]
+
+
+def wrap_forward(module: nn.Module, wrapper: Callable[[Forward], Forward]) -> None:
+    """Puts ``wrapper(forward)`` in the place of the module's forward, keeping its name and signature."""
+    inner = module.forward
+    module.forward = functools.wraps(inner)(wrapper(inner))
+
+
+def draw_forked(module: nn.Module) -> None:
+    """Random numbers inside come from Megatron's model-parallel RNG state."""
+
+    def wrapper(forward: Forward) -> Forward:
+        def forked(*args: Any, **kwargs: Any) -> Any:
+            with fork_rng():
+                return forward(*args, **kwargs)
+
+        return forked
+
+    wrap_forward(module, wrapper)
+
+
+def recompute_module(module: nn.Module) -> None:
+    """The module's activations are computed again in the backward pass while training; asked twice is once."""
+    if getattr(module, "megasched_recomputed", False):
+        return
+    module.megasched_recomputed = True
+
+    def wrapper(forward: Forward) -> Forward:
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            if not (module.training and torch.is_grad_enabled()):
+                return forward(*args, **kwargs)
+            return recompute(forward, *args, **kwargs)
+
+        return recomputed
+
+    wrap_forward(module, wrapper)
