@@ -1,0 +1,213 @@
+"""Tokens per second and peak memory: HF, HF compiled, HF with Liger's kernels, megasched, Megatron native.
+
+One rank, the same shape, data and precision. Every contender runs in Megatron's own ``train_step``: the HF
+ones too, as a model chunk of theirs (``hf_side.py``). So optimizer (Megatron's, on torch's AdamW or Transformer
+Engine's FusedAdam), gradient clipping, float32 main gradients and master weights under bf16, and the reduction of
+the loss are one code for all; the loss of each token is cross entropy in float32 for all. Only the computation of
+the model differs.
+
+Each contender has a process of its own; they take turns in changing order, and idle between. A turn is one step
+to warm up and ``--steps`` timed ones. A ratio is taken round by round. One that can't be built is left out of the
+ratios, with its reason in the results.
+
+In a rehearsal all run under the same emulation of CUDA. What it costs is counted for each: the functions that it
+intercepts in a step, times the time of one interception (``emulation`` in the results). The compiled
+contender runs its model outside of it.
+
+    python bench/contenders.py --rehearse
+    python bench/contenders.py --rehearse --bf16
+    python bench/contenders.py --shape 1b --bf16 --steps 5 [--micro-batch-size 4] [--fp8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Any
+
+import machine
+import ratios
+import trainer_side
+from shapes import SHAPES
+
+# Levels of megasched: name -> what --model-schedule says. A further level is one more line.
+LEVELS = {"leaf": "auto"}
+HF = {
+    "hf_eager": "hf_side.HFModelBuilder",
+    "hf_compile": "hf_side.CompiledHFModelBuilder",
+    "hf_liger": "hf_side.LigerHFModelBuilder",
+}
+BASES = ("native", "hf_eager")
+FP8 = ("--fp8-format", "hybrid")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Who builds the model chunk (class by import path), and what ``--model-schedule`` says."""
+
+    builder: str
+    schedule: str = "auto"
+
+
+def all_contenders() -> dict[str, Contender]:
+    """Every contender by name."""
+    return {
+        "native": Contender(trainer_side.NATIVE),
+        **{name: Contender(builder) for name, builder in HF.items()},
+        **{f"megasched_{level}": Contender(trainer_side.MEGASCHED, text) for level, text in LEVELS.items()},
+    }
+
+
+class Worker:
+    """A contender's process."""
+
+    def __init__(self, name: str, contender: Contender, setting: trainer_side.Setting, folder: Path) -> None:
+        self.log = folder / f"{name}.log"
+        self.channel, theirs = Pipe()
+        spec = {**asdict(contender), "setting": asdict(setting)}
+        command = [sys.executable, str(Path(__file__).with_name("contender_worker.py"))]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, str(theirs.fileno()), json.dumps(spec)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **_one_rank()},
+            )
+        theirs.close()
+
+    def receive(self) -> Any:
+        """What the worker sends next; ``("failed", reason)`` if it died."""
+        try:
+            return self.channel.recv()
+        except EOFError:
+            self.process.wait()
+            return "failed", f"the process ended with {self.process.returncode}; {_tail(self.log)}"
+
+    def ask(self, *order: Any) -> dict[str, Any]:
+        """Carries out an order.
+
+        Raises:
+            RuntimeError: the worker died.
+        """
+        self.channel.send(order)
+        answer = self.receive()
+        if isinstance(answer, tuple):
+            raise RuntimeError(answer[1])
+        return answer
+
+    def close(self) -> None:
+        self.channel.close()
+        self.process.wait()
+
+
+def _one_rank() -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _tail(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+def compare(
+    contenders: Mapping[str, Contender], setting: trainer_side.Setting, rounds: int, steps: int
+) -> dict[str, Any]:
+    """Builds the contenders one after the other and lets them step in turn."""
+    workers: dict[str, Worker] = {}
+    left_out: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="contenders") as folder:
+        try:
+            for name, contender in contenders.items():
+                worker = Worker(name, contender, setting, Path(folder))
+                state, reason = worker.receive()
+                if state == "ready":
+                    workers[name] = worker
+                    print(f"{name}: built", file=sys.stderr, flush=True)
+                else:
+                    left_out[name] = reason
+                    worker.close()
+                    print(f"{name}: LEFT OUT, {reason}", file=sys.stderr, flush=True)
+            emulation = {name: worker.ask("emulation") for name, worker in workers.items()}
+            seconds, peaks = _in_turn(workers, rounds, steps)
+        finally:
+            for worker in workers.values():
+                worker.close()
+    return {
+        "setting": asdict(setting),
+        **ratios.summary(seconds, setting.tokens, BASES),
+        "peak_bytes": peaks,
+        "emulation": emulation if setting.rehearse else {},
+        "left_out": left_out,
+    }
+
+
+def _in_turn(
+    workers: Mapping[str, Worker], rounds: int, steps: int
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    seconds: dict[str, list[float]] = {name: [] for name in workers}
+    peaks = dict.fromkeys(workers, 0)
+    for number in range(rounds):
+        for name in turn_order(list(workers), number):
+            answer = workers[name].ask("steps", steps)
+            seconds[name].append(sum(answer["seconds"]) / steps)
+            peaks[name] = max(peaks[name], answer["peak_bytes"])
+    return seconds, peaks
+
+
+def turn_order(names: Sequence[str], number: int) -> list[str]:
+    """The order of round ``number``: another one begins each time, and every second round runs backwards."""
+    first = number // 2 % max(len(names), 1)
+    order = [*names[first:], *names[:first]]
+    return order[::-1] if number % 2 else order
+
+
+def main() -> None:
+    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    own.add_argument("--shape", choices=SHAPES, default="cpu")
+    own.add_argument("--micro-batch-size", type=int, default=1)
+    own.add_argument("--rounds", type=int, default=10)
+    own.add_argument("--steps", type=int, default=1, help="timed steps of a turn")
+    own.add_argument("--bf16", action="store_true")
+    own.add_argument("--fp8", action="store_true", help=f"adds {' '.join(FP8)}; who refuses it is left out")
+    own.add_argument("--rehearse", action="store_true")
+    own.add_argument("--only", nargs="+", choices=all_contenders(), help="these contenders alone")
+    own.add_argument("--name", help="of the results file; made from the options otherwise")
+    options = own.parse_args()
+    chosen = {n: c for n, c in all_contenders().items() if not options.only or n in options.only}
+    setting = trainer_side.setting_from(options, FP8 if options.fp8 else ())
+    data = compare(chosen, setting, options.rounds, options.steps)
+    precision = "fp8" if options.fp8 else "bf16" if options.bf16 else "fp32"
+    where = "cpu" if options.rehearse else "gpu"
+    name = options.name or f"contenders_{options.shape.replace('.', '_')}_{precision}_{where}"
+    path = machine.write(name, data)
+    print(f"{table(data)}\n{path}")
+
+
+def table(data: Mapping[str, Any]) -> str:
+    """The results as lines of text."""
+    lines = [f"{'':16} {'tokens/s':>9} {'vs native':>10} {'vs hf_eager':>12} {'peak GB':>8}"]
+    for name, speed in data["tokens_per_second"].items():
+        versus = [data["speed_relative_to"].get(base, {}).get(name) for base in BASES]
+        cells = ["" if one is None else f"{one['median']:.3f}" for one in versus]
+        lines.append(f"{name:16} {speed:9.0f} {cells[0]:>10} {cells[1]:>12} {data['peak_bytes'][name] / 1e9:8.2f}")
+    lines += [f"{name:16} left out: {reason}" for name, reason in data["left_out"].items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

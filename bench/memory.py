@@ -1,0 +1,30 @@
+"""Memory of this process, in bytes: of the GPU where there is one, resident otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def resident_bytes() -> int:
+    """Resident memory now."""
+    return _status("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """Highest resident memory since the process began, or since ``reset_peak``."""
+    return _status("VmHWM")
+
+
+def reset_peak() -> None:
+    """Peaks are counted from here."""
+    # 5 resets the highest resident memory (man 5 proc); a container may forbid it, and then the peak is the
+    # process's.
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field + ":")))

@@ -1,0 +1,106 @@
+"""Shapes of the models that are measured, as HF configs; nothing is downloaded."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
+
+# Name -> fields of the HF config; max_position_embeddings is also the sequence length that is trained.
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "max_position_embeddings": 16,
+    },
+    "small": {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "max_position_embeddings": 512,
+    },
+    "cpu": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "vocab_size": 16384,
+        "max_position_embeddings": 512,
+    },
+    "1b": {  # Llama-3.2-1B
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-1.7b": {
+        "model_type": "qwen3",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    },
+    "8b": {  # Llama-3-8B
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rope_parameters": _ROPE,
+    },
+    "70b": {  # Llama-3-70B
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rope_parameters": _ROPE,
+    },
+    "405b": {  # Llama-3.1-405B
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rope_parameters": _ROPE,
+    },
+}
+
+
+def hf_config(shape: str, **changes: Any) -> Any:
+    """The HF config of a shape, some fields changed; Llama's where the shape names no other architecture."""
+    from transformers import AutoConfig
+
+    fields = {**SHAPES[shape], **changes}
+    return AutoConfig.for_model(fields.pop("model_type", "llama"), **fields)
+
+
+def model_folder(shape: str, **changes: Any) -> str:
+    """A new folder with the shape's ``config.json``, for ``--hf-model``."""
+    folder = tempfile.mkdtemp(prefix="bench")
+    hf_config(shape, **changes).save_pretrained(folder)
+    return folder
