@@ -40,7 +40,8 @@ import trainer_side
 from shapes import SHAPES
 
 # Levels of megasched: name -> what --model-schedule says. A further level is one more line.
-LEVELS = {"leaf": "auto"}
+_FILE = str(Path(__file__).with_name("levels.py"))
+LEVELS = {level: f"{_FILE}:{level}" for level in ("leaf", "fused", "block")}
 HF = {
     "hf_eager": "hf_side.HFModelBuilder",
     "hf_compile": "hf_side.CompiledHFModelBuilder",
