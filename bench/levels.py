@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from megasched.model_adapters.default_schedule import schedule as default_schedule
-from megasched.primitives.level import LEVELS
 from megasched.schedule_file import register_schedule
 
 if TYPE_CHECKING:
@@ -14,11 +12,24 @@ if TYPE_CHECKING:
     from megasched.schedule import Schedule
 
 
-def at_level(sch: Schedule, layout: Layout, level: str) -> None:
-    """What ``auto`` does, all of it at one level."""
+@register_schedule("leaf")
+def leaf(sch: Schedule, layout: Layout) -> None:
+    """Each linear on its own."""
+    _at_level(sch, layout, "leaf")
+
+
+@register_schedule("fused")
+def fused(sch: Schedule, layout: Layout) -> None:
+    """Columns that read one tensor by one product."""
+    _at_level(sch, layout, "fused")
+
+
+@register_schedule("block")
+def block(sch: Schedule, layout: Layout) -> None:
+    """Whole layers by Megatron's."""
+    _at_level(sch, layout, "block")
+
+
+def _at_level(sch: Schedule, layout: Layout, level: str) -> None:
     default_schedule(sch, layout)
     sch["model.layers"].level(level)
-
-
-for _name in LEVELS:
-    register_schedule(_name)(partial(at_level, level=_name))

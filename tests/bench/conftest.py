@@ -1,0 +1,7 @@
+"""The benchmarks are scripts that import one another from their own folder."""
+
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.insert(0, str(BENCH))

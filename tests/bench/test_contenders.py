@@ -1,0 +1,97 @@
+"""The comparison of contenders, but for their processes; and what a plain HF model is for Megatron's trainer."""
+
+import json
+from typing import Any
+
+import contenders
+import pytest
+import torch
+import trainer_side
+
+from megasched.schedule_file import find_schedule
+
+
+def test_turns_begin_with_each_contender_and_run_both_ways() -> None:
+    names = ["a", "b", "c"]
+    orders = [contenders.turn_order(names, number) for number in range(6)]
+    assert orders[:4] == [["a", "b", "c"], ["c", "b", "a"], ["b", "c", "a"], ["a", "c", "b"]]
+    assert all(sorted(order) == names for order in orders)
+    assert {order[0] for order in orders} == set(names)
+
+
+def test_every_level_is_a_schedule() -> None:
+    for name in contenders.LEVELS:
+        assert callable(find_schedule(contenders.LEVELS[name]))
+
+
+class FakeWorker:
+    """Answers as a worker does: ``broken`` can't be built, the others take their own time."""
+
+    def __init__(self, name: str, *given: Any) -> None:
+        self.name = name
+
+    def receive(self) -> Any:
+        return ("failed", "no compiler") if self.name == "broken" else ("ready", None)
+
+    def ask(self, order: str, *values: Any) -> dict[str, Any]:
+        if order == "emulation":
+            return {"calls": 3, "seconds": 0.1}
+        return {"seconds": [2.0 if self.name == "native" else 1.0] * values[0], "peak_bytes": 7}
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_cannot_be_built_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders, "Worker", FakeWorker)
+    chosen = dict.fromkeys(("native", "broken", "ours"), contenders.Contender("builder"))
+    setting = trainer_side.Setting("tiny", rehearse=True)
+    data = contenders.compare(chosen, setting, rounds=3, steps=2)
+    assert data["left_out"] == {"broken": "no compiler"}
+    assert data["seconds"].keys() == {"native", "ours"} == data["emulation"].keys()
+    assert data["rounds"]["ours"] == [1.0] * 3
+    assert data["speed_relative_to"]["native"]["ours"]["median"] == 2.0
+    assert data["peak_bytes"] == {"native": 7, "ours": 7}
+    assert data["tokens_per_second"]["ours"] == setting.tokens == 16
+    json.dumps(data)
+    assert "broken" in contenders.table(data)
+
+
+def test_both_sides_get_the_same_flags() -> None:
+    setting = trainer_side.Setting("tiny", bf16=True, rehearse=True, extra=("--fp8-format", "hybrid"))
+    first, second = (trainer_side.flags(setting, schedule) for schedule in ("auto", "levels.py:block"))
+    differing = {a for a, b in zip(first, second, strict=True) if a != b and "bench" not in a}
+    assert differing == {"auto"}
+    assert "--bf16" in first
+    assert "--fp8-format" not in first  # a rehearsal leaves it out
+
+
+def test_hf_chunk_gives_hf_loss_per_token(ranks: Any) -> None:
+    ((ours, expected, table),) = ranks.run(1, _hf_chunk)
+    assert ours == pytest.approx(expected, rel=1e-6)
+    assert table == torch.float32
+
+
+def _hf_chunk() -> tuple[float, float, torch.dtype]:
+    """Mean loss of the chunk, HF's own loss of the same tokens, and the rotary table's dtype after a cast."""
+    import sys
+
+    from tests.bench.conftest import BENCH
+
+    sys.path.insert(0, str(BENCH))
+    import hf_side
+    import shapes
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(shapes.hf_config("tiny"))
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True)
+    chunk = hf_side.HFChunk(config, model, model, None)
+    ids = torch.randint(0, 256, (2, 9))
+    losses = chunk(ids[:, :-1], None, None, labels=ids[:, 1:])
+    expected = model(input_ids=ids, labels=ids).loss
+    assert losses.shape == (2, 8)
+    assert losses.dtype == torch.float32
+    chunk.bfloat16()
+    return losses.mean().item(), expected.item(), model.model.rotary_emb.inv_freq.dtype
