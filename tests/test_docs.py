@@ -33,6 +33,12 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*\*?")
 
 # Of other people's programs, as far as the pages show them.
 OTHER_FLAGS = {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # sbatch
+# Of the scripts in bench/, which are no package.
+BENCH_FLAGS = {
+    flag
+    for script in (ROOT / "bench").glob("*.py")
+    for flag in re.findall(r'add_argument\("(--[a-z-]+)"', script.read_text())
+}
 
 
 class Block(NamedTuple):
@@ -124,7 +130,13 @@ def known_flags(training_parser) -> set[str]:
 
     from megasched.launch import quickstart
 
-    found = OTHER_FLAGS | options(training_parser) | options(get_args_parser()) | options(quickstart._parser())
+    found = (
+        OTHER_FLAGS
+        | BENCH_FLAGS
+        | options(training_parser)
+        | options(get_args_parser())
+        | options(quickstart._parser())
+    )
     for command in [typer.main.get_command(cli.app), *typer.main.get_command(cli.app).commands.values()]:
         found.update(option for parameter in command.params for option in parameter.opts)
         found.update(command.context_settings.get("help_option_names", ["--help"]))

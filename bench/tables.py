@@ -1,0 +1,106 @@
+"""The tables of docs/benchmarks.md, made from the results: between ``<!-- NAME.json -->`` and ``<!-- end -->``.
+
+python bench/tables.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import machine
+
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+_PLACE = re.compile(r"(<!-- (\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def contenders(data: dict[str, Any]) -> list[str]:
+    rows = []
+    for name, speed in data["tokens_per_second"].items():
+        versus = [_ratio(data["speed_relative_to"].get(base, {}).get(name)) for base in ("native", "hf_eager")]
+        emulated = data["emulation"].get(name)
+        share = f"{emulated['seconds'] / data['seconds'][name]['median']:.2%}" if emulated else ""
+        rows.append([f"`{name}`", f"{speed:.0f}", *versus, f"{data['peak_bytes'][name] / 1e9:.2f} GB", share])
+    head = ["contender", "tokens/s", "speed / native", "speed / hf_eager", "peak memory", "emulation"]
+    left = [f"\nLeft out: `{name}`, {reason}." for name, reason in data["left_out"].items()]
+    return [*_table(head, rows), *left]
+
+
+def construction(data: dict[str, Any]) -> list[str]:
+    built = "build_seconds" in data["rows"][0]
+    head = ["layers", "plan", "memory with imports"]
+    head += ["layers built", "build", "shards", "peak of the build"] if built else []
+    rows = []
+    for row in data["rows"]:
+        cells = [row["layers"], _seconds(row["plan_seconds"]), _gb(row["imports_bytes"] + row["plan_bytes"])]
+        if built:
+            cells += [f"{row['stage_layers']} (stage {row['stage']})", _seconds(row["build_seconds"])]
+            cells += [_gb(row["shard_bytes"]), _gb(row["build_peak_bytes"])]
+        rows.append([str(cell) for cell in cells])
+    imports = [row["imports_seconds"] for row in data["rows"]]
+    notes = [f"\nImports before the plan: {min(imports):.1f} to {max(imports):.1f} s."]
+    for key, line in data.get("growth", {}).items():
+        if key.endswith("seconds"):
+            notes.append(f"`{key}`: {1000 * line['per_layer']:.0f} ms a layer, bend {line['bend']:.2f}.")
+    return [*_table(head, rows), *notes]
+
+
+def primitives(data: dict[str, Any]) -> list[str]:
+    rows = []
+    for name, row in data["primitives"].items():
+        added = f"{row['milliseconds_added_per_layer']:.1f} ms"
+        rows.append([f"`{name}`", str(row["records"]), f"{row['microseconds_per_record']:.0f} us", added])
+    return _table(["schedule", "calls", "one call", "added to the plan, per layer"], rows)
+
+
+def step_time(data: dict[str, Any]) -> list[str]:
+    low, high = data["ratio_quartiles"]
+    options = data["options"]
+    text = (
+        f"TP {options['tp']}, shape `{options['shape']}`: megasched takes {data['ratio_median']:.3f} of native's "
+    )
+    return [f"{text}time (quartiles {low:.3f} to {high:.3f})."]
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "tokens_per_second": contenders,
+    "rows": construction,
+    "primitives": primitives,
+    "ratio_median": step_time,
+}
+
+
+def fill(page: str, folder: Path = machine.RESULTS) -> str:
+    """The page with every table made anew from its results file."""
+
+    def made(found: re.Match[str]) -> str:
+        data = json.loads((folder / found[2]).read_text())
+        kind = next(key for key in TABLES if key in data)
+        return "\n".join([found[1], *TABLES[kind](data), "", found[3]])
+
+    return _PLACE.sub(made, page)
+
+
+def _ratio(found: dict[str, float] | None) -> str:
+    if found is None:
+        return ""
+    return f"{found['median']:.3f} ({found['low_quartile']:.3f} to {found['high_quartile']:.3f})"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s"
+
+
+def _gb(value: float) -> str:
+    return f"{value / 1e9:.2f} GB"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(fill(PAGE.read_text()))
