@@ -7,10 +7,10 @@ process, which other work on the machine disturbs less than the clock, and resid
 Weights are random, as ``--hf-random-init`` makes them: one whole parameter at a time, in float32. Drawing them
 takes nearly all of the time then; ``--zeros`` leaves it out, and shows what planning and building cost.
 
-    python bench/construct.py --shape 405b --tp 8 --pp 16
-    python bench/construct.py --shape 405b --tp 8 --pp 16 --zeros --layers 16 32 63 94 126
+    python bench/construct.py --shape 405b --tp 8 --pp 63
+    python bench/construct.py --shape 405b --tp 8 --pp 16 --zeros --layers 16 32 63 126
     python bench/construct.py --shape 405b --tp 8 --pp 8 --plan-only --layers 8 16 32 64 126
-    python bench/construct.py --shape 70b --tp 8 --pp 4
+    python bench/construct.py --shape 70b --tp 8 --pp 16
     python bench/construct.py --shape 8b --tp 4 --pp 4 --every-stage
 """
 

@@ -57,12 +57,15 @@ def shared_regions(plan: Plan) -> dict[str, tuple[int | str, tuple[str, ...]]]:
     """
     split = plan.layout.sp
     joint = {frozenset(paths) for paths in plan.joint}
-
-    def attends(path: str) -> bool:
-        return any(a == path or a.startswith(path + ".") for a in plan.derived.attention)
-
+    attending = {around for path in plan.derived.attention for around in _and_around(path)}
     return {
         path: (slot, columns)
         for path, (slot, columns) in plan.derived.regions.items()
-        if (len(columns) > 1 and frozenset(columns) not in joint) or (split and attends(path))
+        if (len(columns) > 1 and frozenset(columns) not in joint) or (split and path in attending)
     }
+
+
+def _and_around(path: str) -> list[str]:
+    """The module at ``path`` and all that it lies in, the root left out."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
