@@ -1,6 +1,6 @@
 """What each primitive costs: the call itself, and what it adds to making the plan; and a whole ``auto`` schedule.
 
-For each primitive a schedule of two calls on every layer is compared with an empty one, on a Llama of the
+For each primitive a schedule of some calls on every layer is compared with an empty one, on a Llama of the
 given number of layers, at one rank: CPU seconds, the two in turn, best of ``--rounds``. The plan of the empty
 schedule is what looking at the model costs; with shards in it the activations are followed as well.
 
@@ -39,13 +39,16 @@ def _hook(module: Any, *values: Any) -> None:
     """Does nothing."""
 
 
+def _shard_mlp(mlp: Any) -> None:
+    mlp["gate_proj"].shard("weight", axis=0)
+    mlp["up_proj"].shard("weight", axis=0)
+    mlp["down_proj"].shard("weight", axis=1)
+
+
 NORMS = "input_layernorm post_attention_layernorm"
-# Primitive -> two calls of it on one layer.
+# Primitive -> calls of it on one layer; sync is asked for on shards.
 CASES: dict[str, Calls] = {
-    "shard": lambda layer: (
-        layer["mlp.up_proj"].shard("weight", axis=0),
-        layer["mlp.down_proj"].shard("weight", axis=1),
-    )[0],
+    "shard": lambda layer: _shard_mlp(layer["mlp"]),
     "replace": _twice(NORMS, lambda node: node.replace(_new_norm)),
     "replace_all": lambda layer: layer.replace_all(r".*layernorm", _new_norm),
     "checkpoint": _twice("self_attn mlp", lambda node: node.checkpoint()),
@@ -53,10 +56,7 @@ CASES: dict[str, Calls] = {
     "annotate": _twice(NORMS, lambda node: node.annotate("weight", "bench", True)),
     "hook": _twice(NORMS, lambda node: node.hook("fw_post", _hook)),
     "level": _twice("self_attn mlp", lambda node: node.level("leaf")),
-    "sync": lambda layer: (
-        CASES["shard"](layer),
-        layer["mlp.down_proj"].sync("fwd_post", "all_reduce"),
-    )[0],
+    "sync": lambda layer: (_shard_mlp(layer["mlp"]), layer["mlp.down_proj"].sync("fwd_post", "all_reduce"))[0],
 }
 
 
