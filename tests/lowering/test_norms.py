@@ -66,6 +66,16 @@ def test_values_and_gradients_are_the_modules_own():
     torch.testing.assert_close(model[0].weight.grad, same[0].weight.grad, rtol=1e-5, atol=1e-6)
 
 
+def test_the_trial_runs_no_hooks_and_changes_nothing():
+    model = nn.Sequential(Norm())
+    weight, calls = model[0].weight, []
+    model[0].register_forward_hook(lambda *call: calls.append(call))
+    fuse_norms(model, lambda path: True)
+    assert is_fused(model, "0")
+    assert not calls
+    assert model[0].weight is weight
+
+
 def test_another_dtype_than_the_weights_goes_the_definitions_way():
     model = nn.Sequential(Norm())
     fuse_norms(model, lambda path: True)
