@@ -18,6 +18,8 @@ class Norm(nn.Module):
         self.kind = kind
         if kind == "biased":
             self.bias = nn.Parameter(torch.zeros(size))
+        if kind == "raises":
+            self.register_parameter("bias", None)
         if kind == "two epsilons":
             self.eps = 0.1
 
@@ -25,6 +27,8 @@ class Norm(nn.Module):
         gain = 1 + self.weight if self.kind == "one more" else self.weight
         if self.kind == "centred":
             x = x - x.mean(-1, keepdim=True)
+        if self.kind == "raises":
+            x = x.view(len(x), 3, -1, 2)
         mean = x.float().square().mean(-1, keepdim=True)
         eps = 0.0 if self.kind == "no epsilon" else self.variance_epsilon
         scale = torch.rsqrt(mean + eps) if self.kind != "outside" else 1 / (mean.sqrt() + eps)
@@ -45,6 +49,7 @@ def is_fused(model, path=""):
         ("outside", False),
         ("biased", False),
         ("two epsilons", False),
+        ("raises", False),
     ],
 )
 def test_only_what_computes_an_rms_norm_is_one(kind, fused):
