@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megasched.definition import build_definition, init_empty_weights, load_config
     from megasched.errors import CheckpointError, ConfigError, MegaschedError, Problem, ScheduleError
+    from megasched.graph.compilers import register_compiler
+    from megasched.graph.subgraph import Subgraph
     from megasched.layout import Layout
     from megasched.library import apply_schedule, create_schedule
     from megasched.lowering.build import build
@@ -42,6 +44,7 @@ _PUBLIC = {
     "Schedule": "megasched.schedule",
     "ScheduleError": "megasched.errors",
     "ScheduleList": "megasched.schedule",
+    "Subgraph": "megasched.graph.subgraph",
     "apply_schedule": "megasched.library",
     "build": "megasched.lowering.build",
     "build_definition": "megasched.definition",
@@ -51,6 +54,7 @@ _PUBLIC = {
     "load_config": "megasched.definition",
     "load_records": "megasched.records",
     "materialize": "megasched.weights.materialize",
+    "register_compiler": "megasched.graph.compilers",
     "register_lowering": "megasched.lowering.record_lowerings",
     "register_primitive": "megasched.registry",
     "register_schedule": "megasched.schedule_file",

@@ -35,10 +35,12 @@ class Primitive:
     Attributes:
         name: how it is called on a schedule.
         aliases: other names for the same.
+        leaves_record: whether a call is recorded; otherwise what ``record`` returns is the call's answer.
     """
 
     name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
+    leaves_record: ClassVar[bool] = True
 
     def record(self, node: Node, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         """The arguments to keep, by name. Nothing is changed and nothing heavy is done here."""
@@ -51,7 +53,7 @@ class Primitive:
 
 # What a schedule has of its own under these names would hide a primitive (``Schedule`` in schedule.py).
 RESERVED = frozenset(
-    "path mod parent root layout roles records renamed built role role_of children below".split()  # noqa: SIM905
+    "path mod parent root layout roles records renamed memory built role role_of children below".split()  # noqa: SIM905
 )
 _PRIMITIVES: dict[str, Primitive] = {}
 

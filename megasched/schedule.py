@@ -33,6 +33,7 @@ class Root:
     modules: dict[str, nn.Module] = field(default_factory=dict)
     first_path: dict[int, str] = field(default_factory=dict)
     renamed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
     built: bool = False
 
     def __post_init__(self) -> None:
@@ -89,6 +90,11 @@ class Schedule:
     def renamed(self) -> dict[str, tuple[str, ...]]:
         """Parameter of a replaced module -> parameters of the definition it is made of; filled by the build."""
         return self._root.renamed
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """What primitives keep in memory beside the records, one for the whole schedule: graphs of modules."""
+        return self._root.memory
 
     @property
     def built(self) -> bool:
@@ -163,12 +169,14 @@ class Schedule:
             self._refuse(f"no module {key!r} in {self.path or 'the model'}", self._suggest(key))
         return self._child(key)
 
-    def __getattr__(self, name: str) -> Callable[..., Schedule]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         _must_be_primitive(name)
         primitive = get_primitive(name)
 
-        def call(*args: Any, **kwargs: Any) -> Schedule:
+        def call(*args: Any, **kwargs: Any) -> Any:
             arguments = primitive.record(self, *args, **kwargs)
+            if not primitive.leaves_record:
+                return arguments
             self.records.append(Record(primitive.name, self.path, arguments, caller_source()))
             return self
 
@@ -199,7 +207,7 @@ class Schedule:
     def _glob(self, pattern: str) -> ScheduleList:
         """``*`` stands for one name of the path, as in HF's plans, ``**`` for any number of them, none too."""
         parts = pattern.split(".")
-        nodes = [self._child(name) for name in self._names_below() if _matches(parts, name.split("."))]
+        nodes = [self._child(name) for name in self._names_below() if matches_glob(parts, name.split("."))]
         if not nodes:
             self._refuse(f"no module matches {pattern!r} in {self.path or 'the model'}", self._suggest(pattern))
         return ScheduleList(list({node.path: node for node in nodes}.values()))
@@ -215,13 +223,13 @@ class Schedule:
         raise ScheduleError(Problem(what, module=self.path, source=caller_source(), remedy=remedy))
 
 
-def _matches(pattern: Sequence[str], names: Sequence[str]) -> bool:
+def matches_glob(pattern: Sequence[str], names: Sequence[str]) -> bool:
     """Whether a path, split at its dots, matches a glob, split likewise."""
     if not pattern:
         return not names
     if pattern[0] == "**":
-        return any(_matches(pattern[1:], names[taken:]) for taken in range(len(names) + 1))
-    return bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and _matches(pattern[1:], names[1:])
+        return any(matches_glob(pattern[1:], names[taken:]) for taken in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and matches_glob(pattern[1:], names[1:])
 
 
 def _must_be_primitive(name: str) -> None:
@@ -258,14 +266,13 @@ class ScheduleList(Sequence[Schedule]):
     def role(self, name: str) -> ScheduleList:
         return ScheduleList([found for item in self._items for found in item.role(name)])
 
-    def __getattr__(self, name: str) -> Callable[..., ScheduleList]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         _must_be_primitive(name)
         calls = [getattr(item, name) for item in self._items]
 
-        def call(*args: Any, **kwargs: Any) -> ScheduleList:
-            for one in calls:
-                one(*args, **kwargs)
-            return self
+        def call(*args: Any, **kwargs: Any) -> Any:
+            answers = [one(*args, **kwargs) for one in calls]
+            return self if get_primitive(name).leaves_record else [found for answer in answers for found in answer]
 
         return call
 

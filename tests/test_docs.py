@@ -2,8 +2,8 @@
 
 Fenced blocks are read by their language:
 
-* ``python`` in library.md and adapters.md runs, block after block in one namespace; a ``text`` block right
-  after it is what it prints. With ``ranks=2`` it runs on so many ranks, by itself.
+* ``python`` in library.md, adapters.md and graphs.md runs, block after block in one namespace; a ``text`` block
+  right after it is what it prints. With ``ranks=2`` it runs on so many ranks, by itself.
 * ``python`` in schedules.md is a schedule: it is planned for a small Qwen3 at TP 2. A first line ``# name.py``
   saves it under this name for the commands below.
 * ``console`` is a ``megasched`` command and what it prints, where ``...`` stands for anything.
@@ -206,14 +206,17 @@ def run_code_on_a_rank(code: str) -> str:
 def no_new_primitives(monkeypatch):
     """What a page registers is gone afterwards."""
     from megasched import registry
+    from megasched.graph import compilers
     from megasched.lowering import record_lowerings
 
     registry.has_primitive("shard")  # the built-in ones are there to stay
+    compilers.get_compiler("megatron")
     monkeypatch.setattr(registry, "_PRIMITIVES", dict(registry._PRIMITIVES))
     monkeypatch.setattr(record_lowerings, "_RECORD_LOWERINGS", dict(record_lowerings._RECORD_LOWERINGS))
+    monkeypatch.setattr(compilers, "_COMPILERS", dict(compilers._COMPILERS))
 
 
-@pytest.mark.parametrize("page", ["library.md", "adapters.md"])
+@pytest.mark.parametrize("page", ["library.md", "adapters.md", "graphs.md"])
 def test_code_runs_and_prints_what_the_page_shows(page, ranks, monkeypatch, tmp_path, no_new_primitives):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "example"}

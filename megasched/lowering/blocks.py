@@ -69,7 +69,8 @@ class _Inside:
         for record in plan.records:
             index = structure.index_of(record.path)
             layer = "" if index is None else structure.layer_path(index)
-            if layer != record.path and record.primitive not in _INSIDE:
+            apart = layer != record.path or record.primitive in ("trace", "trace_until")
+            if apart and record.primitive not in _INSIDE:
                 self.records[layer].append(record)
 
 
@@ -85,7 +86,8 @@ def _why_not(plan: Plan, layer: str, block: Block, trained: Mapping[str, bool], 
         if path in plan.replicated_heads:
             return f"there are more TP ranks than heads of {name}"
     for record in inside.records[layer]:
-        return f"the schedule calls {record.primitive} on {record.path[len(layer) + 1 :]}, which is gone then"
+        what = record.path[len(layer) + 1 :] or "the layer"
+        return f"the schedule calls {record.primitive} on {what}, which is gone then"
     names = inside.names[layer]
     known = {f"{layer}.{name}" for name in _parameters(block, biased=True)}
     strange = [name[len(layer) + 1 :] for name in names if name not in known]

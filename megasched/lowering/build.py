@@ -52,7 +52,7 @@ def carry_out(schedule: Schedule, inputs: Mapping[str, Any] | None = None) -> Pl
         restore_attention()
     _lower_here(schedule, model, plan)
     schedule.built = True
-    if plan.records_of("checkpoint") and hasattr(model, "config"):
+    if plan.records_of("checkpoint", "trace", "trace_until") and hasattr(model, "config"):
         model.config.use_cache = False  # a layer run again would append to the cache again, as HF notes too
     return plan
 

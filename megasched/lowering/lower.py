@@ -13,6 +13,7 @@ from megasched.lowering.attention_te import TeCore, te_attention
 from megasched.lowering.carry import carry_hooks, module_places
 from megasched.lowering.context import Context
 from megasched.lowering.embedding import lower_embedding
+from megasched.lowering.graphs import trace_modules
 from megasched.lowering.joining import fused_paths
 from megasched.lowering.joint import JointColumns
 from megasched.lowering.linear import lower_linear
@@ -55,7 +56,8 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
             for member in members:
                 member.joint = joint
     fused = fused_paths(plan)
-    fuse_norms(model, lambda path: alone(path) and fused(path))
+    traced = trace_modules(model, context, here)  # before anything wraps a module: regions stay outermost
+    fuse_norms(model, lambda path: alone(path) and fused(path) and not traced(path))
     for path, (slot, _) in regions.items():
         if alone(path):
             enter_region(model.get_submodule(path), slot, context.group, context.splits_sequence(path))

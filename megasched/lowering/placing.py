@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from megasched.errors import Problem
+from megasched.graph.intercept import is_conv1d
 from megasched.lowering.plan import Plan
 from megasched.lowering.replicated_heads import find_replicated_heads
 from megasched.placement import Placement
@@ -21,11 +22,6 @@ from megasched.schedule import Schedule
 def output_axis(module: nn.Module) -> int:
     """Axis of the output features in a linear's weight: 0, but 1 in HF's Conv1D, which keeps [in, out]."""
     return 1 if is_conv1d(module) else 0
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is HF's ``Conv1D``, which is a linear."""
-    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -59,3 +59,15 @@ def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     structure of arguments, so a block that is fed integer ids alone still gets its gradients.
     """
     return checkpoint(function, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+
+
+@contextmanager
+def tracker_states() -> Iterator[None]:
+    """Puts Megatron's tracked random states back as they were before."""
+    tracker = _tracker()
+    kept = tracker.get_states() if tracker is not None else None
+    try:
+        yield
+    finally:
+        if tracker is not None and kept is not None:
+            tracker.set_states(kept)

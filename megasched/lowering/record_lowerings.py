@@ -45,7 +45,19 @@ def is_lowered(primitive: str) -> bool:
 
 
 # Planned as a whole before anything is lowered; nothing is left to do for the single record.
-PLANNED = frozenset({"shard", "replace", "replace_all", "cut_pipeline_stage", "level"})
+PLANNED = frozenset(
+    {
+        "shard",
+        "replace",
+        "replace_all",
+        "cut_pipeline_stage",
+        "level",
+        "trace",
+        "trace_until",
+        "fuse",
+        "decompose",
+    }
+)
 
 
 def carry_out_record(module: nn.Module, record: Record, context: Context) -> None:
@@ -55,7 +67,8 @@ def carry_out_record(module: nn.Module, record: Record, context: Context) -> Non
 
 @register_lowering("checkpoint")
 def _checkpoint(module: nn.Module, record: Record, context: Context) -> None:
-    recompute_module(module)
+    if "subgraph" not in record.arguments:  # a part of a module is done in its graph (graphs.py)
+        recompute_module(module)
 
 
 @register_lowering("fork_rng")

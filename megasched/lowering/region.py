@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import nn
 
+from megasched.graph import opaque
 from megasched.lowering.structure import Slot
 from megasched.lowering.wrap import Forward, wrap_forward
 
@@ -26,7 +27,11 @@ def enter_region(module: nn.Module, slot: int | str, group: Any, split: bool) ->
     Forward: identity, or all-gather along the sequence. Backward: all-reduce, or reduce-scatter. The
     columns inside then reduce nothing themselves.
     """
-    take = functools.partial(_gather_for_region if split else copy_to_tensor_model_parallel_region, group=group)
+    transfer = functools.partial(
+        _gather_for_region if split else copy_to_tensor_model_parallel_region, group=group
+    )
+    # In a graph of a module around this one it stays a call: a trace would lose its backward.
+    take = functools.partial(opaque.call, "enter_region", transfer)
 
     def wrapper(forward: Forward) -> Forward:
         def entered(*args: Any, **kwargs: Any) -> Any:

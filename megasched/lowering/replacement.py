@@ -61,7 +61,7 @@ def replace_modules(
 
 def _replacements(schedule: Schedule) -> Iterator[tuple[Record, str]]:
     for record in schedule.records:
-        if record.primitive == "replace":
+        if record.primitive == "replace" and "subgraph" not in record.arguments:
             yield record, record.path
         elif record.primitive == "replace_all":
             node = schedule.root[record.path] if record.path else schedule.root

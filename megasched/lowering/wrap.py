@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.graph import opaque
 from megasched.lowering.recompute import recompute
 from megasched.lowering.rng import fork_rng
 
@@ -28,9 +29,12 @@ def draw_forked(module: nn.Module) -> None:
     """Random numbers inside come from Megatron's model-parallel RNG state."""
 
     def wrapper(forward: Forward) -> Forward:
-        def forked(*args: Any, **kwargs: Any) -> Any:
+        def within(*args: Any, **kwargs: Any) -> Any:
             with fork_rng():
                 return forward(*args, **kwargs)
+
+        def forked(*args: Any, **kwargs: Any) -> Any:
+            return opaque.call("fork_rng", within, *args, **kwargs)  # one call in the graph of a module around it
 
         return forked
 
@@ -44,10 +48,13 @@ def recompute_module(module: nn.Module) -> None:
     module.megasched_recomputed = True
 
     def wrapper(forward: Forward) -> Forward:
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             if not (module.training and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
             return recompute(forward, *args, **kwargs)
+
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            return opaque.call("recompute", run, *args, **kwargs)  # as above
 
         return recomputed
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megasched.errors import Problem
+from megasched.primitives._subgraphs import check_overlap, record_subgraph
 from megasched.registry import Node, Primitive, register_primitive
+
+if TYPE_CHECKING:
+    from megasched.graph.subgraph import Subgraph
 
 
 @register_primitive
@@ -16,10 +21,18 @@ class Checkpoint(Primitive):
     model-parallel one. Keyword arguments arrive by name; paths and state-dict keys do not change; a module
     that is fed integer ids alone still gets its gradients.
 
+    Parameters:
+        subgraph: of a traced module, as ``find`` returns it: only these operations are computed again.
+
     Example: ``sch["model.layers"][::2].checkpoint()`` recomputes every second layer.
     """
 
     name = "checkpoint"
 
-    def record(self, node: Node) -> Mapping[str, Any]:
-        return {}
+    def record(self, node: Node, subgraph: Subgraph | Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        if subgraph is None:
+            return {}
+        return {"subgraph": record_subgraph(node, subgraph, "checkpoint")}
+
+    def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+        return check_overlap(node, arguments, source)

@@ -1,0 +1,140 @@
+"""What ``fuse`` can be asked to make of a sub-graph: Inductor, Transformer Engine, or what is registered."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megasched.graph.partition import Part
+    from megasched.graph.subgraph import Subgraph
+
+GROUP = "megasched.compilers"
+# Of this library, but of a layer above: by name, so that nothing here imports Megatron.
+OWN = ("megasched.lowering.fusions",)
+# Compilations of one sub-graph beyond which it is reported.
+FEW = 4
+
+Make = Callable[["Part"], Callable[..., Any]]
+Refuse = Callable[["Subgraph"], str]
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """How a sub-graph is compiled.
+
+    Attributes:
+        make: gets the part, returns what runs in its place: takes its inputs, returns what it returns.
+        refuse: why a sub-graph can't be compiled here, known while the schedule is written; empty if it can.
+    """
+
+    make: Make
+    refuse: Refuse
+
+
+_COMPILERS: dict[str, Compiler] = {}
+
+
+def register_compiler(name: str, refuse: Refuse = lambda subgraph: "") -> Callable[[Make], Make]:
+    """Decorator: makes ``fuse(subgraph, compiler=name)`` call this function with the part.
+
+    A file that is run again (a schedule file) may register its function again. Installed packages register
+    through the entry point group ``megasched.compilers``, whose points are modules that call this.
+
+    Raises:
+        ConfigError: another function has the name.
+    """
+
+    def decorate(make: Make) -> Make:
+        known = _COMPILERS[name].make if name in _COMPILERS else make
+        if (known.__module__, known.__qualname__) != (make.__module__, make.__qualname__):
+            raise ConfigError(f"a compiler {name!r} is registered already, by {known.__module__}")
+        _COMPILERS[name] = Compiler(make, refuse)
+        return make
+
+    return decorate
+
+
+@cache
+def _load_all() -> None:
+    for name in OWN:
+        importlib.import_module(name)
+    for point in entry_points(group=GROUP):
+        point.load()
+
+
+def get_compiler(name: str) -> Compiler:
+    """The compiler of this name.
+
+    Raises:
+        ConfigError: there is none; lists those that exist.
+    """
+    _load_all()
+    if name not in _COMPILERS:
+        raise ConfigError(f"no compiler {name!r}; there are: {', '.join(sorted(_COMPILERS))}")
+    return _COMPILERS[name]
+
+
+def _no_inductor(subgraph: Subgraph) -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return ""
+    compilers = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
+    if any(name and shutil.which(name) for name in compilers):
+        return ""
+    return "Inductor needs a C++ compiler on a CPU, and there is none: install g++, or name one in CXX"
+
+
+@register_compiler("inductor", _no_inductor)
+def inductor(part: Part) -> Callable[..., Any]:
+    """``torch.compile`` of the part; says so when it is compiled again and again, or not at all."""
+    import torch
+    from torch._dynamo import config as dynamo
+    from torch._inductor.compile_fx import compile_fx
+
+    if dynamo.disable:
+        warnings.warn(
+            f"megasched: {part.subgraph} is not compiled: TORCHDYNAMO_DISABLE is set, as rehearsal does",
+            stacklevel=2,
+        )
+
+    def counted(graph: Any, examples: Any) -> Any:
+        part.kept["compiled"] = part.kept.get("compiled", 0) + 1
+        if part.kept["compiled"] == FEW + 1:
+            warnings.warn(
+                f"megasched: {part.subgraph} was compiled more than {FEW} times; each new shape, type or mode "
+                "costs a compilation: pad the batches to one length",
+                stacklevel=2,
+            )
+        return compile_fx(graph, examples)
+
+    return torch.compile(part.graph, backend=counted, dynamic=False, fullgraph=True)
+
+
+def _no_te(subgraph: Subgraph) -> str:
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed: pip install 'megasched[te]', on a machine with CUDA"
+    if subgraph.pattern.partition(":")[0] != "swiglu":
+        return "te has a kernel for patterns.swiglu alone; use compiler='inductor', or replace the module"
+    return ""
+
+
+@register_compiler("te", _no_te)
+def te(part: Part) -> Callable[..., Any]:
+    """Transformer Engine's fusible operation for what the pattern computes."""
+    import torch
+    from transformer_engine.pytorch import ops
+
+    fused = ops.SwiGLU()
+    return lambda gate, up: fused(torch.cat([gate, up], dim=-1))

@@ -1,0 +1,78 @@
+"""Why a module can't be traced: the module inside it, the line of its code, and what can be done."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import nn
+
+from megasched.errors import Problem, ScheduleError
+from megasched.graph.intercept import LostBackward
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def explain(error: Exception, root: nn.Module, path: str, source: str) -> Problem:
+    """The problem of a trace that raised ``error``.
+
+    Args:
+        root: the traced module, which stands at ``path``.
+        source: who asked.
+    """
+    if isinstance(error, ScheduleError):
+        return error.problems[0]
+    inner, line = _place(error, root)
+    module = ".".join(filter(None, [path, inner]))
+    what = f"can't be traced: {_reason(error)}"
+    if line:
+        what += f"; at {line}"
+    if inner:
+        remedy = f'keep it a call: sch["{path}"].trace(leaves=["{inner}"])'
+    else:
+        remedy = "trace the modules inside it, or one around it with this one in leaves"
+    return Problem(what, module, source, remedy)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, LostBackward):
+        return str(error)
+    name = type(error).__name__
+    text = (str(error).strip() or name).splitlines()[0]
+    chain = [type(one).__name__ for one in _chain(error)]
+    if any("DataDependent" in one for one in chain) or "data-dependent" in text.lower():
+        return f"what it does depends on the values of a tensor ({text})"
+    return f"{name}: {text}"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it came from."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _place(error: Exception, root: nn.Module) -> tuple[str, str]:
+    """Path of the innermost module that was running, from the traced one, and ``file:line`` of its code."""
+    paths = {id(vars(module)): path for path, module in root.named_modules()}
+    for one in _chain(error):
+        inner, line = "", ""
+        for frame, number in traceback.walk_tb(one.__traceback__):
+            if frame.f_code.co_filename.startswith(_LIBRARIES):
+                continue
+            line = f"{frame.f_code.co_filename}:{number}"
+            inner = _running(frame, paths) or inner
+        if inner or line:
+            return inner, line
+    return "", ""
+
+
+def _running(frame: FrameType, paths: dict[int, str]) -> str:
+    owner = frame.f_locals.get("self")
+    return paths.get(id(vars(owner)), "") if isinstance(owner, nn.Module) else ""

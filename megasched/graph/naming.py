@@ -1,0 +1,43 @@
+"""Names of operations that hold whatever becomes a call: module path, operation, number within that module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import fx
+
+
+def operation(node: fx.Node) -> str:
+    """What a node does, without types and overloads: ``add`` for ``aten.add.Tensor``."""
+    if "opaque" in node.meta:
+        return "call"
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return schema.name.rpartition("::")[2]
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def name_nodes(graph: fx.Graph, root: str) -> dict[str, fx.Node]:
+    """Name -> node, of every operation: ``mlp.act_fn.silu``, ``mul``, ``mul_1``; a live call is called as what
+    it calls (``mlp.up_proj``).
+
+    fx counts an operation over the whole graph, so that one module kept as a call would rename what follows in
+    all others; here it is counted in its own module only.
+    """
+    counts: Counter[str] = Counter()
+    names: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        name = node.meta.get("opaque") or ".".join(filter(None, [_module(node, root), operation(node)]))
+        counts[name] += 1
+        names[f"{name}_{counts[name] - 1}" if counts[name] > 1 else name] = node
+    return names
+
+
+def _module(node: fx.Node, root: str) -> str:
+    """Path of the innermost module that the operation belongs to, from the traced one."""
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return path.removeprefix(root).removeprefix(".").partition("@")[0]

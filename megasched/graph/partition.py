@@ -1,0 +1,203 @@
+"""Taking operations out of a graph: checked to be one part, cut out, and run by something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.passes.utils.fuser_utils import fuse_as_graphmodule, validate_partition
+
+from megasched.errors import Problem, ScheduleError
+from megasched.graph.capture import Graph
+from megasched.graph.subgraph import Subgraph
+
+# How the same values in the same type come out again; in the type that training uses they may convert.
+CASTS = (torch.ops.aten.to.dtype, torch.ops.aten.to.device, torch.ops.aten._to_copy.default)
+
+
+@dataclass
+class Part:
+    """What a compiler gets.
+
+    Attributes:
+        graph: takes ``subgraph.inputs`` in their order (parameters among them); returns a tensor, or a tuple.
+        subgraph: its names.
+        kept: for whoever makes something of the part to keep things in, one for all forms of call.
+    """
+
+    graph: fx.GraphModule
+    subgraph: Subgraph
+    kept: dict[str, Any]
+
+
+@dataclass
+class Edit:
+    """One thing done to a part of a graph.
+
+    Attributes:
+        subgraph: the part.
+        make: gets the part, returns what runs in its place.
+        source: who asked.
+        inlined: ``make`` looks inside, so that the part must have no live calls.
+    """
+
+    subgraph: Subgraph
+    make: Callable[[Part], Callable[..., Any]]
+    source: str = ""
+    inlined: bool = False
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+def is_idle_cast(node: fx.Node) -> bool:
+    """Whether a conversion converts nothing in this trace: its result is its input."""
+    if node.target not in CASTS or not isinstance(node.args[0], fx.Node):
+        return False
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    return (
+        before is not None and after is not None and (before.dtype, before.device) == (after.dtype, after.device)
+    )
+
+
+def check_part(
+    graph: Graph, subgraph: Subgraph, path: str, source: str = "", *, inlined: bool = False
+) -> list[Problem]:
+    """What keeps these operations from being handled as one."""
+    missing = [name for name in subgraph.nodes if name not in graph.names]
+    if missing:
+        what = f"the graph has no operation {', '.join(missing)}"
+        remedy = f"it has: {', '.join(graph.names)}"
+        return [Problem(what, path, source, remedy)]
+    nodes = [graph.names[name] for name in subgraph.nodes]
+    if not validate_partition(_without_idle_ends(nodes)):
+        what = "an operation outside of the sub-graph lies between two inside of it: " + ", ".join(subgraph.nodes)
+        return [Problem(what, path, source, "take the one between in as well, or two sub-graphs")]
+    writing = [name for name in subgraph.nodes if _writes(graph.names[name])]
+    if writing:
+        what = f"the sub-graph writes in place: {', '.join(writing)}"
+        return [Problem(what, path, source, "leave these operations out of it")]
+    calls = [name for name in subgraph.nodes if "opaque" in graph.names[name].meta]
+    if calls and inlined:
+        what = f"the sub-graph holds live calls, which can't be compiled: {', '.join(calls)}"
+        remedy = f'leave them out of it; a linear\'s bias can be had with sch["{path}.<linear>"].decompose()'
+        return [Problem(what, path, source, remedy)]
+    return []
+
+
+def _without_idle_ends(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes but for idle casts that others read too: those read the cast's input instead (``take_out``)."""
+    return [node for node in nodes if not (is_idle_cast(node) and any(user not in nodes for user in node.users))]
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def overlaps(parts: Iterable[Subgraph]) -> list[str]:
+    """Names of operations that more than one of the parts has."""
+    seen: set[str] = set()
+    twice: list[str] = []
+    for part in parts:
+        twice += [name for name in part.nodes if name in seen]
+        seen.update(part.nodes)
+    return twice
+
+
+def apply_edit(graph: Graph, edit: Edit, path: str) -> None:
+    """Has the part run by what ``edit`` makes of it.
+
+    Raises:
+        ScheduleError: the part is not in this graph, or can't be taken out of it.
+    """
+    problems = check_part(graph, edit.subgraph, path, edit.source, inlined=edit.inlined)
+    if problems:
+        raise ScheduleError(problems)
+    module = graph.module
+    nodes = [graph.names[name] for name in edit.subgraph.nodes]
+    for node in nodes:
+        if is_idle_cast(node):
+            node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user not in nodes)
+    members = [node for node in module.graph.nodes if node in set(nodes)]
+    part, inputs, outputs = fuse_as_graphmodule(module, members, "Part")
+    order = [graph.names.get(name) or graph.inputs[name] for name in edit.subgraph.inputs]
+    if order and set(order) == set(inputs):
+        part, inputs = _reordered(part, inputs, order), tuple(order)
+    names = {node: name for name, node in [*graph.inputs.items(), *graph.names.items()]}
+    known = replace(edit.subgraph, inputs=tuple(names[node] for node in inputs))
+    run = edit.make(Part(part, known, edit.kept))
+    _put(module, members, inputs, outputs, _checked(run, outputs, path, edit.source))
+
+
+def _reordered(part: fx.GraphModule, inputs: Sequence[fx.Node], order: Sequence[fx.Node]) -> fx.GraphModule:
+    """The part with its placeholders in the order of ``order``."""
+    placeholders = dict(zip(inputs, [n for n in part.graph.nodes if n.op == "placeholder"], strict=True))
+    first = next(iter(part.graph.nodes))
+    anchor = first.prev
+    for node in order:
+        anchor.append(placeholders[node])
+        anchor = placeholders[node]
+    part.recompile()
+    return part
+
+
+def _checked(run: Callable[..., Any], outputs: Sequence[fx.Node], path: str, source: str) -> Callable[..., Any]:
+    """``run``, whose results are held against what the part returned, the first time."""
+    wanted = [tuple(node.meta["val"].shape) for node in outputs]
+    told = False
+
+    def part(*tensors: torch.Tensor) -> Any:
+        nonlocal told
+        result = run(*tensors)
+        if not told:
+            found = [tuple(t.shape) for t in (result if isinstance(result, tuple | list) else (result,))]
+            if found != wanted:
+                what = f"what runs in the sub-graph's place returns shapes {found}, the sub-graph {wanted}"
+                raise ScheduleError(Problem(what, path, source, "return what the sub-graph returns"))
+            told = True
+        return result
+
+    return part
+
+
+def _put(
+    module: fx.GraphModule,
+    members: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    run: Callable[..., Any],
+) -> None:
+    """Calls ``run`` where the members stood; what depends on them moves behind it."""
+    depends, last = set(members), members[-1]
+    node = members[0]
+    waiting = []
+    while node is not members[-1].next:
+        if node not in depends and any(source in depends for source in node.all_input_nodes):
+            depends.add(node)
+            waiting.append(node)
+        node = node.next
+    for node in waiting:
+        last.append(node)
+        last = node
+    with module.graph.inserting_after(members[-1]):
+        new = module.graph.call_function(run, tuple(inputs))
+    new.meta = dict(outputs[0].meta)
+    if len(outputs) == 1:
+        outputs[0].replace_all_uses_with(new)
+    else:
+        place = new
+        for index, output in enumerate(outputs):
+            with module.graph.inserting_after(place):
+                place = module.graph.call_function(_item, (new, index))
+            place.meta = dict(output.meta)
+            output.replace_all_uses_with(place, delete_user_cb=lambda user: user not in members)
+    for node in reversed(members):
+        module.graph.erase_node(node)
+    module.graph.lint()
+    module.recompile()
+
+
+def _item(values: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+    return values[index]

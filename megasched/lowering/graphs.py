@@ -1,0 +1,111 @@
+"""Traced modules of a lowered model, and what is done to their graphs.
+
+The definition's code is traced; what lowering put in stays out of the graphs, as live calls. Tracing waits for
+the first call, which has the shapes and types that training uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.errors import Problem, ScheduleError
+from megasched.graph.compilers import get_compiler
+from megasched.graph.intercept import Limits
+from megasched.graph.partition import Edit, Part
+from megasched.graph.subgraph import Subgraph
+from megasched.graph.traced import TracedModule, trace_module
+from megasched.graph.trial import standing_leaves
+from megasched.lowering.context import Context
+from megasched.lowering.linear import ReplicatedHeadsLinear
+from megasched.lowering.recompute import recompute, tracker_states
+from megasched.records import Record
+
+
+def trace_modules(model: nn.Module, context: Context, here: Callable[[str], bool]) -> Callable[[str], bool]:
+    """Puts graphs in the place of the forwards that the records ask for.
+
+    Returns:
+        whether a module is one of them or inside one: its code is the definition's, and is to stay that.
+
+    Raises:
+        ScheduleError: a linear can't be decomposed as it is cut.
+    """
+    plan = context.plan
+    decomposed = {record.path: record for record in plan.records_of("decompose") if here(record.path)}
+    traced: dict[str, TracedModule] = {}
+    for record in plan.records_of("trace", "trace_until"):
+        if not here(record.path) or record.path in traced:
+            continue
+        module = model.get_submodule(record.path)
+        prefix = record.path + "." if record.path else ""
+        parallel = {path.removeprefix(prefix) for path in plan.cuts if path.startswith(prefix)}
+        parallel |= {path.removeprefix(prefix) for path in plan.replicated_heads if path.startswith(prefix)}
+        parallel |= {path.removeprefix(prefix) for path in plan.blocks if path.startswith(prefix)}
+        leaves = frozenset({*record.arguments["leaves"], *standing_leaves(module), *parallel})
+        apart = {
+            p.removeprefix(prefix): _decompose(model, p, r) for p, r in decomposed.items() if p.startswith(prefix)
+        }
+        traced[record.path] = trace_module(
+            module, Limits(leaves, apart), path=record.path, source=record.source, probe=_random_states_kept
+        )
+    for record in plan.records_of("fuse", "replace", "checkpoint"):
+        if "subgraph" in record.arguments and record.path in traced:
+            traced[record.path].edits.append(_edit(record, traced[record.path]))
+    return lambda path: any(not around or path == around or path.startswith(around + ".") for around in traced)
+
+
+def _decompose(model: nn.Module, path: str, record: Record) -> bool:
+    """Whether the product stays a call of the layer, which then leaves its bias to the graph."""
+    layer: Any = model.get_submodule(path)
+    if isinstance(layer, ReplicatedHeadsLinear) or getattr(layer, "gather_output", False):
+        what = "can't be decomposed as it is cut: its bias is not added to what each rank returns"
+        raise ScheduleError(Problem(what, path, record.source, "leave the decompose call out"))
+    if not hasattr(layer, "skip_bias_add"):
+        return False
+    layer.skip_bias_add = True
+    return True
+
+
+def _edit(record: Record, traced: TracedModule) -> Edit:
+    subgraph = Subgraph(record.path, **record.arguments["subgraph"])
+    if record.primitive == "fuse":
+        return Edit(subgraph, get_compiler(record.arguments["compiler"]).make, record.source, inlined=True)
+    if record.primitive == "checkpoint":
+        return Edit(subgraph, partial(_recomputed, traced.root), record.source)
+    return Edit(subgraph, partial(_replaced, record), record.source)
+
+
+def _recomputed(root: nn.Module, part: Part) -> Callable[..., Any]:
+    def run(*tensors: torch.Tensor) -> Any:
+        if root.training and torch.is_grad_enabled():
+            return recompute(part.graph, *tensors)
+        return part.graph(*tensors)
+
+    return run
+
+
+def _replaced(record: Record, part: Part) -> Callable[..., Any]:
+    factory = record.arguments["factory"]
+    new = factory if isinstance(factory, nn.Module) else factory(part.graph)
+    if not callable(new):
+        what = f"the factory returned {type(new).__name__}, which can't be called"
+        raise ScheduleError(Problem(what, record.path, record.source, "return a module or a function"))
+    if isinstance(new, nn.Module) and any(True for _ in new.parameters()):
+        what = f"{type(new).__name__} has parameters, which no checkpoint and no optimizer would know"
+        remedy = f"take the module's own as inputs: {', '.join(part.subgraph.inputs)}"
+        raise ScheduleError(Problem(what, record.path, record.source, remedy))
+    return new
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Around a run that is not to count: every random state is put back as it was."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with tracker_states(), torch.random.fork_rng(devices):
+        yield

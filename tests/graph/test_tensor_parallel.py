@@ -1,0 +1,103 @@
+"""Traced modules over sharded linears, at TP 2: the loss and every gathered gradient, against plain HF."""
+
+import copy
+
+import torch
+
+from megasched.graph import patterns
+from megasched.model_adapters.default_schedule import schedule as auto
+from tests.lowering.models import tiny_model, token_ids
+from tests.lowering.parity import compare, too_far
+from tests.rank_pool import init_megatron
+
+MODULES = {
+    "llama": ("model.layers.0", "model.layers.1.self_attn", "model.layers.1.mlp"),
+    "qwen3": ("model.layers.0", "model.layers.1.self_attn", "model.layers.1.mlp"),
+    "gemma2": ("model.layers.0", "model.layers.1.self_attn", "model.layers.1.mlp"),
+    "phi3": ("model.layers.0", "model.layers.1.self_attn", "model.layers.1.mlp"),
+    "gpt2": ("transformer.h.0", "transformer.h.1.attn", "transformer.h.1.mlp"),
+    "opt": ("model.decoder.layers.0", "model.decoder.layers.1.self_attn"),
+    "gpt_neox": ("gpt_neox.layers.0", "gpt_neox.layers.1.attention", "gpt_neox.layers.1.mlp"),
+}
+
+
+def _families():
+    init_megatron(tp=2)
+    ids, found = token_ids(), {}
+    for family, paths in MODULES.items():
+        model = tiny_model(family)
+
+        def fill(sch, paths=paths):
+            auto(sch, sch.layout)
+            for path in paths:
+                sch[path].trace()
+
+        found[family] = compare(model, fill, {"input_ids": ids, "labels": ids, "use_cache": False})
+    return found
+
+
+def test_sharded_blocks_of_every_family(ranks):
+    for report in ranks.run(2, _families):
+        assert {family: too_far(found) for family, found in report.items()} == {key: {} for key in MODULES}
+        assert all(len(found) > 10 for found in report.values())
+
+
+def _edits():
+    """SwiGLU by Megatron's fusion, the norm recomputed, bias and gelu decomposed out of column and row."""
+    init_megatron(tp=2)
+    ids = token_ids()
+
+    def llama(sch):
+        auto(sch, sch.layout)
+        layer = sch["model.layers.0"]
+        layer.trace()
+        layer.fuse(layer.find(patterns.swiglu)[0], compiler="megatron")
+        layer.checkpoint(layer.find(patterns.rms_norm)[0])
+
+    def gpt2(sch):
+        auto(sch, sch.layout)
+        mlp = sch["transformer.h.0.mlp"]
+        for name in ("c_fc", "c_proj"):
+            mlp[name].decompose()
+        mlp.trace()
+        mlp.fuse(mlp.find(patterns.bias_gelu)[0], compiler="megatron")
+
+    call = {"input_ids": ids, "labels": ids, "use_cache": False}
+    return {name: compare(tiny_model(name), fill, call) for name, fill in (("llama", llama), ("gpt2", gpt2))}
+
+
+def test_edits_compose_with_shards(ranks):
+    for report in ranks.run(2, _edits):
+        assert {family: too_far(found) for family, found in report.items()} == {"llama": {}, "gpt2": {}}
+
+
+def _recomputed():
+    """Loss and gradients with a traced layer recomputed in part, in whole, and not, with dropout everywhere."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    import megasched
+
+    init_megatron(tp=2)
+    ids, runs = token_ids(), []
+    model = tiny_model("gpt2", attn_pdrop=0.2, resid_pdrop=0.2)
+    for form in ("plain", "part", "whole"):
+        sch = megasched.create_schedule(copy.deepcopy(model))
+        auto(sch, sch.layout)
+        layer = sch["transformer.h.0"]
+        layer.trace()
+        if form == "part":
+            layer.checkpoint(layer.find(r"mlp\.act\.add")[0] | layer.find(r"mlp\.act\.mul_2")[0])
+            layer.checkpoint(layer.find(r"attn\.resid_dropout\.dropout")[0])
+        if form == "whole":
+            layer.checkpoint()
+        built = megasched.build(sch)
+        torch.manual_seed(3)
+        model_parallel_cuda_manual_seed(3)
+        loss = built(input_ids=ids, labels=ids).loss
+        loss.backward()
+        runs.append([loss.detach(), *(p.grad for p in built.parameters())])
+    return [all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True)) for other in runs[1:]]
+
+
+def test_recompute_of_a_traced_layer_is_bit_equal(ranks):
+    assert ranks.run(2, _recomputed) == [[True, True]] * 2
