@@ -9,7 +9,7 @@ from megasched.roles import Block
 if TYPE_CHECKING:
     from torch import nn
 
-# Model types whose layers are built as Llama's are; tests/parity/test_blocks.py proves each of them.
+# Model types whose layers are built as Llama's are; tests/parity/test_levels.py proves each of them.
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 # Kinds of rotary positions whose angles do not depend on the length of the input and are not scaled.
 PLAIN_ROTARY = ("default", "linear", "llama3")

@@ -203,3 +203,32 @@ def test_nothing_but_the_logits_is_gathered(ranks):
         for family, (gather, scatter) in found.items():
             assert gather == {"lm_head"}, family
             assert scatter == set(), family
+
+
+def _attention_of_mixtral():
+    """Experts stay whole on every rank."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    init_megatron(tp=2)
+    sizes = {
+        "num_local_experts": 4,
+        "num_hidden_layers": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = AutoConfig.for_model("mixtral", **{**tiny.FAMILIES["llama"], **sizes})
+    model = randomize(AutoModelForCausalLM.from_config(config, dtype=torch.float32)).train()
+
+    def fill(sch):
+        for attention in sch["model.layers.*.self_attn"]:
+            for name in "qkv":
+                attention[f"{name}_proj"].shard("weight", axis=0)
+            attention["o_proj"].shard("weight", axis=1)
+
+    ids = token_ids()
+    return too_far(compare(model, fill, {"input_ids": ids, "labels": ids}))
+
+
+def test_the_attention_of_a_model_with_experts(ranks):
+    assert ranks.run(2, _attention_of_mixtral) == [{}, {}]

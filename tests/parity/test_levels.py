@@ -1,4 +1,7 @@
-"""Level ``block``: decoder layers computed by Megatron's own TransformerLayer, against the HF model."""
+"""Levels ``block`` (decoder layers by Megatron's own TransformerLayer) and ``leaf``, against the HF model.
+
+The matrix of test_matrix.py runs at ``fused``, the default.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from megasched.model_adapters.default_schedule import schedule as default
 
 def schedule(sch, layout):
     default(sch, layout)
-    sch["{where}"].level("block")
+    sch["{where}"].level("{level}")
 """
 
 
@@ -25,9 +28,9 @@ def schedule(sch, layout):
 def block(tmp_path):
     """A schedule file: everything by default, some layers as blocks."""
 
-    def write(where="model.layers.*"):
+    def write(where="model.layers.*", level="block"):
         path = tmp_path / "block.py"
-        path.write_text(SCHEDULE.format(where=where))
+        path.write_text(SCHEDULE.format(where=where, level=level))
         return str(path)
 
     return write
@@ -53,14 +56,33 @@ def _train(folder, flags, schedule, iterations=3):
         ScheduledModel.__init__ = real
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2-sp", "tp2-sp-pp2-vpp2", "dp2-tp2"])
-@pytest.mark.parametrize("family", CHANGES)
+SOME = ("tp2", "tp2-sp", "tp2-sp-pp2-vpp2", "dp2-tp2")
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("llama", layout) for layout in LAYOUTS]
+    + [(f, layout) for f in ("mistral", "qwen2", "qwen3") for layout in SOME],
+)
 def test_blocks_equal_hf(ranks, tmp_path, block, family, layout):
     folder = tiny.save(family, tmp_path / "model", **CHANGES[family])
     world, tp, flags = LAYOUTS[layout]
     found = ranks.run(world, _train, folder, flags.split(), block())
-    assert [count for _, count in found] == [4 // (world // tp if "pp2" in layout else 1)] * world
-    reports = [report for report, _ in found]
+    stages = {"pp2": 2, "pp4": 4}.get(next((part for part in layout.split("-") if part.startswith("pp")), ""), 1)
+    assert [count for _, count in found] == [4 // stages] * world
+    _equal_hf(ranks, folder, [report for report, _ in found], tp)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2-sp-pp2-vpp2"])
+def test_leaves_equal_hf(ranks, tmp_path, block, layout):
+    folder = tiny.save("qwen3", tmp_path / "model")
+    world, tp, flags = LAYOUTS[layout]
+    found = ranks.run(world, _train, folder, flags.split(), block(level="leaf"))
+    assert [count for _, count in found] == [0] * world
+    _equal_hf(ranks, folder, [report for report, _ in found], tp)
+
+
+def _equal_hf(ranks, folder, reports, tp):
     assert_first_step_equals_hf(folder, reports, tp=tp)
     baseline = ranks.run(1, train, folder, [], iterations=3)
     torch.testing.assert_close(losses(reports), losses(baseline), rtol=2e-6, atol=0)
