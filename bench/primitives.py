@@ -45,8 +45,15 @@ def _shard_mlp(mlp: Any) -> None:
     mlp["down_proj"].shard("weight", axis=1)
 
 
+def _fuse(mlp: Any) -> None:
+    from megasched.graph import patterns
+
+    mlp.trace()
+    mlp.fuse(mlp.find(patterns.swiglu)[0], compiler="megatron")
+
+
 NORMS = "input_layernorm post_attention_layernorm"
-# Primitive -> calls of it on one layer; sync is asked for on shards.
+# Primitive -> calls of it on one layer; sync is asked for on shards, find, fuse and decompose with a trace.
 CASES: dict[str, Calls] = {
     "shard": lambda layer: _shard_mlp(layer["mlp"]),
     "replace": _twice(NORMS, lambda node: node.replace(_new_norm)),
@@ -57,6 +64,11 @@ CASES: dict[str, Calls] = {
     "hook": _twice(NORMS, lambda node: node.hook("fw_post", _hook)),
     "level": _twice("self_attn mlp", lambda node: node.level("leaf")),
     "sync": lambda layer: (_shard_mlp(layer["mlp"]), layer["mlp.down_proj"].sync("fwd_post", "all_reduce"))[0],
+    "trace": lambda layer: layer["mlp"].trace(),
+    "trace_until": lambda layer: layer.trace_until("self_attn"),
+    "find": lambda layer: layer["mlp"].trace().find(r"act_fn\..*"),
+    "fuse": lambda layer: _fuse(layer["mlp"]),
+    "decompose": lambda layer: (layer["mlp.up_proj"].decompose(), layer["mlp"].trace())[0],
 }
 
 
