@@ -15,7 +15,8 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
-from megasched.roles import Roles
+from megasched.model_adapters.blocks import block_of
+from megasched.roles import Block, Roles
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,12 +33,15 @@ class Adapter:
         roles: glob over module paths -> role, e.g. ``{"*.mlp.c_proj": "mlp.down"}``.
         packed: role -> function of the HF config that gives the sizes of the projections packed into it.
         local_attributes: glob over module paths -> attributes that count this rank's heads or features.
+        block: says of a definition how Megatron's ``TransformerLayer`` can stand for its decoder layers (level
+            ``block``), or why it can't; ``blocks.py`` by default.
     """
 
     model_types: tuple[str, ...]
     roles: Mapping[str, str]
     packed: Mapping[str, Callable[[Any], tuple[int, ...]]] = field(default_factory=dict)
     local_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    block: Callable[[nn.Module], Block | str] = block_of
 
     def bind(self, model: nn.Module) -> Roles:
         """What this adapter says of one definition.
@@ -54,7 +58,7 @@ class Adapter:
             for glob, names in self.local_attributes.items()
             for path in self._matching(glob, paths, config)
         }
-        return Roles(role, head_counts(role, config), components, local)
+        return Roles(role, head_counts(role, config), components, local, self.block(model))
 
     def _matching(self, glob: str, paths: list[str], config: Any) -> list[str]:
         found = [path for path in paths if fnmatch.fnmatchcase(path, glob)]
@@ -101,9 +105,7 @@ def roles_of(model: nn.Module) -> Roles:
     Raises:
         ConfigError: there is neither.
     """
-    from megasched.model_adapters.blocks import block_of
     from megasched.model_adapters.generic import read_plan
 
     adapter = find_adapter(getattr(model.config, "model_type", ""))
-    roles = adapter.bind(model) if adapter is not None else read_plan(model)
-    return replace(roles, block=block_of(model))
+    return adapter.bind(model) if adapter is not None else replace(read_plan(model), block=block_of(model))

@@ -17,6 +17,7 @@ MINE = Adapter(
     roles={"model.layers.*.mlp.up_proj": "mlp.up", "model.layers.*.self_attn.q_proj": "qkv.q"},
     packed={"mlp.up": lambda config: (config.intermediate_size,)},
     local_attributes={"model.layers.*.mlp": ("intermediate_size",)},
+    block=lambda model: "not tried",
 )
 MORE = [Adapter(model_types=("other",), roles={"*": "norm"})]
 
@@ -57,6 +58,7 @@ def test_an_installed_adapter_comes_before_hfs_plan(points, llama):
             "model.layers.0.mlp": ("intermediate_size",),
             "model.layers.1.mlp": ("intermediate_size",),
         },
+        block="not tried",
     )
 
 
