@@ -23,6 +23,11 @@ def te_attention() -> type | None:
     return DotProductAttention
 
 
+def uses_transformer_engine(device: torch.device) -> bool:
+    """Whether models on this device are made of TE's modules: it has kernels for GPUs alone."""
+    return device.type == "cuda" and te_attention() is not None
+
+
 def window_of(sliding_window: int | None, length: int) -> tuple[int, int]:
     """TE's (left, right) window of a causal layer; HF counts the token itself, TE does not. (-1, 0): no window."""
     if sliding_window is None or sliding_window >= length:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from megasched.lowering.attention import fused_attention
-from megasched.lowering.attention_te import te_attention
+from megasched.lowering.attention_te import uses_transformer_engine
 from megasched.lowering.blocks import assemblies
 from megasched.lowering.context import Context
 from megasched.lowering.rng import fork_rng
@@ -52,8 +53,13 @@ class MegatronLayer(nn.Module):
         return self.slot.wrap(output.transpose(0, 1))
 
 
-def lower_block(path: str, old: nn.Module, model: nn.Module, block: Block, context: Context) -> MegatronLayer:
+def lower_block(
+    path: str, old: nn.Module, model: nn.Module, block: Block, angles: Angles, context: Context
+) -> MegatronLayer:
     """Megatron's layer in the place of the definition's layer at ``path``, its values filled in.
+
+    Args:
+        angles: of ``rotary_angles``, the same for all layers.
 
     Raises:
         RuntimeError: Megatron's layer has a parameter that no HF tensor is known for, or the other way round.
@@ -83,7 +89,7 @@ def lower_block(path: str, old: nn.Module, model: nn.Module, block: Block, conte
     if left:
         raise RuntimeError(f"{path}: Megatron's layer has no parameter for {', '.join(sorted(left))}")
     parts = context.size if config.sequence_parallel else 1
-    new = MegatronLayer(layer, structure.slot, rotary_angles(model.get_submodule(block.rotary)), parts)
+    new = MegatronLayer(layer, structure.slot, angles, parts)
     for name, value in vars(old).items():  # the model may read them off its layers (attention_type)
         if isinstance(value, str | int | float) and name not in vars(new):
             setattr(new, name, value)
@@ -143,10 +149,6 @@ def _submodules(config: TransformerConfig, device: torch.device) -> TransformerL
     return submodules
 
 
-def uses_transformer_engine(device: torch.device) -> bool:
-    return device.type == "cuda" and te_attention() is not None
-
-
 class CoreAttention(nn.Module):
     """Causal attention by torch's fused kernel, where Megatron's layer has its core attention.
 
@@ -162,9 +164,7 @@ class CoreAttention(nn.Module):
     ) -> torch.Tensor:
         """[s, b, heads, d] each, k and v with fewer heads -> [s, b, heads * d]."""
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        if self.training and self.dropout:
-            with fork_rng():  # each TP rank has heads of its own
-                output = fused_attention(q, k, v, None, True, self.dropout, self.scale)
-        else:
-            output = fused_attention(q, k, v, None, True, 0.0, self.scale)
+        dropout = self.dropout if self.training else 0.0
+        with fork_rng() if dropout else nullcontext():  # each TP rank has heads of its own
+            output = fused_attention(q, k, v, None, True, dropout, self.scale)
         return output.permute(2, 0, 1, 3).flatten(2)

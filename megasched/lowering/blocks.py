@@ -89,7 +89,7 @@ def _why_not(plan: Plan, layer: str, block: Block, trained: Mapping[str, bool], 
         what = record.path[len(layer) + 1 :] or "the layer"
         return f"the schedule calls {record.primitive} on {what}, which is gone then"
     names = inside.names[layer]
-    known = {f"{layer}.{name}" for name in _parameters(block, biased=True)}
+    known = {f"{layer}.{name}" for name in _parameters(block)}
     strange = [name[len(layer) + 1 :] for name in names if name not in known]
     if strange:
         return f"nothing is known of {', '.join(strange)}"
@@ -101,11 +101,12 @@ def _why_not(plan: Plan, layer: str, block: Block, trained: Mapping[str, bool], 
     return ""
 
 
-def _parameters(block: Block, biased: bool) -> list[str]:
+def _parameters(block: Block) -> list[str]:
+    """Names in a layer of all that the block speaks of; biases need not be there."""
     linears = (block.q, block.k, block.v, block.out, block.gate, block.up, block.down)
     norms = filter(None, (block.input_norm, block.mlp_norm, block.q_norm, block.k_norm))
-    biases = (block.q, block.k, block.v) if biased else ()
-    return [*(f"{name}.weight" for name in (*linears, *norms)), *(f"{name}.bias" for name in biases)]
+    biases = (f"{name}.bias" for name in (block.q, block.k, block.v))
+    return [*(f"{name}.weight" for name in (*linears, *norms)), *biases]
 
 
 def assemblies(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:

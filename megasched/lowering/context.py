@@ -77,26 +77,24 @@ class Context:
     def adopt_assembled(self, parameter: nn.Parameter, assembly: Assembly, held: Sequence[nn.Parameter]) -> None:
         """The same as ``adopt`` for a parameter that is made of several HF tensors."""
         parameter.requires_grad_(held[0].requires_grad)
-        pieces = [self._local(part, tensor) for part, tensor in zip(assembly.parts, held, strict=True)]
-        if all(piece is not None for piece in pieces):
-            with torch.no_grad():
-                parameter.copy_(assembly.join(pieces, self.size))
+        self._fill(parameter, assembly, held)
         reduce_partial_gradient(parameter, assembly.parts[0], self)
 
-    def _local(self, placement: Placement, held: torch.Tensor | None) -> torch.Tensor | None:
+    def _local(self, placement: Placement, held: torch.Tensor) -> torch.Tensor | None:
         """What this rank holds of an HF tensor; None while there is nothing to take values from."""
         if self.source is not None:
             return self.source.local(placement, self.rank, self.size)
-        if held is not None and held.device.type != "meta":
+        if held.device.type != "meta":
             return placement.shard(held, self.rank, self.size)
         return None  # deferred by init_empty_weights
 
-    def fill(self, parameter: nn.Parameter, placement: Placement, held: torch.Tensor | None) -> None:
-        """Gives a parameter of this rank its values, from the source or from the tensor the model held."""
-        local = self._local(placement, held)
-        if local is not None:
+    def _fill(self, parameter: nn.Parameter, assembly: Assembly, held: Sequence[torch.Tensor]) -> None:
+        """Gives a parameter of this rank its values, from the source or from the tensors the model held."""
+        pieces = [self._local(part, tensor) for part, tensor in zip(assembly.parts, held, strict=True)]
+        found = [piece for piece in pieces if piece is not None]
+        if len(found) == len(pieces):
             with torch.no_grad():
-                parameter.copy_(local)
+                parameter.copy_(assembly.join(found, self.size))
 
     def settle(self, owner: nn.Module, name: str, placement: Placement, held: nn.Parameter) -> None:
         """Adopts a parameter that a layer just made, or puts in its place the one that it is tied to."""
@@ -112,7 +110,7 @@ class Context:
         parameter.__dict__.update(held.__dict__)
         parameter.__dict__.update(own)
         parameter.requires_grad_(held.requires_grad)
-        self.fill(parameter, placement, held.detach())
+        self._fill(parameter, Assembly((placement,)), [held.detach()])
         self.made[placement.name] = parameter
         reduce_partial_gradient(parameter, placement, self)
 

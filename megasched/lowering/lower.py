@@ -9,7 +9,7 @@ from torch import nn
 
 from megasched.lowering.annotations import carried_annotations
 from megasched.lowering.attention import AttentionSettings
-from megasched.lowering.attention_te import TeCore, te_attention
+from megasched.lowering.attention_te import TeCore, uses_transformer_engine
 from megasched.lowering.carry import carry_hooks, module_places
 from megasched.lowering.context import Context
 from megasched.lowering.embedding import lower_embedding
@@ -33,9 +33,8 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
     regions = shared_regions(plan) if context.size > 1 else {}
     entered = {column for _, columns in regions.values() for column in columns}
     places = module_places(model)
-    for path in sorted(plan.blocks):
-        if here(path):
-            _lower_block(path, schedule, model, context)
+    if plan.blocks:
+        _lower_blocks(schedule, model, context, here)
 
     def alone(path: str) -> bool:
         return here(path) and not plan.in_block(path)
@@ -92,16 +91,22 @@ def lower_sequence_boundaries(
         join_sequence(model.get_submodule(paths[-1]), structure.slot, context.group)
 
 
-def _lower_block(path: str, schedule: Schedule, model: nn.Module, context: Context) -> None:
-    """Puts Megatron's layer in a decoder layer's place; its parameters are all filled then."""
-    from megasched.lowering.block import lower_block  # imports Megatron's specs, which few runs need
+def _lower_blocks(schedule: Schedule, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
+    """Puts Megatron's layers in decoder layers' places; their parameters are all filled then."""
+    from megasched.lowering.block import (
+        lower_block,
+        rotary_angles,
+    )  # imports Megatron's specs, which few runs need
 
-    assert isinstance(schedule.roles.block, Block)
-    old = model.get_submodule(path)
-    new = lower_block(path, old, model, schedule.roles.block, context)
-    carry_hooks(old, new)
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, new.train(old.training))
+    block = schedule.roles.block
+    assert isinstance(block, Block)
+    angles = rotary_angles(model.get_submodule(block.rotary))
+    for path in filter(here, sorted(context.plan.blocks)):
+        old = model.get_submodule(path)
+        new = lower_block(path, old, model, block, angles, context)
+        carry_hooks(old, new)
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, new.train(old.training))
 
 
 def _lower_cut(path: str, module: nn.Module, context: Context, entered: bool) -> nn.Module:
@@ -138,6 +143,6 @@ def _settle_attention(model: nn.Module, context: Context, here: Callable[[str], 
         if here(path):
             sharded = sharded and context.size > 1
             size, group = (context.size, context.group) if sharded else (1, None)
-            te = TeCore(size, group) if context.device.type == "cuda" and te_attention() is not None else None
+            te = TeCore(size, group) if uses_transformer_engine(context.device) else None
             settings = AttentionSettings(heads // size, sharded, te)
             model.get_submodule(path).megasched_attention = settings

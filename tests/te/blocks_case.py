@@ -54,7 +54,8 @@ def compare(family: str) -> dict[str, Any]:
     context = Context(plan, group, config, None, torch.device("cpu"), megatron_finalizes=True)
     block.uses_transformer_engine = lambda device: True
     old = model.model.layers[0]
-    new = block.lower_block("model.layers.0", old, model, sch.roles.block, context)
+    angles = block.rotary_angles(model.model.rotary_emb)
+    new = block.lower_block("model.layers.0", old, model, sch.roles.block, angles, context)
     hidden = torch.randn(2, 12, model.config.hidden_size)
     positions = model.model.rotary_emb(hidden, torch.arange(12)[None])
     outputs = []
