@@ -24,7 +24,7 @@ def check_local_attributes(roles: Roles, model: nn.Module, plan: Plan) -> list[P
     problems = []
     modules = dict(model.named_modules())
     replaced = [record.path for record in plan.records_of("replace", "replace_all")]
-    sharded = _sharded(plan)
+    sharded = sharded_attention(plan)
     for path, names in roles.local_attributes.items():
         if not sharded(path) or path not in modules:
             continue
@@ -50,7 +50,7 @@ def divide_local_attributes(roles: Roles, model: nn.Module, context: Context, he
     if context.size == 1:
         return
     modules = dict(model.named_modules())
-    sharded = _sharded(context.plan)
+    sharded = sharded_attention(context.plan)
     for path, names in roles.local_attributes.items():
         if path not in modules or not here(path) or not sharded(path):
             continue
@@ -72,7 +72,7 @@ def _local(plan: Plan, path: str, whole: int) -> int | None:
     return 1 if replicated else None
 
 
-def _sharded(plan: Plan) -> Callable[[str], bool]:
+def sharded_attention(plan: Plan) -> Callable[[str], bool]:
     """Whether the heads of the attention at a path are cut; an attention that was not seen to run is taken to be,
     where a column inside it hands out a part."""
     cutting = {

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from megasched.lowering.local_attributes import sharded_attention
 from megasched.lowering.plan import Plan
 from megasched.megatron.session import Session
 from megasched.placement import Placement
@@ -129,6 +130,7 @@ class _View:
                 if record.primitive in ("replace", "replace_all"):
                     self.replaced.add(path)
         self.tied = self._tied()
+        self.sharded = sharded_attention(self.plan)
         self.joint = {path: paths for paths in self.plan.joint for path in paths}
 
     def _paths(self, record: Record) -> list[str]:
@@ -207,7 +209,7 @@ class _View:
         if sharded:
             notes.append(f"{heads} query heads, {heads // self.tp} on each rank")
         attributes = self.session.schedule.roles.local_attributes.get(path, ())
-        if attributes and path not in self.replaced and self.plan.derived.attention.get(path, (0, True))[1]:
+        if attributes and path not in self.replaced and self.sharded(path):
             notes.append(f"divided by TP: {', '.join(attributes)}")
         if path in self.plan.derived.forked:
             notes.append("each TP rank draws its own random numbers")
