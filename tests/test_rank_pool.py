@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.rank_pool import RankError, init_megatron
-from tests.training import train
+from megasched.verify.rank_pool import RankError, init_megatron
+from megasched.verify.trainer_run import train
 
 
 def sum_of_ranks(offset):

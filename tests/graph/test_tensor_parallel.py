@@ -8,7 +8,7 @@ from megasched.graph import patterns
 from megasched.model_adapters.default_schedule import schedule as auto
 from tests.lowering.models import tiny_model, token_ids
 from tests.lowering.parity import compare, too_far
-from tests.rank_pool import init_megatron
+from megasched.verify.rank_pool import init_megatron
 
 MODULES = {
     "llama": ("model.layers.0", "model.layers.1.self_attn", "model.layers.1.mlp"),

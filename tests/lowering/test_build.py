@@ -14,7 +14,7 @@ from megasched.model_adapters.default_schedule import schedule as default_schedu
 from megasched.weights.random_init import RandomInit
 from tests.lowering.models import Mlp, randomize, tiny_config, tiny_model, token_ids
 from tests.lowering.parity import scheduled_copy
-from tests.rank_pool import init_megatron
+from megasched.verify.rank_pool import init_megatron
 
 
 def auto(sch):

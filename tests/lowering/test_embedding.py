@@ -7,7 +7,7 @@ from torch import nn
 from megasched.lowering.embedding import ShardedLookup, VocabEmbedding
 from tests.lowering.models import VOCABULARY, randomize
 from tests.lowering.parity import scheduled_copy
-from tests.rank_pool import init_megatron
+from megasched.verify.rank_pool import init_megatron
 
 HIDDEN = 6
 

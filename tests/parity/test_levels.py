@@ -10,8 +10,8 @@ import torch
 
 from tests import tiny
 from tests.parity.test_matrix import LAYOUTS, assert_first_step_equals_hf
-from tests.rank_pool import RankError
-from tests.training import gather, losses, train
+from megasched.verify.rank_pool import RankError
+from megasched.verify.trainer_run import gather, losses, train
 
 CHANGES = {"llama": {}, "mistral": {"sliding_window": None}, "qwen2": {}, "qwen3": {}}
 SCHEDULE = """

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.training import batches_of, gather, hf_step, losses, relative, train
+from megasched.verify.reference import hf_step, relative
+from megasched.verify.trainer_run import batches_of, gather, losses, train
 
 ITERATIONS = 5
 PARITY_FAMILIES = ("llama", "qwen3", "gemma2", "phi3", "gpt2", "opt")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.rank_pool import RankError
-from tests.training import gather, losses, train
+from megasched.verify.rank_pool import RankError
+from megasched.verify.trainer_run import gather, losses, train
 
 SAVE = ["--use-distributed-optimizer", "--ckpt-format", "torch_dist"]
 SAVE += ["--dist-ckpt-optim-fully-reshardable", "--override-opt-param-scheduler"]

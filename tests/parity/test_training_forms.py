@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.rank_pool import RankError
-from tests.training import batches_of, gather, hf_loss, hf_model, losses, train
+from megasched.verify.rank_pool import RankError
+from megasched.verify.reference import hf_loss, hf_model
+from megasched.verify.trainer_run import batches_of, gather, losses, train
 
 TP2_SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 TP2_PP2 = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
@@ -154,7 +155,7 @@ def test_cuts_of_the_schedule_are_honoured(ranks, tmp_path):
 
 def test_kv_heads_fewer_than_ranks_are_replicated_exactly(ranks, tmp_path):
     """4 TP ranks share 2 KV heads; gradients of the whole projection come out right."""
-    from tests.training import hf_step, relative
+    from megasched.verify.reference import hf_step, relative
 
     for family in ("llama", "qwen3"):
         folder = tiny.save(family, tmp_path / family)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from tests.rank_pool import init_megatron
+from megasched.verify.rank_pool import init_megatron
 
 
 def build(bf16=False):

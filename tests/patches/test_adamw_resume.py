@@ -8,7 +8,7 @@ import torch
 
 from megasched.patches import adamw_resume, apply, undo
 from tests.patches.optimizer_case import adam_steps, build, inner, resume, train
-from tests.rank_pool import init_megatron
+from megasched.verify.rank_pool import init_megatron
 
 
 def fresh_state_dict():

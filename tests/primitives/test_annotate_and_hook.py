@@ -7,7 +7,7 @@ from torch import nn
 import megasched
 from megasched import Layout, ScheduleError
 from tests.lowering.models import Mlp, randomize
-from tests.rank_pool import init_megatron
+from megasched.verify.rank_pool import init_megatron
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 

@@ -10,7 +10,7 @@ import megasched
 from megasched import Layout
 from megasched.lowering.rng import forked
 from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
-from tests.rank_pool import init_megatron
+from megasched.verify.rank_pool import init_megatron
 
 
 class Counted(nn.Module):

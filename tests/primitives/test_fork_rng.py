@@ -10,7 +10,7 @@ from megasched import Layout, ScheduleError
 from megasched.lowering.planning import make_plan
 from megasched.lowering.rng import fork_rng, forked
 from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
-from tests.rank_pool import init_megatron
+from megasched.verify.rank_pool import init_megatron
 
 X = {"x": torch.ones(2, 3, 8)}
 

@@ -10,7 +10,7 @@ import megasched
 from megasched import Layout, ScheduleError
 from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
 from tests.lowering.parity import compare, scheduled_copy, too_far
-from tests.rank_pool import init_megatron
+from megasched.verify.rank_pool import init_megatron
 
 
 class Scale(nn.Module):

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from tests.lowering.models import Mlp, randomize
 from tests.lowering.parity import compare, scheduled_copy, too_far
-from tests.rank_pool import init_megatron
+from megasched.verify.rank_pool import init_megatron
 
 
 def column_row(sch):

@@ -9,7 +9,7 @@ from megasched import Layout, ScheduleError
 from megasched.lowering.planning import make_plan
 from megasched.roles import Roles
 from tests.lowering.models import Mlp, tiny_model
-from tests.rank_pool import init_megatron
+from megasched.verify.rank_pool import init_megatron
 
 X = {"x": torch.zeros(1, 2, 8)}
 IDS = {"input_ids": torch.zeros(1, 4, dtype=torch.long)}

@@ -10,7 +10,7 @@ from megasched.lowering.planning import make_plan
 from megasched.lowering.sync import derived_syncs
 from tests.lowering.models import Mlp, randomize
 from tests.lowering.parity import compare, too_far
-from tests.rank_pool import init_megatron
+from megasched.verify.rank_pool import init_megatron
 
 X = {"x": torch.linspace(-1, 1, 2 * 3 * 8).reshape(2, 3, 8)}
 

@@ -1,4 +1,4 @@
-"""Rank processes that live as long as the pytest session: a test sends a function, each rank runs it.
+"""Rank processes that live as long as the pool: a case sends a function, each rank runs it.
 
 ::
 
@@ -7,10 +7,10 @@
         torch.distributed.all_reduce(tensor)
         return tensor
 
-    def test_sum(ranks):
+    with RankPool() as ranks:
         assert ranks.run(2, _sum, 1) == [torch.tensor([3]), torch.tensor([3])]
 
-The function must be importable: module level of a test module, no lambda. Ranks have CUDA emulated
+The function must be importable: at module level, no lambda. Ranks have CUDA emulated
 (``patches.host_cuda``) and Megatron imported; a case finds a fresh gloo world of the size it asked for
 and none of Megatron's global state. Output of ranks is shown when a case fails, never else.
 """
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-ROOT = Path(__file__).resolve().parent.parent
-WORKER = Path(__file__).with_name("rank_worker.py")
+WORKER = "megasched.verify.rank_worker"
 MAX_RANKS = 4
 START_SECONDS = 300
 # After the first failure, the time that the other ranks get to end by themselves.
@@ -48,19 +47,19 @@ class RankError(AssertionError):
 
 
 class Template:
-    """The process that imports torch and Megatron once; ranks are forked from it (never from pytest)."""
+    """The process that imports torch and Megatron once; ranks are forked from it (never from the pool's process)."""
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "template.log"
         self.control, theirs = Pipe()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(WORKER), str(theirs.fileno())],
+                [sys.executable, "-m", WORKER, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 pass_fds=[theirs.fileno()],
-                # WORKER's folder must not come first on sys.path: tests/megatron is not Megatron.
+                # The working directory must not come first on sys.path: a folder `megatron` there is not Megatron.
                 env={
                     **os.environ,
                     "PYTHONSAFEPATH": "1",
@@ -168,6 +167,12 @@ class RankPool:
             raise RankError(report)
         return [pickle.loads(outcomes[rank.number][1]) for rank in ranks]
 
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Ends all processes."""
         self._end_ranks()
@@ -198,8 +203,8 @@ class RankPool:
 
 
 def search_path() -> list[str]:
-    """This process's ``sys.path`` (pytest adds folders of test modules as it goes), and the repository."""
-    return [path for path in dict.fromkeys([*sys.path, str(ROOT)]) if path]
+    """This process's ``sys.path``; pytest adds folders of test modules as it goes."""
+    return [path for path in dict.fromkeys(sys.path) if path]
 
 
 def rebuild_tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

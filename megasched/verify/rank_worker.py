@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any, NamedTuple
 
-from tests.rank_pool import rebuild_tensor
+from megasched.verify.rank_pool import rebuild_tensor
 
 # What the pool applies in every rank; what a case adds is taken back after it.
 PATCHES = ("wheel_helpers", "adamw_resume", "fp32_resume")
@@ -142,7 +142,7 @@ def run_job(job: Job, rank: int, store: Any, environment: dict[str, str]) -> Any
 
 
 def serve(connection: Connection, rank: int, port: int) -> None:
-    """The life of a rank: one job after the other, until pytest hangs up."""
+    """The life of a rank: one job after the other, until the pool hangs up."""
     import torch
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -177,7 +177,7 @@ def become_rank(descriptor: int, rank: int, port: int, log: str, stacks: str) ->
 
 
 def die_with_parent() -> None:
-    """A rank that waits in a collective would outlive a killed pytest (1: PR_SET_PDEATHSIG)."""
+    """A rank that waits in a collective would outlive a killed pool (1: PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 

@@ -1,7 +1,8 @@
 """Short runs of Megatron's own trainer inside the rank pool, and what they are compared with.
 
 ``train`` runs on every rank of a case and hands back what that rank saw: losses, gradients, logits, weights.
-``gather`` puts the shards of all ranks together under HF names; ``hf_step`` computes the same in plain torch.
+``gather`` puts the shards of all ranks together under HF names; ``reference.hf_step`` computes the same in
+plain torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ RUN_FLAGS = (
     f"--seq-length {SEQUENCE} --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 "
     f"--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --mock-data "
     "--split 100,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-dataset-builder-threads 1 "
-    "--no-mmap-bin-files --hf-random-init --make-vocab-size-divisible-by 4 "
+    "--no-mmap-bin-files --make-vocab-size-divisible-by 4 "
     # Some gradients are zero but for rounding (a key's bias); a larger epsilon keeps Adam from blowing that up.
     "--adam-eps 1e-5"
 ).split()
@@ -53,9 +54,21 @@ class RankReport:
 
 
 def train(
-    hf_model: str, flags: list[str], *, iterations: int, schedule: str = "auto", cache: str = ""
+    hf_model: str,
+    flags: list[str],
+    *,
+    iterations: int,
+    schedule: str = "auto",
+    cache: str = "",
+    random_init: bool = True,
+    tokens: tuple[int, int] | None = None,
 ) -> RankReport:
-    """Runs Megatron's trainer on this rank, in rehearsal, as ``python -m megasched`` would."""
+    """Runs Megatron's trainer on this rank, in rehearsal, as ``python -m megasched`` would.
+
+    Args:
+        random_init: initialise the weights instead of reading them from ``hf_model``.
+        tokens: half-open range of token ids that the batches are to hold; what Megatron's mock data has otherwise.
+    """
     from megatron.core import parallel_state
     from megatron.training import training
 
@@ -70,12 +83,13 @@ def train(
     entry._set_builder()
     argv = [*RUN_FLAGS, "--model-schedule", schedule, "--hf-model", hf_model, "--train-iters", str(iterations)]
     argv += ["--data-cache-path", cache or str(Path(hf_model) / "cache"), *flags]
+    argv += ["--hf-random-init"] if random_init else []
     sys.argv = ["pretrain_gpt.py", *rehearsal_flags(argv).argv]
     report = RankReport(-1, -1, -1)
     undo = [
         _record_steps(training, report),
         _record_finalized_gradients(training, report),
-        _record_batches(pretrain_gpt, report),
+        _record_batches(pretrain_gpt, report, tokens),
         _record_logits(report),
     ]
     try:
@@ -127,16 +141,25 @@ def _record_finalized_gradients(training: Any, report: RankReport) -> Callable[[
     return lambda: setattr(training, "finalize_model_grads", real)
 
 
-def _record_batches(script: Any, report: RankReport) -> Callable[[], None]:
+def _record_batches(script: Any, report: RankReport, tokens: tuple[int, int] | None) -> Callable[[], None]:
     real = script.get_batch
 
     def get_batch(*args: Any, **kwargs: Any) -> Any:
         batch = real(*args, **kwargs)
+        for name in ("tokens", "labels") if tokens else ():
+            if batch[name] is not None:
+                batch[name] = _within(batch[name], *tokens)
         report.batches.append((report.iterations, batch["tokens"], batch["labels"]))
         return batch
 
     script.get_batch = get_batch
     return lambda: setattr(script, "get_batch", real)
+
+
+def _within(ids: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """Ids of a range in their place, in no order: mock data counts up."""
+    order = torch.randperm(high - low, generator=torch.Generator().manual_seed(0))
+    return low + order[ids % (high - low)]
 
 
 def _record_logits(report: RankReport) -> Callable[[], None]:
@@ -184,49 +207,6 @@ def losses(reports: list[RankReport]) -> list[float]:
     return next(report.losses for report in reversed(reports) if report.losses)
 
 
-@dataclass
-class HfStep:
-    """Loss, logits and gradients of the unscheduled definition on one global batch."""
-
-    loss: float
-    logits: list[torch.Tensor]
-    gradients: dict[str, torch.Tensor]
-    grad_norm: float
-
-
-def hf_model(folder: str, seed: int = 1234, **changes: Any) -> Any:
-    """The unscheduled HF model with the weights that ``--hf-random-init`` gives it."""
-    from megasched.definition import build_definition, load_config
-    from megasched.weights.materialize import materialize
-    from megasched.weights.random_init import RandomInit
-
-    config = load_config(folder)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    definition = build_definition(config)
-    return materialize(definition, RandomInit(definition, seed)).train()
-
-
-def hf_loss(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean cross entropy over all tokens, computed from HF's logits; and the logits."""
-    logits = model(input_ids=tokens).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()), logits
-
-
-def hf_step(folder: str, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> HfStep:
-    """One global batch through the unscheduled definition in plain torch."""
-    model = hf_model(folder)
-    total, logits = 0.0, []
-    for tokens, labels in batches:
-        loss, out = hf_loss(model, tokens, labels)
-        (loss / len(batches)).backward()
-        total += float(loss.detach()) / len(batches)
-        logits.append(out.detach())
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    norm = float(torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients.values()])))
-    return HfStep(total, logits, gradients, norm)
-
-
 def batches_of(reports: list[RankReport], iteration: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(tokens, labels) of each micro-batch of an iteration, over all DP ranks."""
 
@@ -239,8 +219,3 @@ def batches_of(reports: list[RankReport], iteration: int = 0) -> list[tuple[torc
         own = [report for report in reports if report.dp_rank == rank and report.tp_rank == 0]
         found += list(zip(seen(own, 1), seen(own, 2), strict=True))
     return found
-
-
-def relative(got: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
-    """Largest difference, relative to the largest value expected (or to ``floor``, if that is more)."""
-    return float((got - expected).abs().max()) / max(float(expected.abs().max()), floor)

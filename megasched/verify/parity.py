@@ -1,0 +1,140 @@
+"""Whether a scheduled model computes what the unscheduled one does: one step of Megatron's trainer at a layout
+against plain torch, every number of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from megasched.verify import trainer_run
+from megasched.verify.reference import HfStep, relative
+from megasched.verify.shrink import TOKENS, VOCABULARY
+
+if TYPE_CHECKING:
+    from megasched.verify.rank_pool import RankPool
+
+TOLERANCE = 1e-5
+# A gradient that is zero but for rounding (a key's bias) is measured against this part of the largest one.
+FLOOR = 1e-2
+REFUSALS = ("ConfigError: ", "ScheduleError: ")
+
+
+@dataclass(frozen=True)
+class CheckedLayout:
+    """A layout of the checks: ranks it takes, its TP, and Megatron's flags for it."""
+
+    world_size: int
+    tp: int
+    flags: str
+
+
+LAYOUTS: dict[str, CheckedLayout] = {
+    "one": CheckedLayout(1, 1, ""),
+    "tp2": CheckedLayout(2, 2, "--tensor-model-parallel-size 2"),
+    "tp2-sp": CheckedLayout(2, 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": CheckedLayout(2, 1, "--pipeline-model-parallel-size 2"),
+    "pp2-vpp2": CheckedLayout(2, 1, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "tp2-pp2": CheckedLayout(4, 2, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+}
+
+
+@dataclass
+class Outcome:
+    """What one check found.
+
+    Attributes:
+        verdict: ``equal``; ``wrong`` (numbers differ); ``refused`` (megasched says why it can't); ``failed``
+            (anything else went wrong).
+        errors: of ``loss``, ``logits``, ``gradient`` and ``grad_norm``, relative.
+        worst: the parameter whose gradient differs most.
+        why: of whatever is not equal.
+    """
+
+    verdict: Literal["equal", "wrong", "refused", "failed"]
+    errors: dict[str, float]
+    worst: str = ""
+    why: str = ""
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_layout(ranks: RankPool, folder: str, name: str, timeout: float = 240) -> Outcome:
+    """One step at a layout against the unscheduled model.
+
+    Args:
+        ranks: processes to run it on.
+        folder: an HF folder with weights, e.g. by ``write_small_model``.
+        name: a key of ``LAYOUTS``.
+        timeout: seconds for the step.
+    """
+    from megasched.verify.rank_pool import RankError
+
+    layout, started = LAYOUTS[name], time.monotonic()
+    flags = [*layout.flags.split(), "--vocab-size", str(VOCABULARY)]
+    options: dict[str, Any] = {"iterations": 1, "random_init": False, "tokens": TOKENS}
+    try:
+        reports = ranks.run(layout.world_size, trainer_run.train, folder, flags, timeout=timeout, **options)
+        batches = trainer_run.batches_of(reports)
+        (expected,) = ranks.run(1, reference_step, folder, batches, timeout=timeout)
+    except RankError as error:
+        outcome = _failure(str(error))
+    else:
+        outcome = compare(reports, expected, layout.tp)
+    outcome.seconds = round(time.monotonic() - started, 1)
+    return outcome
+
+
+def reference_step(folder: str, batches: Any) -> HfStep:
+    """In a rank: the batches through the unscheduled model with the folder's weights."""
+    from megasched.verify.reference import hf_step
+
+    return hf_step(folder, batches, random_init=False)
+
+
+def compare(reports: list[trainer_run.RankReport], expected: HfStep, tp: int) -> Outcome:
+    """First iteration of a run against the reference."""
+    logits = [out for report in reports if report.tp_rank == 0 for out in report.logits]
+    gradients = trainer_run.gather(reports, "gradients", tp)
+    differing = sorted(gradients.keys() ^ expected.gradients.keys())
+    if differing or len(logits) != len(expected.logits):
+        return Outcome("wrong", {}, why=f"not on both sides: {', '.join(differing) or 'logits'}")
+    floor = FLOOR * max(float(gradient.abs().max()) for gradient in expected.gradients.values())
+    by_name = {name: relative(gradients[name], wanted, floor) for name, wanted in expected.gradients.items()}
+    worst = max(by_name, key=lambda name: by_name[name])
+    errors = {
+        "loss": _off(trainer_run.losses(reports)[0], expected.loss),
+        "logits": max(relative(got, wanted) for got, wanted in zip(logits, expected.logits, strict=True)),
+        "gradient": by_name[worst],
+        "grad_norm": max(_off(report.grad_norms[0], expected.grad_norm) for report in reports),
+    }
+    off = [what for what, error in errors.items() if not error <= TOLERANCE]
+    if not off:
+        return Outcome("equal", errors, worst)
+    bad = [name for name, error in by_name.items() if not error <= TOLERANCE]
+    why = f"{', '.join(off)} differ by more than {TOLERANCE:g}"
+    why += f"; gradients of {', '.join(bad[:4])}{' ...' if len(bad) > 4 else ''}" if bad else ""
+    return Outcome("wrong", errors, worst, why)
+
+
+def _off(got: float, expected: float) -> float:
+    return abs(got - expected) / max(abs(expected), 1e-30)
+
+
+def _failure(report: str) -> Outcome:
+    """What a failed case's report says, in a line or two."""
+    for line in report.splitlines():
+        for kind in REFUSALS:
+            if kind in line and "Traceback" not in line:
+                return Outcome("refused", {}, why=_told(report, line))
+    told = [line.strip() for line in report.splitlines() if line.strip()]
+    errors = [line for line in told if "Error" in line.split(":")[0] and not line.startswith("File")]
+    return Outcome("failed", {}, why=(errors[0] if errors else told[0] if told else "no report")[:400])
+
+
+def _told(report: str, line: str) -> str:
+    """The message that begins at a line of a traceback, up to the output that follows it."""
+    rest = report[report.index(line) + len(line) :].split("\n    its output:")[0].split("\n--- rank")[0]
+    return " ".join((line.partition("Error: ")[2] + rest).split())[:400]

@@ -1,0 +1,58 @@
+"""What a scheduled run is compared with: the unscheduled definition in plain torch, one process, float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class HfStep:
+    """Loss, logits and gradients of the unscheduled definition on one global batch."""
+
+    loss: float
+    logits: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    grad_norm: float
+
+
+def hf_model(folder: str, seed: int = 1234, *, random_init: bool = True, **changes: Any) -> Any:
+    """The unscheduled HF model with the weights of the folder, or those that ``--hf-random-init`` gives it."""
+    from megasched.definition import build_definition, load_config
+    from megasched.weights.hf_folder import HFFolder
+    from megasched.weights.materialize import materialize
+    from megasched.weights.random_init import RandomInit
+
+    config = load_config(folder)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    definition = build_definition(config)
+    source = RandomInit(definition, seed) if random_init else HFFolder(folder, definition)
+    return materialize(definition, source).train()
+
+
+def hf_loss(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean cross entropy over all tokens, computed from HF's logits; and the logits."""
+    logits = model(input_ids=tokens).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()), logits
+
+
+def hf_step(folder: str, batches: list[tuple[torch.Tensor, torch.Tensor]], *, random_init: bool = True) -> HfStep:
+    """One global batch through the unscheduled definition in plain torch."""
+    model = hf_model(folder, random_init=random_init)
+    total, logits = 0.0, []
+    for tokens, labels in batches:
+        loss, out = hf_loss(model, tokens, labels)
+        (loss / len(batches)).backward()
+        total += float(loss.detach()) / len(batches)
+        logits.append(out.detach())
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    norm = float(torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients.values()])))
+    return HfStep(total, logits, gradients, norm)
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
+    """Largest difference, relative to the largest value expected (or to ``floor``, if that is more)."""
+    return float((got - expected).abs().max()) / max(float(expected.abs().max()), floor)

@@ -1,0 +1,222 @@
+"""A small config of any architecture: the same structure in sizes that a laptop runs in seconds.
+
+Sizes are set by field name (``SIZES``), flags and choices stay as the class has them, layers keep every kind
+that the full depth has, and what would hide a mistake is taken away: dropouts are off, multipliers that are 1
+become 1.7, windows are shorter than the sequences of the checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+LAYERS = 4
+VOCABULARY = 503  # prime: every layout pads it
+TOKENS = (10, 490)  # ids that the checks draw from, half open; special tokens lie outside
+MULTIPLIER = 1.7
+
+# Field names, as regular expressions for the whole name -> value. The first that matches counts.
+SIZES: tuple[tuple[str, int], ...] = (
+    (
+        "hidden_size|d_model|n_embd|emb_dim|dim_model|embedding_dim|word_embed_proj_dim|lru_width|embed_dim|dim|"
+        "backbone_hidden_size|hidden_size_global|input_size|attention_hidden_size|ple_embed_dim",
+        64,
+    ),
+    ("embedding_size|input_embedding_size|output_embedding_size", 32),
+    (
+        "num_hidden_layers|n_layers?|num_layers|decoder_layers|num_decoder_layers|num_blocks|num_layers_per_stack",
+        LAYERS,
+    ),
+    ("encoder_layers|num_encoder_layers|depth|conf_num_hidden_layers|num_global_layers", 2),
+    (
+        "num_attention_heads|n_heads?|num_heads|(de|en)coder_attention_heads|attention_heads|"
+        "num_(de|en)coder_attention_heads|swa_num_attention_heads|conf_num_attention_heads|num_query_groups",
+        4,
+    ),
+    ("num_key_value_heads|num_kv_heads|kv_n_heads|swa_num_key_value_heads|num_global_key_value_heads", 2),
+    (
+        "head_dim|d_kv|d_head|(swa|swa_v|linear|linear_key|linear_value|global|index|indexer)_head_dim|kv_channels|"
+        "dim_head|attention_head_size",
+        16,
+    ),
+    (
+        "intermediate_size|(de|en)coder_ffn_dim|ffn_dim|ffn_hidden_size|d_ff|d_inner|dff|dim_ff|feed_forward_size|"
+        "intermediate_size_mlp|mlp_dim|dense_intermediate_size|hidden_dim",
+        128,
+    ),
+    (
+        "moe_intermediate_size|shared_experts?_intermediate_size|moe_shared_expert_intermediate_size|"
+        "expert_ffn_hidden_size|shared_intermediate_size",
+        32,
+    ),
+    ("num_experts|num_local_experts|n_routed_experts|moe_num_experts|zero_expert_num", 4),
+    ("num_experts_per_tok|num_experts_per_token|moe_topk|moe_top_k|moe_k", 2),
+    ("n_group|topk_group|num_expert_group", 1),
+    ("n_shared_experts|num_shared_experts|moe_num_shared_experts", 1),
+    ("kv_lora_rank|q_lora_rank|o_lora_rank|laurel_rank|hc_lowrank|adapter_rank", 32),
+    ("qk_rope_head_dim|rotary_dim", 8),
+    ("qk_nope_head_dim|v_head_dim", 16),
+    ("index_n_heads|indexer_n_heads", 4),
+    ("index_topk|indexer_budget", 8),
+    ("indexer_kv_heads", 1),
+    ("indexer_compress_ratio", 4),
+    (
+        "vocab_size|vocab_size_per_layer_input|decoder_vocab_size|unpadded_vocab_size|audio_vocab_size|"
+        "pronunciation_vocab_size|shape_vocab_size|codebook_size",
+        VOCABULARY,
+    ),
+    ("ngram_vocab_size_base", 512),
+    ("heads_per_ngram|split_ngram_parts", 2),
+    ("make_ngram_vocab_size_divisible_by", 8),
+    (
+        "max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions|context_length|"
+        "max_source_positions|model_max_length",
+        256,
+    ),
+    (
+        "sliding_window|sliding_window_size|attention_window_size|window_size|local_attention|"
+        "attention_chunk_size|keep_window_size",
+        8,
+    ),
+    ("mamba_d_state|ssm_state_size|state_size", 16),
+    (
+        "mamba_n_heads|mamba_num_heads|n_mamba_heads|linear_num_key_heads|linear_num_value_heads|linear_num_heads",
+        4,
+    ),
+    ("mamba_d_head|mamba_head_dim|mamba_headdim", 32),
+    ("mamba_chunk_size|chunk_size", 8),
+    ("n_groups|mamba_n_groups|mamba_ngroups", 2),
+    ("time_step_rank|mamba_dt_rank", 8),
+    ("hidden_size_per_layer_input", 16),
+    ("first_k_dense_replace|num_dense_layers", 1),
+)
+_SIZES = tuple((re.compile(names), value) for names, value in SIZES)
+_MULTIPLIER = re.compile(r".*(multiplier|logits?_scal(ing|e)|scale_emb|embedding_scale|scale_depth)$")
+_TOKEN = re.compile(r".*(_token_id|_token_index|_id)$")
+_LAYER_KINDS = ("layer_types", "mlp_layer_types")
+
+
+def shrink(config_class: type[PretrainedConfig], changes: Mapping[str, Any] | None = None) -> PretrainedConfig:
+    """A small config of a class.
+
+    Args:
+        config_class: e.g. ``LlamaConfig``; composite ones have their parts shrunk too.
+        changes: fields to set otherwise; those of a part as a mapping under the part's name.
+
+    Raises:
+        Exception: whatever the class raises about sizes that do not go together; ``changes`` set them right.
+    """
+    arguments = _arguments(config_class, dict(changes or {}))
+    small = config_class(**arguments)
+    kinds = _kinds_of_full_depth(config_class, small)
+    if not kinds:
+        return small
+    part = next((name for name, value in arguments.items() if value is _text(small)), None)
+    if part is None:
+        return config_class(**{**arguments, **kinds})
+    own = {**(changes or {}).get(part, {}), **kinds}
+    return config_class(**{**arguments, part: type(_text(small))(**_arguments(type(_text(small)), own))})
+
+
+def _arguments(config_class: type[PretrainedConfig], changes: dict[str, Any]) -> dict[str, Any]:
+    """What to construct the small config with."""
+    defaults = _defaults(config_class)
+    found = {name: value for name, default in defaults.items() if (value := _small(name, default)) is not None}
+    if "kv_lora_rank" in defaults and "num_key_value_heads" in found:
+        found["num_key_value_heads"] = found.get("num_attention_heads", 4)  # latent attention has no groups
+    special = [name for name, default in defaults.items() if _is_special(name, default)]
+    found.update({name: min(TOKENS[1] + 1 + place, VOCABULARY - 1) for place, name in enumerate(special)})
+    if defaults.get("is_decoder") is False:
+        found["is_decoder"] = True
+    for name, part in _parts(config_class).items():
+        if not isinstance(changes.get(name, {}), dict):
+            continue
+        own = changes.pop(name, {})
+        found[name] = part(**_arguments(part, own))
+        if not ("text" in name or "decoder" in name):
+            found[name] = part(**{**_arguments(part, own), **_two_layers(part)})
+    return {**found, **changes}
+
+
+def _two_layers(part: type[PretrainedConfig]) -> dict[str, int]:
+    depth = next(names for names, value in _SIZES if value == LAYERS and names.fullmatch("num_hidden_layers"))
+    return {name: 2 for name, default in _defaults(part).items() if depth.fullmatch(name) and default}
+
+
+def _small(name: str, default: Any) -> Any:
+    """The small value of one field; None to leave it as it is."""
+    if isinstance(default, bool):
+        return None
+    if isinstance(default, float) and "drop" in name:
+        return 0.0
+    if isinstance(default, float) and default == 1 and _MULTIPLIER.fullmatch(name):
+        return MULTIPLIER
+    if isinstance(default, int) and default > 0:
+        return next((value for names, value in _SIZES if names.fullmatch(name)), None)
+    return None
+
+
+def _is_special(name: str, default: Any) -> bool:
+    """A token id that lies among the tokens of the checks, or beyond the small vocabulary."""
+    number = isinstance(default, int) and not isinstance(default, bool)
+    return number and _TOKEN.fullmatch(name) is not None and default >= TOKENS[0]
+
+
+def _defaults(config_class: type[PretrainedConfig]) -> dict[str, Any]:
+    """Fields of a config class and their defaults; None where there is none."""
+    if not dataclasses.is_dataclass(config_class):
+        parameters = inspect.signature(config_class.__init__).parameters.values()
+        return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+    found = {}
+    for field in dataclasses.fields(config_class):
+        made = field.default_factory() if field.default_factory is not dataclasses.MISSING else None
+        found[field.name] = made if field.default is dataclasses.MISSING else field.default
+    return found
+
+
+def _parts(config_class: type[PretrainedConfig]) -> dict[str, type[PretrainedConfig]]:
+    """Configs of the parts of a composite config (text, vision), by name."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    found = {}
+    for name, part in (getattr(config_class, "sub_configs", None) or {}).items():
+        if part is AutoConfig or not (isinstance(part, type) and issubclass(part, PretrainedConfig)):
+            default = _default_part(config_class, name)
+            if default is None:
+                continue
+            part = type(default)
+        found[name] = part
+    return found
+
+
+def _default_part(config_class: type[PretrainedConfig], name: str) -> Any:
+    """The part that a composite config has by default; None where its defaults do not fit one another."""
+    try:
+        return getattr(config_class(), name, None)
+    except Exception:  # each class validates in its own way
+        return None
+
+
+def _text(config: PretrainedConfig) -> PretrainedConfig:
+    return config.get_text_config(decoder=True)
+
+
+def _kinds_of_full_depth(config_class: type[PretrainedConfig], small: PretrainedConfig) -> dict[str, list[str]]:
+    """Kinds of layers in turn, where few layers have one kind and the full depth has several."""
+    found = {}
+    try:
+        full = _text(config_class())
+    except Exception:  # a class without defaults that fit: nothing to compare with
+        return {}
+    for name in _LAYER_KINDS:
+        few, many = getattr(_text(small), name, None), getattr(full, name, None)
+        if few and many and len(set(few)) == 1 and len(set(many)) > 1:
+            kinds = list(dict.fromkeys(many))
+            found[name] = [kinds[index % len(kinds)] for index in range(len(few))]
+    return found

@@ -1,0 +1,66 @@
+"""Small models of architectures: a folder with config and weights, made from the config class alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megasched.errors import ConfigError
+from megasched.verify.quirks import CHANGES, PART
+from megasched.verify.shrink import shrink
+
+SEED = 1
+# Added to every weight: norms of exactly 1 and biases of exactly 0 would hide mistakes.
+JITTER = 0.05
+
+
+def causal_lm_types() -> list[str]:
+    """Model types that the installed transformers has a causal language model for."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def small_config(model_type: str) -> Any:
+    """The small config of a model type.
+
+    Raises:
+        ConfigError: the installed transformers does not know it.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(f"the installed transformers has no model type {model_type!r}")
+    config_class = CONFIG_MAPPING[model_type]
+    if model_type in PART:
+        config_class = type(getattr(config_class(), PART[model_type]))
+    return shrink(config_class, CHANGES.get(model_type))
+
+
+def write_small_model(model_type: str, folder: str | Path) -> str:
+    """Writes ``config.json`` and ``model.safetensors`` (float32, HF's initialisation and noise on top).
+
+    Tensors have the names and shapes of the model's parameters; a tie is written once.
+
+    Returns:
+        The folder.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    config = small_config(model_type)
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    noise = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(JITTER * torch.randn(parameter.shape, generator=noise))
+    tensors = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
+    persistent = model.state_dict()
+    buffers = {name: value for name, value in model.named_buffers() if name in persistent}
+    tensors.update({name: value.clone().contiguous() for name, value in buffers.items()})
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
