@@ -1,7 +1,8 @@
 """The generic adapter: HF's own tensor-parallel plan, read as roles.
 
 transformers keeps a plan per architecture (``model.tp_plan``: path pattern -> style). The table of styles
-is total: a style that is not in it is an error, never ignored.
+is total: a style that is not in it is an error, never ignored. What no plan cuts stays whole here;
+``megasched.inference`` looks for more.
 """
 
 from __future__ import annotations
@@ -16,19 +17,33 @@ from megasched.roles import Roles
 if TYPE_CHECKING:
     from torch import nn
 
-# HF's style -> how the leaf is cut. None: it stays whole; gradients that are partial by it are derived.
-# https://huggingface.co/docs/transformers/perf_infer_gpu_multi; transformers/integrations/tensor_parallel.py
+# HF's style -> how the leaf is cut. None: it stays whole; gradients that are partial by it are derived, and so
+# is what must be gathered. Aliases of older releases stand with their successors.
+# transformers/distributed/tensor_parallel.py and expert_parallel.py
 STYLES: dict[str, str | None] = {
     "colwise": "column",
-    "rowwise": "row",
+    "packed_colwise": "column",
     "colwise_gather_output": "column",
     "colwise_rep": "column",
+    "rowwise": "row",
+    "packed_rowwise": "row",
     "rowwise_split_input": "row",
     "rowwise_rep": "row",
     "embedding_rowwise": "vocab",
+    "embedding_colwise": None,
     "replicated_with_grad_allreduce": None,
     "replicate": None,
+    "local_params": None,
+    "mla_kv_a_proj": None,
+    "all_reduce": None,
     "sequence_parallel": None,
+    # experts: whole on each tensor-parallel rank
+    "moe_tp_experts": None,
+    "moe_identity_expert": None,
+    "ep_dispatch_experts": None,
+    "ep_router": None,
+    "gather": None,
+    "grouped_gemm": None,
 }
 
 # Leaf name -> role, where the plan cuts the leaf this way.
@@ -46,44 +61,53 @@ LEAVES: dict[str, dict[str, str]] = {
 
 
 def read_plan(model: nn.Module) -> Roles:
-    """Roles of a definition that carries an HF plan.
+    """Roles of a definition by its HF plan; its embedding and head have theirs with or without one.
 
     Raises:
-        ConfigError: it has none beyond its head, or the plan names a style that is not known.
+        ConfigError: the plan names a style that is not known.
     """
+    from torch import nn
+
     config: Any = model.config
     plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if style is not None}
-    layered = [pattern for pattern in plan if "layers" in pattern]
-    if not layered:
-        raise ConfigError(
-            f"no adapter for model type {config.model_type!r}, and transformers has no tensor-parallel plan for "
-            "it either; register an Adapter (see docs/adapters.md), or run it with PP and DP under a schedule "
-            "of your own that shards nothing"
-        )
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            raise ConfigError(
+                f"{config.model_type}: HF's plan gives {pattern!r} the style {style!r}, which is not known; "
+                f'add it to STYLES in model_adapters/generic.py: "{style}": "column" | "row" | None'
+            )
     role: dict[str, str] = {}
-    for path, _ in model.named_modules():
-        for pattern, style in plan.items():
-            if not re.fullmatch(pattern.replace(".", r"\.").replace("*", r"[^.]+"), path):
-                continue
-            if style not in STYLES:
-                raise ConfigError(
-                    f"{config.model_type}: HF's plan gives {pattern!r} the style {style!r}, which is not known; "
-                    f'add it to STYLES in model_adapters/generic.py: "{style}": "column" | "row" | None'
-                )
-            name = _role(path, STYLES[style], model)
-            if name is not None:
-                role[path] = name
+    tied = _tied_elsewhere(model)
+    for path, module in model.named_modules():
+        cut = next((STYLES[style] for pattern, style in plan.items() if _matches(pattern, path)), None)
+        name = _role(path, module, cut, model)
+        if name in ("embed.tokens", "head") and tied:
+            continue
+        if name is not None and isinstance(module, nn.Linear | nn.Embedding):
+            role[path] = name
     # HF's own plan gathers what is packed; cut half by half it need not be.
     packed = [path for path, name in role.items() if name == "mlp.gate_up"]
     components = {path: (model.get_submodule(path).weight.shape[0] // 2,) * 2 for path in packed}
     return Roles(role, head_counts(role, config), components)
 
 
-def _role(path: str, cut: str | None, model: nn.Module) -> str | None:
-    if cut is None:
-        return None
-    if cut == "vocab":
+def _tied_elsewhere(model: nn.Module) -> bool:
+    """Whether the embedding or the head shares a parameter with a third module (the bias of BERT's head)."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    own = {id(p) for end in ends if end is not None for p in end.parameters(recurse=False)}
+    others = (module for module in model.modules() if all(module is not end for end in ends))
+    return any(id(p) in own for module in others for p in module.parameters(recurse=False))
+
+
+def _matches(pattern: str, path: str) -> bool:
+    return re.fullmatch(pattern.replace(".", r"\.").replace("*", r"[^.]+"), path) is not None
+
+
+def _role(path: str, module: nn.Module, cut: str | None, model: nn.Module) -> str | None:
+    if module is model.get_input_embeddings():
         return "embed.tokens"
-    if model.get_submodule(path) is model.get_output_embeddings():
+    if module is model.get_output_embeddings():
         return "head"
+    if cut is None or cut == "vocab":
+        return None
     return LEAVES[cut].get(path.rpartition(".")[2], cut)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import tiny
 from megasched.verify.rank_pool import RankError, init_megatron
 from megasched.verify.trainer_run import train
+from tests import tiny
 
 
 def sum_of_ranks(offset):

@@ -191,7 +191,7 @@ def is_used(model: nn.Module) -> bool:
     AttentionInterface.register(NAME, called)
     try:
         with call_hooks(probe):
-            run_on_meta(probe, token_inputs(2, 5))
+            run_on_meta(probe, {"input_ids": token_inputs(2, 5)["input_ids"]})
     except _Called:
         return True
     finally:

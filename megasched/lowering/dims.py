@@ -74,11 +74,14 @@ def follow(
         return [None] * len(outputs)
     x, a = cut[0]
     name = func.overloadpacket.__name__
-    if torch.Tag.pointwise in func.tags:
+    if torch.Tag.pointwise in func.tags or name == "copy_":
         return [_pointwise(operands, cut, out) for out in outputs]
     told = _told(func, args, kwargs)
     if name in _PRODUCTS:
-        return [_product(*operands[-2:], along, out) for out in outputs]
+        placed = _product(*operands[-2:], along, outputs[0])
+        if placed is not None and len(operands) > 2:  # what is added to the product
+            _same_for_all(operands[:1], [], placed, outputs[0])
+        return [placed] * len(outputs)
     if name == "cat":
         return [_cat(operands, cut, told["dim"] % x.dim())]
     if name == "stack":
@@ -93,7 +96,7 @@ def follow(
     if name in _NORMS:
         if a.dim >= x.dim() - len(told["normalized_shape"]):
             raise NeedsWhole
-        return [a if out.shape == x.shape else None for out in outputs]
+        return [a if out.dim() == x.dim() else None for out in outputs]
     if name in _PARTS:
         return _part(name, told, x, a, outputs)
     moved = _moved(name, told, x, a, outputs[0]) if outputs else None
@@ -125,12 +128,22 @@ def _pointwise(
     if len(places) > 1:
         raise NeedsWhole
     (place,) = places
-    known = [tensor for tensor, _ in cut]
+    _same_for_all(operands, [tensor for tensor, _ in cut], place, out)
+    return place
+
+
+def _same_for_all(
+    operands: Sequence[torch.Tensor], known: Sequence[torch.Tensor], place: Along, out: torch.Tensor
+) -> None:
+    """What is whole must be the same along the dimension that is cut: of size 1 there, or expanded to its size.
+
+    An expanded tensor was made of one as large as another; on a rank it is as large as that one is there.
+    """
     for tensor in operands:
         own = place.dim - out.dim() + tensor.dim()
-        if own >= 0 and tensor.shape[own] > 1 and all(tensor is not other for other in known):
+        differs = own >= 0 and tensor.shape[own] > 1 and tensor.stride(own) != 0
+        if differs and all(tensor is not other for other in known):
             raise NeedsWhole
-    return place
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, along: Callable[..., Any], out: torch.Tensor) -> Along | None:
@@ -143,10 +156,12 @@ def _product(a: torch.Tensor, b: torch.Tensor, along: Callable[..., Any], out: t
 
 def _cat(operands: Sequence[torch.Tensor], cut: Sequence[tuple[torch.Tensor, Along]], dim: int) -> Along:
     places = {a for _, a in cut}
-    filled = sum(tensor.numel() > 0 for tensor in operands)  # a cache begins as an empty tensor
-    if len(places) > 1 or len(cut) < filled or next(iter(places)).dim == dim:
+    if len(places) > 1 or next(iter(places)).dim == dim:
         raise NeedsWhole
-    return places.pop()
+    place = places.pop()
+    filled = [tensor for tensor in operands if tensor.numel() > 0]  # a cache begins as an empty tensor
+    _same_for_all(filled, [tensor for tensor, _ in cut], place, filled[0])
+    return place
 
 
 def _part(
@@ -199,8 +214,10 @@ def _moved(name: str, told: dict[str, Any], x: torch.Tensor, a: Along, out: torc
         dim = a.dim - sum(d < a.dim and x.shape[d] == 1 for d in asked)
     elif name == "expand":
         dim = a.dim + out.dim() - x.dim()
+    elif name.startswith("new_") and out.dim() == x.dim() and out.shape[: a.dim + 1] == x.shape[: a.dim + 1]:
+        dim = a.dim  # sizes that were taken from a tensor that is cut
     elif name.startswith("new_") or out.shape != x.shape:
-        return None  # new_zeros(sizes): whether the sizes are local is not known
+        return None
     return replace(a, dim=dim)
 
 

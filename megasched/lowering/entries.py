@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megasched.lowering.labels import Region
+
 if TYPE_CHECKING:
     from megasched.lowering.structure import Structure
 
@@ -28,8 +30,8 @@ def find_entries(
     other_uses: Mapping[int, Container[str]],
     cuts: Container[str],
     structure: Structure | None,
-) -> dict[str, tuple[int | str, tuple[str, ...]]]:
-    """Module path -> (argument slot, the columns inside that read it).
+) -> dict[str, Region]:
+    """Module path -> the argument and the columns inside that read it.
 
     The outermost module below the layer that is handed the very tensor its columns read, and that does
     nothing else with it.
@@ -44,15 +46,15 @@ def find_entries(
     for call in calls:
         entry = _entry(call, other_uses.get(id(call.source), ()), cuts, structure)
         places.setdefault(call.path, set()).add(entry)
-    found: dict[str, tuple[int | str, tuple[str, ...]]] = {}
+    found: dict[str, Region] = {}
     for column, entries in places.items():
         entry = next(iter(entries))
         if entry is None or len(entries) > 1:  # called in several ways: it reduces its gradient itself
             continue
         path, slot = entry
-        taken, columns = found.get(path, (slot, ()))
-        if taken == slot:
-            found[path] = (slot, (*columns, column))
+        slots, columns = found.get(path, Region((slot,), ()))
+        if slots == (slot,):
+            found[path] = Region(slots, (*columns, column))
     return found
 
 

@@ -14,6 +14,7 @@ import torch
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
+    all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
 )
 from torch import nn
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from megasched.lowering.context import Context
 from megasched.lowering.joint import JointColumns, sequence_first
 from megasched.lowering.placing import output_axis
+from megasched.lowering.region import sum_gradient
 from megasched.placement import Placement
 
 
@@ -30,10 +32,12 @@ class ColumnLinear(ColumnParallelLinear):
 
     Attributes:
         real_features: output features without padding; what is gathered is cut to them.
+        inside: what is gathered stays inside a TP region, so that its gradient is summed over the ranks.
         joint: the columns that are computed by one matrix product with this one, if there are any.
     """
 
     real_features: int | None = None
+    inside: bool = False
     joint: JointColumns | None = None
     # Megatron's has an empty entry for Transformer Engine in its state dict; the definition's has none.
     get_extra_state = nn.Module.get_extra_state
@@ -47,21 +51,40 @@ class ColumnLinear(ColumnParallelLinear):
         if self.sequence_parallel:
             return sequence_first(super().forward(sequence_first(x).contiguous())[0])
         output = super().forward(x)[0]
+        if self.inside:
+            return all_gather_last_dim_from_tensor_parallel_region(output, group=self.tp_group)
         if self.gather_output and self.real_features is not None:
             output = output[..., : self.real_features]
         return output
 
 
 class RowLinear(RowParallelLinear):
-    """``RowParallelLinear`` that takes [b, s, in / tp] and returns [b, s, out] ([b, s / tp, out] under SP)."""
+    """``RowParallelLinear`` that takes [b, s, in / tp] and returns [b, s, out] ([b, s / tp, out] under SP).
+
+    Attributes:
+        takes_part: the input is whole inside a TP region; this rank takes its part of it.
+        overwritten: the definition changes the output in place, which autograd allows of no view that a custom
+            function made.
+        inside: the output stays inside a TP region, so that its gradient is summed over the ranks, too.
+    """
+
+    takes_part: bool = False
+    overwritten: bool = False
+    inside: bool = False
 
     get_extra_state = nn.Module.get_extra_state  # as above
     set_extra_state = nn.Module.set_extra_state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.takes_part:
+            x = x.chunk(self.tp_group.size(), dim=-1)[self.tp_group.rank()]
         if self.sequence_parallel:
-            return sequence_first(super().forward(sequence_first(x))[0])
-        return super().forward(x)[0]
+            output = sequence_first(super().forward(sequence_first(x))[0])
+        else:
+            output = super().forward(x)[0]
+        if self.inside:
+            output = sum_gradient(output, self.tp_group)
+        return output.clone() if self.overwritten else output
 
 
 class ReplicatedHeadsLinear(nn.Module):
@@ -112,6 +135,7 @@ def lower_linear(path: str, module: nn.Module, context: Context, *, entered: boo
         return lowered
     tied = weight.name in context.made
     split = context.splits_sequence(path)
+    gathered, inside = path in plan.derived.gather, path in plan.derived.inside
     dtype = context.config.params_dtype if context.source is not None else module.weight.dtype
     with context.making(module.weight):
         if plan.cuts[path] == "column":
@@ -121,23 +145,27 @@ def lower_linear(path: str, module: nn.Module, context: Context, *, entered: boo
                 config=context.config_with(sequence_parallel=split and not entered, params_dtype=dtype),
                 init_method=nn.init.zeros_,
                 bias=bias,
-                gather_output=path in plan.derived.gather,
+                gather_output=gathered and not inside,
                 disable_grad_reduce=entered,
                 skip_weight_param_allocation=tied,
                 tp_group=context.group,
             )
+            lowered.inside = gathered and inside
             lowered.real_features = out_features if weight.padded else None
         else:
+            stays = path in plan.derived.rows_inside
             lowered = RowLinear(
                 in_features,
                 out_features,
-                config=context.config_with(sequence_parallel=split, params_dtype=dtype),
+                config=context.config_with(sequence_parallel=split and not stays, params_dtype=dtype),
                 init_method=nn.init.zeros_,
                 bias=bias,
-                input_is_parallel=path not in plan.derived.scatter,
+                input_is_parallel=inside or path not in plan.derived.scatter,
                 skip_bias_add=False,
                 tp_group=context.group,
             )
+            lowered.takes_part, lowered.inside = inside, stays
+            lowered.overwritten = path in plan.derived.overwritten
     for name, held in module.named_parameters(recurse=False):
         context.settle(lowered, name, plan.placement(path, name), held)
     return lowered

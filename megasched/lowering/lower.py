@@ -20,7 +20,7 @@ from megasched.lowering.linear import lower_linear
 from megasched.lowering.local_attributes import divide_local_attributes
 from megasched.lowering.norms import fuse_norms
 from megasched.lowering.record_lowerings import PLANNED, carry_out_record
-from megasched.lowering.region import enter_region, join_sequence, split_sequence
+from megasched.lowering.region import enter_region, join_sequence, leave_region, split_sequence
 from megasched.lowering.sync import shared_regions
 from megasched.lowering.wrap import draw_forked
 from megasched.roles import Block
@@ -57,9 +57,12 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
     fused = fused_paths(plan)
     traced = trace_modules(model, context, here)  # before anything wraps a module: regions stay outermost
     fuse_norms(model, lambda path: alone(path) and fused(path) and not traced(path))
-    for path, (slot, _) in regions.items():
+    for path, (slots, _) in regions.items():
         if alone(path):
-            enter_region(model.get_submodule(path), slot, context.group, context.splits_sequence(path))
+            module, split = model.get_submodule(path), context.splits_sequence(path)
+            enter_region(module, slots, context.group, split, whole=path in plan.derived.needed_regions)
+            if path in plan.derived.exits:
+                leave_region(module, slots[0], plan.derived.exits[path], context.group, split)
     divide_local_attributes(schedule.roles, model, context, alone)
     _settle_attention(model, context, alone)
     for path in plan.derived.forked:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from megasched.errors import Problem
@@ -28,7 +30,23 @@ def is_linear(module: nn.Module) -> bool:
     """Whether a module computes what ``nn.Linear`` does; a subclass with a forward of its own does not."""
     if "forward" in vars(module):
         return False
-    return is_conv1d(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+    if is_conv1d(module):
+        return True
+    return isinstance(module, nn.Linear) and _computes_linear(type(module))
+
+
+@cache
+def _computes_linear(kind: type[nn.Linear]) -> bool:
+    """Whether a class computes what ``nn.Linear`` does; one with a forward of its own is tried with numbers."""
+    if kind.forward is nn.Linear.forward:
+        return True
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+            trial, x = kind(5, 3, bias=True), torch.randn(2, 4, 5)
+            expected = nn.functional.linear(x, trial.weight, trial.bias)
+            return torch.allclose(trial(x), expected, rtol=1e-5, atol=1e-6)
+    except Exception:  # made or called in a way of its own
+        return False
 
 
 def place(

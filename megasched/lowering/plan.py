@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megasched.layout import Layout
-from megasched.lowering.propagate import Derived
+from megasched.lowering.labels import Derived
 from megasched.lowering.replicated_heads import ReplicatedHeads
 from megasched.lowering.structure import Structure
 from megasched.placement import Placement

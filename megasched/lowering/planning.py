@@ -14,12 +14,13 @@ from torch import nn
 from megasched.errors import Problem, ScheduleError
 from megasched.lowering.blocks import choose_blocks
 from megasched.lowering.joining import join_columns
+from megasched.lowering.labels import Derived
 from megasched.lowering.local_attributes import check_local_attributes
-from megasched.lowering.meta_call import meta_copy, to_meta, token_inputs
+from megasched.lowering.meta_call import meta_copy, to_meta
 from megasched.lowering.pairs import take_pairs
 from megasched.lowering.placing import place
 from megasched.lowering.plan import Plan
-from megasched.lowering.propagate import Derived, propagate
+from megasched.lowering.propagate import propagate
 from megasched.lowering.record_lowerings import is_lowered
 from megasched.lowering.structure import find_structure
 from megasched.lowering.sync import check_syncs
@@ -104,10 +105,10 @@ def _derive(model: nn.Module, plan: Plan, inputs: Mapping[str, Any] | None, caus
     try:
         if causal_lm:
             plan.structure = find_structure(model)
-            inputs = token_inputs(2, 5) if inputs is None else inputs
+            inputs = plan.structure.trial_inputs() if inputs is None else inputs
         if plan.cuts and inputs is None:
             return take_pairs(plan, model) + check_syncs(plan)
-        if inputs is not None and (plan.cuts or plan.records_of("replace", "replace_all")):
+        if inputs is not None and (plan.cuts or plan.layout.sp or plan.records_of("replace", "replace_all")):
             plan.derived = _propagate(model, plan, inputs, causal_lm)
             problems = _settle_gathered(plan)
     except ScheduleError as error:
@@ -185,7 +186,8 @@ def _mark_partial(plan: Plan) -> None:
     partial = plan.derived.partial | plan.derived.sequence
     if plan.layout.sp and plan.structure is not None:
         for path, cut in plan.cuts.items():  # a row's bias is added to its split output
-            if cut == "row" and plan.structure.index_of(path) is not None and f"{path}.bias" in plan.canonical:
+            split = plan.structure.index_of(path) is not None and path not in plan.derived.rows_inside
+            if cut == "row" and split and f"{path}.bias" in plan.canonical:
                 partial.add(plan.canonical[f"{path}.bias"])
     for name in partial:
         if not plan.placements[name].sharded:

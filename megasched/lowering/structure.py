@@ -16,7 +16,14 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
-from megasched.lowering.meta_call import call_hooks, meta_copy, run_on_meta, tensors_in, token_inputs
+from megasched.lowering.meta_call import (
+    DefaultScalars,
+    call_hooks,
+    meta_copy,
+    run_on_meta,
+    tensors_in,
+    token_inputs,
+)
 
 # Two (batch, sequence) sizes: a dimension of an output that follows either shows itself by the difference.
 _SIZES = ((2, 5), (3, 7))
@@ -94,7 +101,9 @@ class Structure:
         slot: where the hidden state stands in each layer's call.
         before: path -> output shape of each module with parameters of its own that runs before the layers.
         after: paths of modules with parameters of their own that run after the layers, in call order.
-        extra_outputs: whether the layers return tensors beside the hidden state.
+        calls_loss: whether the forward computes its loss by ``loss_function``; one that does it by itself gets no
+            labels, and its logits are taken.
+        extra_outputs: whether the layers return tensors beside the hidden state that are read later.
     """
 
     layers: str
@@ -103,6 +112,14 @@ class Structure:
     before: dict[str, Shape] = field(default_factory=dict)
     after: tuple[str, ...] = ()
     extra_outputs: bool = False
+    calls_loss: bool = True
+
+    def trial_inputs(self) -> dict[str, torch.Tensor]:
+        """What a trial call gets, on meta: token ids, and labels where the forward has a use for them."""
+        inputs = token_inputs(*_SIZES[0])
+        if not self.calls_loss:
+            del inputs["labels"]
+        return inputs
 
     def layer_path(self, index: int) -> str:
         return f"{self.layers}.{index}"
@@ -121,18 +138,36 @@ class _Call:
     kwargs: dict[str, Any]
     output: Any = None
     end: int = -1
+    operations: int = 0
+
+
+class _LastUses(DefaultScalars):
+    """Counts operations, and knows which was the last to read each tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.last: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        self.last.update((id(tensor), self.count) for tensor in tensors_in((args, kwargs)))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class _Enough(BaseException):
     """Ends a trial call early. No error, so nothing that catches errors may catch it."""
 
 
-def _record(model: nn.Module, batch: int, length: int, limit: int | None = None) -> list[_Call]:
+def _record(model: nn.Module, batch: int, length: int, limit: int | None = None) -> tuple[list[_Call], _LastUses]:
     """Every module call of one forward, in order; holds the tensors, so that identities stay comparable.
 
     Args:
         limit: the forward ends after this many calls.
     """
+    uses = _LastUses()
     calls: list[_Call] = []
     open_calls: list[_Call] = []
 
@@ -146,11 +181,28 @@ def _record(model: nn.Module, batch: int, length: int, limit: int | None = None)
     def after(path: str, module: nn.Module, output: Any) -> None:
         call = open_calls.pop()
         call.output = output
-        call.end = len(calls)
+        call.end, call.operations = len(calls), uses.count
 
+    inputs = {"input_ids": token_inputs(batch, length)["input_ids"]}
     with suppress(_Enough), call_hooks(model, before, after):
-        run_on_meta(model, token_inputs(batch, length))
-    return calls
+        run_on_meta(model, inputs, uses)
+    return calls, uses
+
+
+def _calls_loss(model: nn.Module) -> bool:
+    """Whether the forward hands its logits to ``loss_function`` when it gets labels."""
+    called = []
+
+    def loss(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        called.append(True)
+        raise _Enough
+
+    real = getattr(model, "loss_function", None)
+    model.loss_function = loss
+    with suppress(_Enough, ScheduleError), call_hooks(model):  # its own loss may not take labels as long as these
+        run_on_meta(model, token_inputs(*_SIZES[0]))
+    model.loss_function = real
+    return bool(called)
 
 
 def find_structure(model: nn.Module) -> Structure:
@@ -160,20 +212,22 @@ def find_structure(model: nn.Module) -> Structure:
         ScheduleError: no list of layers is called one after the other, or the model can't run on meta.
     """
     probe = meta_copy(model)
-    first = _record(probe, *_SIZES[0])
+    first, uses = _record(probe, *_SIZES[0])
+    calls_loss = _calls_loss(probe)
     layers = _find_layers(probe, first)
     count = len(probe.get_submodule(layers))
     paths = {f"{layers}.{i}" for i in range(count)}
     calls = [c for c in first if c.path in paths]
-    slot, extra = _find_slot(calls)
+    slot = _find_slot(calls)
+    extra = any(_used_later(call, slot, first, uses) for call in calls)
     owners = {path for path, m in probe.named_modules() if next(m.parameters(recurse=False), None) is not None}
     start, end = first.index(calls[0]), calls[-1].end
     outside = {path for path in owners if not path.startswith(layers + ".")}
     leading = [c for c in first[:start] if c.path in outside]
-    second = _record(probe, *_SIZES[1], limit=max((c.end for c in leading), default=0))
+    second, _ = _record(probe, *_SIZES[1], limit=max((c.end for c in leading), default=0))
     shapes = {c.path: _shape(c, _at(second, c.path)) for c in leading}
     after = tuple(dict.fromkeys(c.path for c in first[end:] if c.path in outside))
-    return Structure(layers, count, slot, shapes, after, extra)
+    return Structure(layers, count, slot, shapes, after, extra, calls_loss)
 
 
 def _find_layers(model: nn.Module, calls: list[_Call]) -> str:
@@ -196,7 +250,17 @@ def _find_layers(model: nn.Module, calls: list[_Call]) -> str:
     return best
 
 
-def _find_slot(calls: list[_Call]) -> tuple[Slot, bool]:
+def _used_later(call: _Call, slot: Slot, calls: list[_Call], uses: _LastUses) -> bool:
+    """Whether anything reads a tensor that a layer returned beside the hidden state."""
+    hidden = slot.result(call.output)
+    beside = {id(tensor) for tensor in tensors_in(call.output) if tensor is not hidden}
+    if any(uses.last.get(tensor, 0) > call.operations for tensor in beside):
+        return True
+    later = (other for other in calls[call.end :] if beside)
+    return any(id(tensor) in beside for other in later for tensor in tensors_in((other.args, other.kwargs)))
+
+
+def _find_slot(calls: list[_Call]) -> Slot:
     """Where the hidden state is: the argument that is, for most layers, what the layer before returned."""
     votes: Counter[int | str] = Counter()
     for previous, call in pairwise(calls):
@@ -211,13 +275,12 @@ def _find_slot(calls: list[_Call]) -> tuple[Slot, bool]:
         argument = next(k for k, v in given if isinstance(v, torch.Tensor) and v.is_floating_point())
     output = calls[-1].output
     if isinstance(output, torch.Tensor):
-        return Slot(argument, None), False
+        return Slot(argument, None)
     first = calls[0]
     hidden = first.args[argument] if isinstance(argument, int) else first.kwargs[argument]
     fits = [i for i, v in enumerate(output) if isinstance(v, torch.Tensor) and v.shape == hidden.shape]
     others = tuple(None if isinstance(v, torch.Tensor) else v for v in output)
-    extra = sum(isinstance(v, torch.Tensor) for v in output) > 1
-    return Slot(argument, fits[0], others, isinstance(output, list)), extra
+    return Slot(argument, fits[0], others, isinstance(output, list))
 
 
 def _at(calls: list[_Call], path: str) -> _Call:

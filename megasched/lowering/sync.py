@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megasched.errors import Problem
+from megasched.lowering.labels import Region
 from megasched.lowering.plan import Plan
 
 
@@ -49,19 +50,22 @@ def check_syncs(plan: Plan) -> list[Problem]:
     return problems
 
 
-def shared_regions(plan: Plan) -> dict[str, tuple[int | str, tuple[str, ...]]]:
-    """Modules whose input is taken over to TP once for all columns inside: path -> (argument, columns).
+def shared_regions(plan: Plan) -> dict[str, Region]:
+    """Modules whose input is taken over to TP once for all columns inside: path -> arguments and columns.
 
     It pays for several columns, unless one matrix product computes them all and communicates by itself; and
-    attention needs it under sequence parallelism, since it reads the sequence length off its input.
+    attention needs it under sequence parallelism, since it reads the sequence length off its input. Where
+    something whole inside meets shards it must be so.
     """
     split = plan.layout.sp
     joint = {frozenset(paths) for paths in plan.joint}
     attending = {around for path in plan.derived.attention for around in _and_around(path)}
     return {
-        path: (slot, columns)
-        for path, (slot, columns) in plan.derived.regions.items()
-        if (len(columns) > 1 and frozenset(columns) not in joint) or (split and path in attending)
+        path: region
+        for path, region in plan.derived.regions.items()
+        if path in plan.derived.needed_regions
+        or (len(region.columns) > 1 and frozenset(region.columns) not in joint)
+        or (split and path in attending)
     }
 
 

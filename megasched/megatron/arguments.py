@@ -11,7 +11,7 @@ import argparse
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -210,6 +210,9 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
     derived = derive(config, trust_remote_code=bool(args.trust_remote_code))
     vocab = derived.pop("vocab_size")
     derived["padded_vocab_size"] = _padded(vocab, args)
+    if derived["num_attention_heads"].value == 1:  # TP splits nothing of it, and Megatron wants a multiple of TP
+        heads = replace(derived["num_attention_heads"], value=args.tensor_model_parallel_size)
+        derived.update(num_attention_heads=heads, num_query_groups=heads)
     positions = derived["position_embedding_type"]
     derived["use_rotary_position_embeddings"] = Derived(positions.value == "rope", positions.source)
     sequence = args.seq_length or args.encoder_seq_length

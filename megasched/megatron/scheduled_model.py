@@ -162,13 +162,18 @@ class ScheduledModel(MegatronModule):
             assert self.input_tensor is not None
             return self.input_tensor.clone()
         ids = self._receive(input_ids)
+        structure = self.plan.structure
+        calls_loss = structure is not None and structure.calls_loss
         try:
-            output = self.definition(input_ids=ids, labels=labels, use_cache=False)
+            given = {"labels": labels} if calls_loss else {}
+            output = self.definition(input_ids=ids, use_cache=False, **given)
         except StageEnd as end:
             return self._send(end.hidden)
         finally:
             self._wire.received = None
-        return self._loss.whole(output.logits) if labels is None else output.loss
+        if labels is None:
+            return self._loss.whole(output.logits)
+        return output.loss if calls_loss else self._loss(output.logits, labels)
 
     def _receive(self, input_ids: torch.Tensor | None) -> torch.Tensor:
         """Token ids for the definition's forward: the real ones, or zeros of the batch's shape."""
@@ -176,7 +181,7 @@ class ScheduledModel(MegatronModule):
             assert input_ids is not None
             return input_ids
         assert self.input_tensor is not None
-        hidden = self.input_tensor.transpose(0, 1)
+        hidden = self.input_tensor.transpose(0, 1).contiguous()  # definitions may view it
         parts = self.pg_collection.tp.size() if self.plan.layout.sp else 1
         wire = self._wire
         wire.received, wire.device = hidden, hidden.device

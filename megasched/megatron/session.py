@@ -123,7 +123,7 @@ def open_session(args: Namespace, layout: Layout) -> Session:
     attention.register()
     if attention.is_used(definition):
         definition.config._attn_implementation = attention.NAME
-    schedule = create_schedule(definition, layout, _roles(definition, args.model_schedule))
+    schedule = create_schedule(definition, layout, _roles(definition, args.model_schedule, layout))
     apply_schedule(schedule, function)
     replaced: Any = definition
     renamed: dict[str, str] = {}
@@ -151,17 +151,21 @@ def _refuse_computed_weights(schedule: Schedule) -> None:
         raise ScheduleError(problems)
 
 
-def _roles(definition: Any, schedule: str) -> Any:
-    """The adapter's roles; a schedule of the user's own can do without."""
-    from megasched.model_adapters.registry import roles_of
+def _roles(definition: Any, schedule: str, layout: Layout) -> Any:
+    """The adapter's roles, and what can be inferred besides; a schedule of the user's own can do without."""
+    from megasched.inference.infer import infer_roles
+    from megasched.model_adapters.registry import find_adapter, roles_of
     from megasched.roles import Roles
 
     try:
-        return roles_of(definition)
+        roles = roles_of(definition)
     except ConfigError:
         if schedule == "auto":
             raise
         return Roles()
+    if find_adapter(definition.config.model_type) is not None:
+        return roles
+    return infer_roles(definition, roles, tp=max(layout.tp, 2), sequence_parallel=layout.sp)
 
 
 # Flags by which a user cuts the pipeline; Megatron's own rules hold where one is given.
@@ -189,6 +193,8 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     plan = session.plan
     session.source = weight_source(args, session.definition)
     session.source.check({placement.name for placement in plan.placements.values()})
+    if plan.structure is not None:  # of an encoder-decoder's config HF reads the other stack's depth
+        args.num_layers = plan.structure.count
     flags = [name for name in CUT_FLAGS if name in given]
     cuts = plan.records_of("cut_pipeline_stage")
     if flags and cuts:

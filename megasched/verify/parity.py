@@ -3,6 +3,7 @@ against plain torch, every number of it."""
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -129,9 +130,8 @@ def _failure(report: str) -> Outcome:
         for kind in REFUSALS:
             if kind in line and "Traceback" not in line:
                 return Outcome("refused", {}, why=_told(report, line))
-    told = [line.strip() for line in report.splitlines() if line.strip()]
-    errors = [line for line in told if "Error" in line.split(":")[0] and not line.startswith("File")]
-    return Outcome("failed", {}, why=(errors[0] if errors else told[0] if told else "no report")[:400])
+    errors = [line for line in report.splitlines() if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
+    return Outcome("failed", {}, why=(errors or report.splitlines() or ["no report"])[0][:400])
 
 
 def _told(report: str, line: str) -> str:

@@ -47,7 +47,7 @@ class RankError(AssertionError):
 
 
 class Template:
-    """The process that imports torch and Megatron once; ranks are forked from it (never from the pool's process)."""
+    """The process that imports torch and Megatron once; ranks are forked from it (never from its owner)."""
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "template.log"

@@ -48,7 +48,8 @@ def hf_step(folder: str, batches: list[tuple[torch.Tensor, torch.Tensor]], *, ra
         (loss / len(batches)).backward()
         total += float(loss.detach()) / len(batches)
         logits.append(out.detach())
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+    # A parameter that is not used has no gradient: Megatron's buffers hold zeros for it.
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     norm = float(torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients.values()])))
     return HfStep(total, logits, gradients, norm)
 

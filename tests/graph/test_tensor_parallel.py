@@ -6,9 +6,9 @@ import torch
 
 from megasched.graph import patterns
 from megasched.model_adapters.default_schedule import schedule as auto
+from megasched.verify.rank_pool import init_megatron
 from tests.lowering.models import tiny_model, token_ids
 from tests.lowering.parity import compare, too_far
-from megasched.verify.rank_pool import init_megatron
 
 MODULES = {
     "llama": ("model.layers.0", "model.layers.1.self_attn", "model.layers.1.mlp"),

@@ -11,10 +11,10 @@ from megasched import Layout, ScheduleError
 from megasched.definition import build_definition, init_empty_weights
 from megasched.lowering import attention
 from megasched.model_adapters.default_schedule import schedule as default_schedule
+from megasched.verify.rank_pool import init_megatron
 from megasched.weights.random_init import RandomInit
 from tests.lowering.models import Mlp, randomize, tiny_config, tiny_model, token_ids
 from tests.lowering.parity import scheduled_copy
-from megasched.verify.rank_pool import init_megatron
 
 
 def auto(sch):

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from megasched.lowering.embedding import ShardedLookup, VocabEmbedding
+from megasched.verify.rank_pool import init_megatron
 from tests.lowering.models import VOCABULARY, randomize
 from tests.lowering.parity import scheduled_copy
-from megasched.verify.rank_pool import init_megatron
 
 HIDDEN = 6
 

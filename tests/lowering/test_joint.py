@@ -12,9 +12,9 @@ from megasched.lowering.build import carry_out
 from megasched.lowering.joint import JointColumns
 from megasched.lowering.planning import make_plan
 from megasched.model_adapters.default_schedule import schedule
+from megasched.verify.rank_pool import init_megatron
 from tests.lowering.models import tiny_model, token_ids
 from tests.lowering.parity import compare, compare_gradients, distance, scheduled_copy, too_far
-from megasched.verify.rank_pool import init_megatron
 from tests.tiny import FAMILIES
 
 QKV = tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import tiny
-from tests.parity.test_matrix import LAYOUTS, assert_first_step_equals_hf
 from megasched.verify.rank_pool import RankError
 from megasched.verify.trainer_run import gather, losses, train
+from tests import tiny
+from tests.parity.test_matrix import LAYOUTS, assert_first_step_equals_hf
 
 CHANGES = {"llama": {}, "mistral": {"sliding_window": None}, "qwen2": {}, "qwen3": {}}
 SCHEDULE = """

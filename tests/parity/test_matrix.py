@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import tiny
 from megasched.verify.reference import hf_step, relative
 from megasched.verify.trainer_run import batches_of, gather, losses, train
+from tests import tiny
 
 ITERATIONS = 5
 PARITY_FAMILIES = ("llama", "qwen3", "gemma2", "phi3", "gpt2", "opt")

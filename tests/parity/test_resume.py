@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import tiny
 from megasched.verify.rank_pool import RankError
 from megasched.verify.trainer_run import gather, losses, train
+from tests import tiny
 
 SAVE = ["--use-distributed-optimizer", "--ckpt-format", "torch_dist"]
 SAVE += ["--dist-ckpt-optim-fully-reshardable", "--override-opt-param-scheduler"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import tiny
 from megasched.verify.rank_pool import RankError
 from megasched.verify.reference import hf_loss, hf_model
 from megasched.verify.trainer_run import batches_of, gather, losses, train
+from tests import tiny
 
 TP2_SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 TP2_PP2 = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megasched.patches import adamw_resume, apply, undo
-from tests.patches.optimizer_case import adam_steps, build, inner, resume, train
 from megasched.verify.rank_pool import init_megatron
+from tests.patches.optimizer_case import adam_steps, build, inner, resume, train
 
 
 def fresh_state_dict():

@@ -6,8 +6,8 @@ from torch import nn
 
 import megasched
 from megasched import Layout, ScheduleError
-from tests.lowering.models import Mlp, randomize
 from megasched.verify.rank_pool import init_megatron
+from tests.lowering.models import Mlp, randomize
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 

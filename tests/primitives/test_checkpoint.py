@@ -9,8 +9,8 @@ from torch import nn
 import megasched
 from megasched import Layout
 from megasched.lowering.rng import forked
-from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
 from megasched.verify.rank_pool import init_megatron
+from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
 
 
 class Counted(nn.Module):

@@ -9,8 +9,8 @@ import megasched
 from megasched import Layout, ScheduleError
 from megasched.lowering.planning import make_plan
 from megasched.lowering.rng import fork_rng, forked
-from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
 from megasched.verify.rank_pool import init_megatron
+from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
 
 X = {"x": torch.ones(2, 3, 8)}
 

@@ -8,9 +8,9 @@ from torch import nn
 
 import megasched
 from megasched import Layout, ScheduleError
+from megasched.verify.rank_pool import init_megatron
 from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
 from tests.lowering.parity import compare, scheduled_copy, too_far
-from megasched.verify.rank_pool import init_megatron
 
 
 class Scale(nn.Module):

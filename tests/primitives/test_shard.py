@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from megasched.verify.rank_pool import init_megatron
 from tests.lowering.models import Mlp, randomize
 from tests.lowering.parity import compare, scheduled_copy, too_far
-from megasched.verify.rank_pool import init_megatron
 
 
 def column_row(sch):

@@ -8,8 +8,8 @@ import megasched
 from megasched import Layout, ScheduleError
 from megasched.lowering.planning import make_plan
 from megasched.roles import Roles
-from tests.lowering.models import Mlp, tiny_model
 from megasched.verify.rank_pool import init_megatron
+from tests.lowering.models import Mlp, tiny_model
 
 X = {"x": torch.zeros(1, 2, 8)}
 IDS = {"input_ids": torch.zeros(1, 4, dtype=torch.long)}

@@ -8,9 +8,9 @@ import megasched
 from megasched import Layout, ScheduleError
 from megasched.lowering.planning import make_plan
 from megasched.lowering.sync import derived_syncs
+from megasched.verify.rank_pool import init_megatron
 from tests.lowering.models import Mlp, randomize
 from tests.lowering.parity import compare, too_far
-from megasched.verify.rank_pool import init_megatron
 
 X = {"x": torch.linspace(-1, 1, 2 * 3 * 8).reshape(2, 3, 8)}
 

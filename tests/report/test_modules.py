@@ -4,8 +4,8 @@ import pytest
 
 from megasched.errors import ScheduleError
 from megasched.layout import Layout
+from megasched.lowering.labels import Derived, Region
 from megasched.lowering.plan import Plan
-from megasched.lowering.propagate import Derived
 from megasched.lowering.sync import shared_regions
 from megasched.report.communication import Transfer
 
@@ -80,14 +80,18 @@ def test_transfers_and_gradients_under_sequence_parallelism(inspect):
 
 def test_one_linear_alone_shares_nothing_unless_attention_reads_the_length():
     derived = Derived(
-        regions={"mlp": (0, ("mlp.up",)), "attn": (0, ("attn.qkv",)), "pair": (0, ("pair.gate", "pair.up"))},
+        regions={
+            "mlp": Region((0,), ("mlp.up",)),
+            "attn": Region((0,), ("attn.qkv",)),
+            "pair": Region((0,), ("pair.gate", "pair.up")),
+        },
         attention={"attn": (8, True)},
     )
     layout = {"tensor_model_parallel_size": 2}
     plan = Plan(Layout(**layout), [], derived=derived)
-    assert shared_regions(plan) == {"pair": (0, ("pair.gate", "pair.up"))}
+    assert shared_regions(plan) == {"pair": ((0,), ("pair.gate", "pair.up"))}
     plan = Plan(Layout(**layout, sequence_parallel=True), [], derived=derived)
-    assert shared_regions(plan) == {"attn": (0, ("attn.qkv",)), "pair": (0, ("pair.gate", "pair.up"))}
+    assert shared_regions(plan) == {"attn": ((0,), ("attn.qkv",)), "pair": ((0,), ("pair.gate", "pair.up"))}
 
 
 def test_fewer_kv_heads_than_ranks(inspect):

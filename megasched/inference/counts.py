@@ -1,0 +1,265 @@
+"""Attributes by which a module counts heads or features, found by trial: with what columns hand out on one rank,
+its operations must give what the labelled run says that one rank has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.lowering.labelling import Labelling
+from megasched.lowering.labels import Label
+from megasched.lowering.meta_call import (
+    DefaultScalars,
+    call_hooks,
+    meta_copy,
+    run_on_meta,
+    tensors_in,
+)
+from megasched.lowering.placing import output_axis
+from megasched.lowering.propagate import recorded_calls
+from megasched.lowering.structure import Structure
+from megasched.roles import Cut
+
+# So many attributes at most must be divided together.
+_AT_MOST = 3
+
+
+@dataclass
+class _Call:
+    """One call of a module in the labelled run: its arguments, and the shapes that one rank's operations give."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shapes: list[tuple[int, ...] | None] = field(default_factory=list)
+    columns: set[str] = field(default_factory=set)
+
+
+class _Spans(Labelling):
+    """A labelled run that keeps, for each module whose own code works on shards, what it does."""
+
+    def __init__(self, tp: int, *known: Any) -> None:
+        super().__init__(*known)
+        self.tp = tp
+        self.open: list[_Call] = []
+        self.calls: dict[str, _Call] = {}
+
+    def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        changed = super().before(path, module, args, kwargs)
+        args, kwargs = changed if changed is not None else (args, kwargs)
+        self.open.append(_Call(self._local((args, kwargs))[0], self._local((args, kwargs))[1]))
+        return changed
+
+    def after(self, path: str, module: nn.Module, output: Any) -> Any:
+        call = self.open.pop()
+        if call.columns:
+            self.calls.setdefault(path, call)
+        return super().after(path, module, output)
+
+    def _set(self, tensor: torch.Tensor, label: Label) -> None:
+        super()._set(tensor, label)
+        if getattr(self, "open", None) and label.region == "T":
+            self.open[-1].columns |= label.columns
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        if not self.silent:
+            shapes = [self._local_shape(tensor) for tensor in tensors_in(output)]
+            for call in self.open:
+                call.shapes += shapes
+        return output
+
+    def _local_shape(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
+        """The shape on one rank; None where it is not known."""
+        label = self.label(tensor)
+        if label.region != "T":
+            return tuple(tensor.shape)
+        if label.along is None:
+            return None
+        shape = list(tensor.shape)
+        shape[label.along.dim] //= self.tp
+        return tuple(shape)
+
+    def _local(self, value: Any) -> Any:
+        def local(tensor: torch.Tensor) -> torch.Tensor:
+            shape = self._local_shape(tensor)
+            same = shape is None or shape == tuple(tensor.shape)
+            return tensor if same else torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+        with self._silently():
+            return torch.utils._pytree.tree_map_only(torch.Tensor, local, value)
+
+
+class _Mismatch(Exception):
+    """A module does not do on a rank what it must."""
+
+
+class _Replay(DefaultScalars):
+    """One module's forward with a rank's tensors; every operation is compared with what it must give."""
+
+    def __init__(self, expected: list[tuple[int, ...] | None]) -> None:
+        super().__init__()
+        self.expected, self.done, self.silent = expected, 0, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        if not self.silent:
+            for tensor in tensors_in(output):
+                if self.done == len(self.expected):
+                    raise _Mismatch
+                wanted = self.expected[self.done]
+                self.done += 1
+                if wanted is not None and wanted != tuple(tensor.shape):
+                    raise _Mismatch
+        return output
+
+
+def find_counts(
+    model: nn.Module,
+    structure: Structure,
+    cuts: Mapping[str, Cut],
+    components: Mapping[str, tuple[int, ...]],
+    tp: int,
+    inferred: set[str],
+) -> tuple[dict[str, tuple[str, ...]], set[str]]:
+    """Attributes that must be divided by TP, by module; and columns for which nothing helps.
+
+    Args:
+        cuts: path -> how the linear there is cut; nothing of it needs to be gathered.
+        inferred: columns and rows to look at; what others have decided is theirs to know.
+    """
+    probe = meta_copy(model)
+    known = (structure, False, frozenset(), frozenset(), components)
+    run = _Spans(tp, probe, cuts, *known)
+    for tensor in tensors_in(structure.trial_inputs()):
+        run._set(tensor, Label(fed=True))
+    with recorded_calls(probe, run, takes_shards=True), call_hooks(probe, run.before, run.after):
+        run_on_meta(probe, structure.trial_inputs(), run)
+    found: dict[str, tuple[str, ...]] = {}
+    hopeless: set[str] = set()
+    seen: dict[Any, tuple[str, ...] | None] = {}
+    for path, call in run.calls.items():
+        module = probe.get_submodule(path)
+        if path in cuts or not call.columns & inferred or not _own_code(structure, path):
+            continue
+        kind = (type(module), tuple(sorted(_candidates(module).items())), tuple(call.shapes))
+        if kind not in seen:
+            seen[kind] = _attributes(module, path, call, cuts, tp)
+        names = seen[kind]
+        if names is None:
+            hopeless |= call.columns
+        elif names:
+            found[path] = names
+    return found, hopeless
+
+
+def _own_code(structure: Structure, path: str) -> bool:
+    """Whether a module lies below a layer: layers and what is around them only hand things on."""
+    index = structure.index_of(path)
+    return index is not None and path != structure.layer_path(index)
+
+
+def _candidates(module: nn.Module) -> dict[str, int]:
+    """Attributes that may count heads or features: integers of a module, and of its config."""
+    own = {name: value for name, value in vars(module).items() if type(value) is int and value > 1}
+    config = vars(module).get("config")
+    fields = vars(config) if config is not None else {}
+    counted = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "hidden_size")
+    return {**own, **{f"config.{name}": fields[name] for name in counted if type(fields.get(name)) is int}}
+
+
+def _attributes(
+    module: nn.Module, path: str, call: _Call, cuts: Mapping[str, Cut], tp: int
+) -> tuple[str, ...] | None:
+    """The fewest attributes that, divided by TP, make a module do what it must; None where none do."""
+    names = [name for name, value in _candidates(module).items() if value % tp == 0]
+    for count in range(_AT_MOST + 1):
+        for chosen in combinations(names, count):
+            with _divided(module, chosen, tp), _local_columns(module, path, cuts, tp):
+                if _fits(module, path, call, cuts):
+                    return chosen
+    return None
+
+
+@contextmanager
+def _divided(module: nn.Module, names: tuple[str, ...], tp: int) -> Iterator[None]:
+    before = dict(vars(module))
+    if any(name.startswith("config.") for name in names):
+        module.config = copy.copy(module.config)
+    for name in names:
+        owner = module.config if name.startswith("config.") else module
+        field_name = name.removeprefix("config.")
+        setattr(owner, field_name, getattr(owner, field_name) // tp)
+    try:
+        yield
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
+
+
+@contextmanager
+def _local_columns(module: nn.Module, path: str, cuts: Mapping[str, Cut], tp: int) -> Iterator[None]:
+    """Linears inside hand out, and take, what they do on one rank."""
+    changed = []
+    for inner, linear in module.named_modules():
+        cut = cuts.get(f"{path}.{inner}" if inner else path)
+        if cut not in ("column", "row"):
+            continue
+        axis = output_axis(linear)
+        features = linear.weight.shape[axis] // (tp if cut == "column" else 1)
+        taken = linear.weight.shape[1 - axis] // (tp if cut == "row" else 1)
+
+        def forward(x: torch.Tensor, features: int = features, taken: int = taken) -> torch.Tensor:
+            if x.shape[-1] != taken:
+                raise _Mismatch
+            return torch.empty(*x.shape[:-1], features, dtype=x.dtype, device="meta")
+
+        linear.forward = forward
+        changed.append(linear)
+    try:
+        yield
+    finally:
+        for linear in changed:
+            del linear.forward
+
+
+def _fits(module: nn.Module, path: str, call: _Call, cuts: Mapping[str, Cut]) -> bool:
+    from transformers.modeling_utils import AttentionInterface
+
+    from megasched.lowering import attention
+
+    replay = _Replay(call.shapes)
+    real = attention.attention_forward
+
+    def silently(*args: Any, **kwargs: Any) -> Any:
+        replay.silent += 1
+        try:
+            return real(*args, **{**kwargs, "dropout": 0.0})
+        finally:
+            replay.silent -= 1
+
+    def before(inner: str, child: nn.Module, args: Any, kwargs: Any) -> None:
+        replay.silent += (f"{path}.{inner}" if inner else path) in cuts
+
+    def after(inner: str, child: nn.Module, output: Any) -> None:
+        replay.silent -= (f"{path}.{inner}" if inner else path) in cuts
+
+    AttentionInterface.register(attention.NAME, silently)
+    try:
+        with call_hooks(module, before, after), torch.no_grad(), torch.device("meta"), replay:
+            module(*call.args, **call.kwargs)
+    except Exception:  # whatever a forward raises over shapes that do not fit
+        return False
+    finally:
+        AttentionInterface.register(attention.NAME, real)
+    return replay.done == len(replay.expected)

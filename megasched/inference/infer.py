@@ -1,0 +1,103 @@
+"""Roles for what neither an adapter nor HF's plan cuts: candidates by the flow of data, kept where a labelled run
+proves that they need nothing that cutting them would not save."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import ScheduleError
+from megasched.inference.counts import find_counts
+from megasched.inference.flow import Flow, Group, find_groups, watch_flow
+from megasched.lowering.labels import Derived
+from megasched.lowering.meta_call import meta_copy
+from megasched.lowering.propagate import propagate
+from megasched.lowering.structure import Structure, find_structure
+from megasched.roles import ROLES, Cut, Roles
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def infer_roles(model: nn.Module, roles: Roles, *, tp: int, sequence_parallel: bool = False) -> Roles:
+    """The roles, and ``column`` and ``row`` for the linears inside the layers that can be cut besides.
+
+    Args:
+        model: the definition, parameters on meta.
+        roles: what is known of it.
+        tp: tensor parallel size that they are to be cut for.
+        sequence_parallel: as the run will have it.
+    """
+    try:
+        structure = find_structure(model)
+    except ScheduleError:
+        return roles  # it has no layers to look into; whoever plans it is told so
+    flow = watch_flow(model, structure)
+    known = set(roles.role)
+    groups = find_groups(flow, lambda path: path in known)
+    if not groups:
+        return roles
+    groups = _proven(model, roles, structure, flow, groups, tp, sequence_parallel)
+    role = {path: name for group in groups for path, name in _roles_of(group).items()}
+    packed = {path: sizes for path, sizes in flow.components.items() if role.get(path) == "column"}
+    found = replace(roles, role={**roles.role, **role}, components={**roles.components, **packed})
+    cuts = _cuts(roles, groups)
+    counts, uncounted = find_counts(model, structure, cuts, found.components, tp, set(role))
+    if uncounted:  # nothing that was tried makes their heads come out right
+        groups = [group for group in groups if not uncounted & {group.row, *group.columns}]
+        role = {path: name for group in groups for path, name in _roles_of(group).items()}
+        found = replace(found, role={**roles.role, **role})
+    return replace(found, local_attributes={**counts, **roles.local_attributes})
+
+
+def _proven(
+    model: nn.Module,
+    roles: Roles,
+    structure: Structure,
+    flow: Flow,
+    groups: list[Group],
+    tp: int,
+    sequence_parallel: bool,
+) -> list[Group]:
+    """The groups that can be cut, some of their columns left whole."""
+    probe = meta_copy(model)
+    while groups:
+        derived = propagate(
+            probe,
+            structure.trial_inputs(),
+            _cuts(roles, groups),
+            structure=structure,
+            sequence_parallel=sequence_parallel,
+            loss_takes_shards=True,
+            components={**flow.components, **roles.components},
+        )
+        kept = [group for group in (_left_of(g, derived, tp) for g in groups) if group is not None]
+        if kept == groups:
+            return groups
+        groups = kept
+    return []
+
+
+def _left_of(group: Group, derived: Derived, tp: int) -> Group | None:
+    """What of a group can be cut, after a run that had it cut."""
+    uneven = {c for c in group.columns if any(size % tp for size in derived.cut_sizes.get(c, ()))}
+    columns = group.columns - derived.gather - uneven
+    if not columns or group.row in derived.scatter:
+        return None
+    members = {group.row, *group.columns}
+    for problem in derived.problems:
+        around = problem.module + "."
+        if any(path == problem.module or path.startswith(around) for path in members):
+            return None
+    return Group(columns, group.row)
+
+
+def _roles_of(group: Group) -> dict[str, str]:
+    return {**dict.fromkeys(group.columns, "column"), group.row: "row"}
+
+
+def _cuts(roles: Roles, groups: list[Group]) -> dict[str, Cut]:
+    cuts: dict[str, Any] = {path: ROLES[name] for path, name in roles.role.items() if ROLES[name] is not None}
+    for group in groups:
+        cuts.update(_roles_of(group))
+    return cuts

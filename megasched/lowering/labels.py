@@ -1,0 +1,90 @@
+"""What one labelled run on meta says of tensors, and what it tells of a definition as a whole.
+
+Labels: ``R`` the same on all TP ranks; ``S`` split along the sequence; ``T`` split along features or heads; ``P``
+the same on all TP ranks but inside of a TP region, where each rank has a part of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from megasched.errors import Problem
+from megasched.lowering.dims import Along
+
+
+@dataclass(frozen=True)
+class Label:
+    """What is known of one tensor.
+
+    Attributes:
+        region: R, S, T or P.
+        columns: paths of the column linears that a T tensor stems from.
+        along: how a T or S tensor is cut; None where that could not be followed.
+        rows: paths of the row linears that a whole or split tensor stems from, in their layer.
+        params: replicated parameters that a tensor is made of, as long as no activation is.
+        active: depends on the model's input through parameters, so that it carries a gradient.
+        fed: depends on the model's input.
+    """
+
+    region: Literal["R", "S", "T", "P"] = "R"
+    columns: frozenset[str] = frozenset()
+    rows: frozenset[str] = frozenset()
+    params: frozenset[str] = frozenset()
+    active: bool = False
+    fed: bool = False
+    along: Along | None = None
+
+
+class Region(NamedTuple):
+    """Where a TP region begins.
+
+    Attributes:
+        slots: arguments of the module that are taken over.
+        columns: the column linears inside that read them.
+    """
+
+    slots: tuple[int | str, ...]
+    columns: tuple[str, ...]
+
+
+@dataclass
+class Derived:
+    """What one run told.
+
+    Attributes:
+        gather: column linears whose output must be gathered.
+        scatter: row linears whose input is whole and must be cut.
+        partial: replicated parameters whose gradient is partial because they meet T activations.
+        sequence: replicated parameters whose gradient is partial because they meet S activations.
+        regions: module path -> where a TP region begins for several columns, or for a whole module.
+        needed_regions: those of them without which the numbers would be wrong: something inside that is whole
+            meets shards, or the whole sequence. Whole tensors inside have partial gradients.
+        exits: needed region -> which leaves of what it returns are such tensors, and leave it.
+        inside: columns and rows that read a whole tensor inside of a needed region.
+        rows_inside: rows whose output meets whole tensors inside of a needed region: it is one, too.
+        overwritten: rows whose output is changed in place.
+        cut_sizes: column -> sizes of the dimensions along which what stems from it is cut; TP must divide them.
+        shared: columns in one module that read the very same tensor.
+        forked: ``nn.Dropout`` modules on T activations.
+        attention: attention module path -> (query heads, whether they are T).
+        problems: what can't be made right.
+    """
+
+    gather: set[str] = field(default_factory=set)
+    scatter: set[str] = field(default_factory=set)
+    partial: set[str] = field(default_factory=set)
+    sequence: set[str] = field(default_factory=set)
+    complete: set[str] = field(default_factory=set)
+    regions: dict[str, Region] = field(default_factory=dict)
+    needed_regions: set[str] = field(default_factory=set)
+    exits: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    inside: set[str] = field(default_factory=set)
+    rows_inside: set[str] = field(default_factory=set)
+    overwritten: set[str] = field(default_factory=set)
+    cut_sizes: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    shared: list[tuple[str, ...]] = field(default_factory=list)
+    forked: set[str] = field(default_factory=set)
+    attention: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
