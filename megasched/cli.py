@@ -98,17 +98,28 @@ def primitives(name: Annotated[str | None, typer.Argument(help="Print all about 
         print_primitive(name)
 
 
+HfModel = Annotated[str, typer.Option(metavar="DIR", help="The Hugging Face model; only its config.json is read.")]
+Tp = Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="TP ranks.")]
+Sp = Annotated[bool, typer.Option("--sp", "--sequence-parallel", help="Sequence parallelism.")]
+Pp = Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="Pipeline ranks.")]
+HfOverride = Annotated[
+    list[str] | None, typer.Option(metavar="FIELD=VALUE ...", help="Change fields of the HF config.")
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+
+
 @app.command()
 def show(
     schedule: Annotated[
         str, typer.Argument(help="`auto`, a schedule file, FILE:name, or the name of a registered schedule.")
     ],
-    hf_model: Annotated[
-        str, typer.Option(metavar="DIR", help="The Hugging Face model; only its config.json is read.")
-    ],
-    tp: Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="TP ranks.")] = 1,
-    sp: Annotated[bool, typer.Option("--sp", "--sequence-parallel", help="Sequence parallelism.")] = False,
-    pp: Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="Pipeline ranks.")] = 1,
+    hf_model: HfModel,
+    tp: Tp = 1,
+    sp: Sp = False,
+    pp: Pp = 1,
     vp: Annotated[
         int,
         typer.Option("--vp", "--num-virtual-stages-per-pipeline-rank", help="Model chunks per pipeline rank."),
@@ -119,12 +130,8 @@ def show(
     make_vocab_size_divisible_by: Annotated[
         int, typer.Option(help="The vocabulary is padded to a multiple of this times TP.")
     ] = 128,
-    hf_override: Annotated[
-        list[str] | None, typer.Option(metavar="FIELD=VALUE ...", help="Change fields of the HF config.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False,
+    hf_override: HfOverride = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, layers unfolded.")] = False,
     records: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the schedule's calls, to compare or replay them.")
@@ -169,7 +176,40 @@ def show(
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False) -> None:
+def explain(
+    hf_model: HfModel,
+    schedule: Annotated[str, typer.Argument(help="As for `show`.")] = "auto",
+    tp: Tp = 2,
+    sp: Sp = False,
+    pp: Pp = 1,
+    hf_override: HfOverride = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> None:
+    """Print for each parameter how it lies over the ranks, what decided so, and what was not done.
+
+    No GPU, no process group and no weights are needed.
+    """
+    from megasched.layout import Layout
+    from megasched.report.console import quiet_imports, report_console
+
+    layout = Layout(tensor_model_parallel_size=tp, sequence_parallel=sp, pipeline_model_parallel_size=pp)
+    with quiet_imports():
+        from megasched.report.explain import explain_schedule
+
+    explanation = explain_schedule(
+        schedule, hf_model, layout, overrides=hf_override or (), trust_remote_code=trust_remote_code
+    )
+    if as_json:
+        print(json.dumps(explanation.to_dict(), indent=1))
+    else:
+        from megasched.report.explain_view import print_explanation
+
+        print_explanation(explanation, report_console())
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
     """Check versions, devices and patches.
 
     The exit status is 0 when a run can start here.

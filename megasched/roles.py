@@ -74,6 +74,8 @@ class Roles:
         components: module path -> sizes of the projections packed into its output, e.g. ``(q, k, v)``.
         local_attributes: module path -> attributes that count heads or features of one rank; divided by TP.
             ``config.num_attention_heads`` names a field of the module's config, which is copied first.
+        origin: module path -> what decided on its role: an adapter's glob, an entry of HF's plan, what was seen.
+        declined: module path -> what was asked of it, or looked for, and is not done, with the reason.
         block: how Megatron's ``TransformerLayer`` can stand for a decoder layer, or else why it can't.
     """
 
@@ -81,6 +83,8 @@ class Roles:
     heads: Mapping[str, int] = field(default_factory=dict)
     components: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     local_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    origin: Mapping[str, str] = field(default_factory=dict)
+    declined: Mapping[str, str] = field(default_factory=dict)
     block: Block | str = "nothing is known of its decoder layers"
 
     def __post_init__(self) -> None:

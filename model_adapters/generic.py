@@ -46,6 +46,11 @@ STYLES: dict[str, str | None] = {
     "grouped_gemm": None,
 }
 
+# Styles that ask for nothing but what is derived.
+WHOLE = frozenset(
+    ["replicated_with_grad_allreduce", "replicate", "all_reduce", "sequence_parallel", "mla_kv_a_proj"]
+)
+
 # Leaf name -> role, where the plan cuts the leaf this way.
 LEAVES: dict[str, dict[str, str]] = {
     "column": {
@@ -77,18 +82,24 @@ def read_plan(model: nn.Module) -> Roles:
                 f'add it to STYLES in model_adapters/generic.py: "{style}": "column" | "row" | None'
             )
     role: dict[str, str] = {}
+    origin: dict[str, str] = {}
+    declined: dict[str, str] = {}
     tied = _tied_elsewhere(model)
     for path, module in model.named_modules():
-        cut = next((STYLES[style] for pattern, style in plan.items() if _matches(pattern, path)), None)
+        pattern = next((pattern for pattern in plan if _matches(pattern, path)), None)
+        cut = None if pattern is None else STYLES[plan[pattern]]
         name = _role(path, module, cut, model)
+        told = f"HF's plan: {pattern} is {plan[pattern]}" if pattern is not None else "end of every model"
         if name in ("embed.tokens", "head") and tied:
-            continue
-        if name is not None and isinstance(module, nn.Linear | nn.Embedding):
-            role[path] = name
+            declined[path] = "shares a parameter with a module that is neither the embedding nor the head"
+        elif name is not None and isinstance(module, nn.Linear | nn.Embedding):
+            role[path], origin[path] = name, told
+        elif pattern is not None and plan[pattern] not in WHOLE:
+            declined[path] = told
     # HF's own plan gathers what is packed; cut half by half it need not be.
     packed = [path for path, name in role.items() if name == "mlp.gate_up"]
     components = {path: (model.get_submodule(path).weight.shape[0] // 2,) * 2 for path in packed}
-    return Roles(role, head_counts(role, config), components)
+    return Roles(role, head_counts(role, config), components, origin=origin, declined=declined)
 
 
 def _tied_elsewhere(model: nn.Module) -> bool:

@@ -51,14 +51,18 @@ class Adapter:
         """
         config: Any = model.config
         paths = [path for path, _ in model.named_modules()]
-        role = {path: name for glob, name in self.roles.items() for path in self._matching(glob, paths, config)}
+        role, origin = {}, {}
+        for glob, name in self.roles.items():
+            for path in self._matching(glob, paths, config):
+                role[path], origin[path] = name, f"adapter: {glob} is {name}"
         components = {path: self.packed[name](config) for path, name in role.items() if name in self.packed}
         local = {
             path: names
             for glob, names in self.local_attributes.items()
             for path in self._matching(glob, paths, config)
         }
-        return Roles(role, head_counts(role, config), components, local, self.block(model))
+        heads = head_counts(role, config)
+        return Roles(role, heads, components, local, origin, block=self.block(model))
 
     def _matching(self, glob: str, paths: list[str], config: Any) -> list[str]:
         found = [path for path in paths if fnmatch.fnmatchcase(path, glob)]

@@ -81,7 +81,9 @@ class _Spans(Labelling):
         """The shape on one rank; None where it is not known."""
         label = self.label(tensor)
         if label.region != "T":
-            return tuple(tensor.shape)
+            # What is expanded was made as large as another tensor, which may be cut.
+            expanded = any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            return None if expanded else tuple(tensor.shape)
         if label.along is None:
             return None
         shape = list(tensor.shape)
@@ -234,8 +236,6 @@ def _local_columns(module: nn.Module, path: str, cuts: Mapping[str, Cut], tp: in
 
 
 def _fits(module: nn.Module, path: str, call: _Call, cuts: Mapping[str, Cut]) -> bool:
-    from transformers.modeling_utils import AttentionInterface
-
     from megasched.lowering import attention
 
     replay = _Replay(call.shapes)
@@ -254,12 +254,15 @@ def _fits(module: nn.Module, path: str, call: _Call, cuts: Mapping[str, Cut]) ->
     def after(inner: str, child: nn.Module, output: Any) -> None:
         replay.silent -= (f"{path}.{inner}" if inner else path) in cuts
 
-    AttentionInterface.register(attention.NAME, silently)
     try:
-        with call_hooks(module, before, after), torch.no_grad(), torch.device("meta"), replay:
+        with (
+            attention.stand_in(silently),
+            call_hooks(module, before, after),
+            torch.no_grad(),
+            torch.device("meta"),
+            replay,
+        ):
             module(*call.args, **call.kwargs)
     except Exception:  # whatever a forward raises over shapes that do not fit
         return False
-    finally:
-        AttentionInterface.register(attention.NAME, real)
     return replay.done == len(replay.expected)

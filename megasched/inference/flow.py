@@ -141,6 +141,10 @@ class Group:
     columns: set[str]
     row: str
 
+    @property
+    def members(self) -> set[str]:
+        return {self.row, *self.columns}
+
 
 def find_groups(flow: Flow, taken: Callable[[str], bool]) -> list[Group]:
     """Columns with their row, none in two parts; the later row has the first say.
@@ -152,9 +156,9 @@ def find_groups(flow: Flow, taken: Callable[[str], bool]) -> list[Group]:
     used: set[str] = set()
     for row in reversed(flow.feeds):
         columns = set(flow.feeds[row])
-        members = columns | {row}
-        if not columns or row in flow.mixed or members & used or any(taken(path) for path in members):
+        group = Group(columns, row)
+        if not columns or row in flow.mixed or group.members & used or any(map(taken, group.members)):
             continue
-        found.append(Group(columns, row))
-        used |= members
+        found.append(group)
+        used |= group.members
     return found

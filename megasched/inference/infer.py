@@ -35,19 +35,31 @@ def infer_roles(model: nn.Module, roles: Roles, *, tp: int, sequence_parallel: b
     flow = watch_flow(model, structure)
     known = set(roles.role)
     groups = find_groups(flow, lambda path: path in known)
-    if not groups:
-        return roles
-    groups = _proven(model, roles, structure, flow, groups, tp, sequence_parallel)
+    declined = {
+        path: "no other linear was found that it could be cut with"
+        for path in flow.feeds
+        if path not in known and all(path not in group.members for group in groups)
+    }
+    groups = _proven(model, roles, structure, flow, groups, tp, sequence_parallel, declined)
+    packed = {path: sizes for path, sizes in flow.components.items() if path not in known}
+    components = {**packed, **roles.components}
+    inferred = {path for group in groups for path in group.members}
+    counts, uncounted = find_counts(model, structure, _cuts(roles, groups), components, tp, inferred)
+    for group in groups:
+        if uncounted & group.members:
+            declined |= dict.fromkeys(group.members, "no attribute was found that makes its heads come out right")
+    groups = [group for group in groups if not uncounted & group.members]
     role = {path: name for group in groups for path, name in _roles_of(group).items()}
-    packed = {path: sizes for path, sizes in flow.components.items() if role.get(path) == "column"}
-    found = replace(roles, role={**roles.role, **role}, components={**roles.components, **packed})
-    cuts = _cuts(roles, groups)
-    counts, uncounted = find_counts(model, structure, cuts, found.components, tp, set(role))
-    if uncounted:  # nothing that was tried makes their heads come out right
-        groups = [group for group in groups if not uncounted & {group.row, *group.columns}]
-        role = {path: name for group in groups for path, name in _roles_of(group).items()}
-        found = replace(found, role={**roles.role, **role})
-    return replace(found, local_attributes={**counts, **roles.local_attributes})
+    return replace(
+        roles,
+        role={**roles.role, **role},
+        components={
+            path: sizes for path, sizes in components.items() if path in known or role.get(path) == "column"
+        },
+        local_attributes={**counts, **roles.local_attributes},
+        origin={**roles.origin, **_origins(groups)},
+        declined={**declined, **roles.declined},
+    )
 
 
 def _proven(
@@ -58,8 +70,9 @@ def _proven(
     groups: list[Group],
     tp: int,
     sequence_parallel: bool,
+    declined: dict[str, str],
 ) -> list[Group]:
-    """The groups that can be cut, some of their columns left whole."""
+    """The groups that can be cut, some of their columns left whole; why others can't goes into ``declined``."""
     probe = meta_copy(model)
     while groups:
         derived = propagate(
@@ -71,25 +84,42 @@ def _proven(
             loss_takes_shards=True,
             components={**flow.components, **roles.components},
         )
-        kept = [group for group in (_left_of(g, derived, tp) for g in groups) if group is not None]
+        kept = [group for group in (_left_of(g, derived, tp, declined) for g in groups) if group is not None]
         if kept == groups:
             return groups
         groups = kept
     return []
 
 
-def _left_of(group: Group, derived: Derived, tp: int) -> Group | None:
+def _left_of(group: Group, derived: Derived, tp: int, declined: dict[str, str]) -> Group | None:
     """What of a group can be cut, after a run that had it cut."""
-    uneven = {c for c in group.columns if any(size % tp for size in derived.cut_sizes.get(c, ()))}
-    columns = group.columns - derived.gather - uneven
-    if not columns or group.row in derived.scatter:
-        return None
-    members = {group.row, *group.columns}
     for problem in derived.problems:
         around = problem.module + "."
-        if any(path == problem.module or path.startswith(around) for path in members):
+        if any(path == problem.module or path.startswith(around) for path in group.members):
+            declined |= dict.fromkeys(group.members, problem.what)
             return None
+    for column in group.columns & derived.gather:
+        declined[column] = "what follows needs the whole of its output"
+    for column in group.columns:
+        uneven = [size for size in derived.cut_sizes.get(column, ()) if size % tp]
+        if uneven:
+            declined[column] = f"TP {tp} does not divide {uneven[0]} heads or features of its output"
+    columns = {column for column in group.columns if column not in declined}
+    if not columns or group.row in derived.scatter:
+        for path in group.members:
+            declined.setdefault(path, "the other side of it stays whole")
+        return None
     return Group(columns, group.row)
+
+
+def _origins(groups: list[Group]) -> dict[str, str]:
+    """What was seen, for each linear of the groups."""
+    found = {}
+    for group in groups:
+        columns = ", ".join(sorted(path.rpartition(".")[2] for path in group.columns))
+        found[group.row] = f"inferred: takes what stems from {columns}"
+        found.update(dict.fromkeys(group.columns, f"inferred: feeds {group.row.rpartition('.')[2]}"))
+    return found
 
 
 def _roles_of(group: Group) -> dict[str, str]:

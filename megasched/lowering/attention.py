@@ -6,13 +6,14 @@ mask that HF built (sliding window, chunks) is applied as it is.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 
-from megasched.errors import MegaschedError
+from megasched.errors import MegaschedError, ScheduleError
 from megasched.lowering.attention_te import TeCore, window_of
 from megasched.lowering.recompute import recompute
 from megasched.lowering.rng import fork_rng
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 NAME = "megasched"
+EXPLICIT = "megasched_explicit_mask"
+NAMES = (NAME, EXPLICIT)
 
 
 class AttentionSettings:
@@ -101,7 +104,7 @@ def attention_forward(
             output = recompute(core, query, key, value)
         else:
             output = core(query, key, value)
-    return output.transpose(1, 2), None
+    return output.transpose(1, 2).contiguous(), None  # some definitions view it
 
 
 def fused_attention(
@@ -169,33 +172,71 @@ def register() -> None:
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     from transformers.modeling_utils import AttentionInterface
 
-    AttentionInterface.register(NAME, attention_forward)
+    for name in NAMES:
+        AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(EXPLICIT, _explicit_mask)
 
 
-def is_used(model: nn.Module) -> bool:
+def _explicit_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+
+
+@contextmanager
+def stand_in(function: Callable[..., Any]) -> Iterator[None]:
+    """Has another function called for attention while a trial lasts."""
+    from transformers.modeling_utils import AttentionInterface
+
+    for name in NAMES:
+        AttentionInterface.register(name, function)
+    try:
+        yield
+    finally:
+        for name in NAMES:
+            AttentionInterface.register(name, attention_forward)
+
+
+def name_for(model: Any) -> str:
+    """The name under which a definition is to call our attention.
+
+    A class that HF runs with its eager attention alone may not say of a module that it is causal: its masks are
+    always made.
+    """
+    return NAME if getattr(model, "_supports_sdpa", True) else EXPLICIT
+
+
+def switch_on(model: Any) -> bool:
+    """Has a definition call our attention, if it calls attention through the interface; says whether it does."""
+    register()
+    name = name_for(model)
+    used = is_used(model, name)
+    if used:
+        model.config._attn_implementation = name
+    return used
+
+
+def is_used(model: nn.Module, name: str = NAME) -> bool:
     """Whether a definition really calls attention through the interface; a trial call on meta tells.
 
     Some classes accept any implementation name and silently compute something else, so the name is switched
     only where the function is called.
     """
-    from transformers.modeling_utils import AttentionInterface
-
     from megasched.lowering.meta_call import call_hooks, meta_copy, run_on_meta, token_inputs
 
     def called(*args: Any, **kwargs: Any) -> Any:
         raise _Called
 
     probe = meta_copy(model)
-    probe.config._attn_implementation = NAME
-    AttentionInterface.register(NAME, called)
+    probe.config._attn_implementation = name
     try:
-        with call_hooks(probe):
+        with stand_in(called), call_hooks(probe):
             run_on_meta(probe, {"input_ids": token_inputs(2, 5)["input_ids"]})
     except _Called:
         return True
-    finally:
-        AttentionInterface.register(NAME, attention_forward)
+    except ScheduleError:  # under the new name it goes a way that it does not know
+        return False
     return False
 
 

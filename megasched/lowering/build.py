@@ -84,7 +84,7 @@ def _use_our_attention(model: nn.Module) -> Callable[[], None]:
         return lambda: None
     before = config._attn_implementation
     attention.register()
-    config._attn_implementation = attention.NAME
+    config._attn_implementation = attention.name_for(model)
     return lambda: setattr(config, "_attn_implementation", before)
 
 

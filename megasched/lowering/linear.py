@@ -44,6 +44,8 @@ class ColumnLinear(ColumnParallelLinear):
     set_extra_state = nn.Module.set_extra_state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() > 3:  # Megatron's backward takes up to three dimensions
+            return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
         if self.joint is not None:
             output = self.joint.part(self, x)
             if output is not None:
@@ -76,6 +78,8 @@ class RowLinear(RowParallelLinear):
     set_extra_state = nn.Module.set_extra_state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() > 3:  # as above
+            return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
         if self.takes_part:
             x = x.chunk(self.tp_group.size(), dim=-1)[self.tp_group.rank()]
         if self.sequence_parallel:

@@ -109,14 +109,9 @@ def recorded_calls(model: nn.Module, run: Labelling, *, takes_shards: bool) -> A
         kwargs["dropout"] = 0.0  # drawn inside our attention function, which forks by itself
         return run.attend(real, module, query, *args, **kwargs)
 
-    from transformers.modeling_utils import AttentionInterface
-
     real = attention.attention_forward
-    AttentionInterface.register(attention.NAME, attend)
     had = hasattr(model, "loss_function")
     if had:
         model.loss_function = loss
-    try:
+    with attention.stand_in(attend):
         yield
-    finally:
-        AttentionInterface.register(attention.NAME, real)

@@ -190,19 +190,20 @@ def _record(model: nn.Module, batch: int, length: int, limit: int | None = None)
 
 
 def _calls_loss(model: nn.Module) -> bool:
-    """Whether the forward hands its logits to ``loss_function`` when it gets labels."""
+    """Whether the forward hands all logits, and the labels as it got them, to ``loss_function``."""
     called = []
+    inputs = token_inputs(*_SIZES[0])
 
-    def loss(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        called.append(True)
+    def loss(logits: torch.Tensor, labels: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        called.append(logits.shape[:-1] == _SIZES[0] and labels is inputs["labels"])
         raise _Enough
 
     real = getattr(model, "loss_function", None)
     model.loss_function = loss
     with suppress(_Enough, ScheduleError), call_hooks(model):  # its own loss may not take labels as long as these
-        run_on_meta(model, token_inputs(*_SIZES[0]))
+        run_on_meta(model, inputs)
     model.loss_function = real
-    return bool(called)
+    return called == [True]
 
 
 def find_structure(model: nn.Module) -> Structure:

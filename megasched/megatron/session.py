@@ -120,9 +120,7 @@ def open_session(args: Namespace, layout: Layout) -> Session:
     remote = bool(args.trust_remote_code)
     config = load_config(args.hf_model, args.hf_override or (), trust_remote_code=remote)
     definition = build_definition(config, trust_remote_code=remote)
-    attention.register()
-    if attention.is_used(definition):
-        definition.config._attn_implementation = attention.NAME
+    attention.switch_on(definition)
     schedule = create_schedule(definition, layout, _roles(definition, args.model_schedule, layout))
     apply_schedule(schedule, function)
     replaced: Any = definition

@@ -56,7 +56,9 @@ def _folded(node: Node) -> Node:
         groups: dict[Any, list[Node]] = {}
         for child in children:
             groups.setdefault(_treatment(child), []).append(child)
-        children = [_merged(alike, _label([int(n.name) for n in alike]), len(alike)) for alike in groups.values()]
+        children = [
+            _merged(alike, label_indices([int(n.name) for n in alike]), len(alike)) for alike in groups.values()
+        ]
         _compare_children(children)
     return Node(node.name, node.reports, children)
 
@@ -82,7 +84,7 @@ def _merged(nodes: list[Node], name: str, members: int) -> Node:
     return Node(name, reports, children, members, nodes[0].like)
 
 
-def _label(indices: list[int]) -> str:
+def label_indices(indices: list[int]) -> str:
     """``0-3`` for neighbours, ``0,2,…,30`` for every second, ``0,3,7`` for what has no rule."""
     runs: list[list[int]] = []
     for index in indices:

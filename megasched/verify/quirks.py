@@ -25,6 +25,16 @@ _ASSISTANT: dict[str, Any] = {
 _INDEXED: dict[str, Any] = {
     "layer_types": ["linear_attention", "indexed_attention"] * 2,
     "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 64,
+    "ngram_vocab_size_base": 512,
+    "heads_per_ngram": 2,
+    "split_ngram_parts": 2,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
     "eos_token_id": 2,
 }
 

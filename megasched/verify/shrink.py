@@ -25,7 +25,7 @@ MULTIPLIER = 1.7
 SIZES: tuple[tuple[str, int], ...] = (
     (
         "hidden_size|d_model|n_embd|emb_dim|dim_model|embedding_dim|word_embed_proj_dim|lru_width|embed_dim|dim|"
-        "backbone_hidden_size|hidden_size_global|input_size|attention_hidden_size|ple_embed_dim",
+        "backbone_hidden_size|hidden_size_global|input_size|attention_hidden_size",
         64,
     ),
     ("embedding_size|input_embedding_size|output_embedding_size", 32),
@@ -41,7 +41,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     ),
     ("num_key_value_heads|num_kv_heads|kv_n_heads|swa_num_key_value_heads|num_global_key_value_heads", 2),
     (
-        "head_dim|d_kv|d_head|(swa|swa_v|linear|linear_key|linear_value|global|index|indexer)_head_dim|kv_channels|"
+        "head_dim|d_kv|d_head|(swa|swa_v|linear|linear_key|linear_value|global|index)_head_dim|kv_channels|"
         "dim_head|attention_head_size",
         16,
     ),
@@ -62,18 +62,13 @@ SIZES: tuple[tuple[str, int], ...] = (
     ("kv_lora_rank|q_lora_rank|o_lora_rank|laurel_rank|hc_lowrank|adapter_rank", 32),
     ("qk_rope_head_dim|rotary_dim", 8),
     ("qk_nope_head_dim|v_head_dim", 16),
-    ("index_n_heads|indexer_n_heads", 4),
-    ("index_topk|indexer_budget", 8),
-    ("indexer_kv_heads", 1),
-    ("indexer_compress_ratio", 4),
+    ("index_n_heads", 4),
+    ("index_topk", 8),
     (
         "vocab_size|vocab_size_per_layer_input|decoder_vocab_size|unpadded_vocab_size|audio_vocab_size|"
         "pronunciation_vocab_size|shape_vocab_size|codebook_size",
         VOCABULARY,
     ),
-    ("ngram_vocab_size_base", 512),
-    ("heads_per_ngram|split_ngram_parts", 2),
-    ("make_ngram_vocab_size_divisible_by", 8),
     (
         "max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions|context_length|"
         "max_source_positions|model_max_length",

@@ -134,11 +134,16 @@ def _record_finalized_gradients(training: Any, report: RankReport) -> Callable[[
     def finalize(*args: Any, **kwargs: Any) -> Any:
         result = real(*args, **kwargs)
         if not report.iterations:
-            report.gradients = _shards(_chunks, lambda parameter: parameter.main_grad.detach().clone())
+            report.gradients = _shards(_chunks, _gradient)
         return result
 
     training.finalize_model_grads = finalize
     return lambda: setattr(training, "finalize_model_grads", real)
+
+
+def _gradient(parameter: Any) -> torch.Tensor:
+    """What Megatron has summed for a parameter; zero for one that is not trained."""
+    return parameter.main_grad.detach().clone() if parameter.requires_grad else torch.zeros_like(parameter)
 
 
 def _record_batches(script: Any, report: RankReport, tokens: tuple[int, int] | None) -> Callable[[], None]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megasched.report.fold import _label, fold
+from megasched.report.fold import fold, label_indices
 from megasched.report.modules import Asked, ModuleReport
 
 
@@ -67,4 +67,4 @@ def test_lists_in_lists_count_their_own_members():
     ],
 )
 def test_labels(indices, label):
-    assert _label(indices) == label
+    assert label_indices(indices) == label

@@ -1,0 +1,150 @@
+"""The compatibility matrix: every architecture at every layout of the checks, kept as a JSON file.
+
+``python -m megasched.verify.matrix`` runs what the file lacks (hours for all); it can be stopped at any time and
+goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megasched.verify.parity import LAYOUTS, Outcome, check_layout
+from megasched.verify.rank_pool import RankError, RankPool
+from megasched.verify.small_models import causal_lm_types, write_small_model
+
+DATA = Path(__file__).with_name("matrix.json")
+LAYOUT_NAMES = tuple(name for name in LAYOUTS if name != "one")
+
+
+def load_matrix(path: Path = DATA) -> dict[str, Any]:
+    """The results: ``versions``, and ``types``: model type -> layout -> outcome, with ``facts`` beside."""
+    if not path.is_file():
+        return {"versions": versions(), "types": {}}
+    return json.loads(path.read_text())
+
+
+def save_matrix(matrix: dict[str, Any], path: Path = DATA) -> None:
+    """Writes the results; a reader finds the old file or the new one."""
+    matrix = {**matrix, "types": dict(sorted(matrix["types"].items()))}
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w") as file:
+        json.dump(matrix, file, indent=1)
+        file.write("\n")
+    os.chmod(beside, 0o644)
+    os.replace(beside, path)
+
+
+def versions() -> dict[str, str]:
+    """What the results depend on."""
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("transformers", "megatron-core", "torch")}
+
+
+def check_type(
+    ranks: RankPool, model_type: str, folder: str, layouts: Iterable[str] = LAYOUT_NAMES
+) -> dict[str, dict[str, Any]]:
+    """Layout -> outcome of one architecture, and ``facts``: what decided on its linears.
+
+    A model that can't be made has one outcome, ``model``.
+    """
+    try:
+        ranks.run(1, write_small_model, model_type, folder)
+    except RankError as error:
+        reason = [line for line in str(error).splitlines() if "Error" in line and not line.startswith(" ")]
+        outcome = Outcome("failed", {}, why=(reason or str(error).splitlines())[0][:400])
+        return {"model": outcome.as_dict()}
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        (found["facts"],) = ranks.run(1, facts, folder)
+    except RankError:
+        found["facts"] = {}
+    for name in layouts:
+        found[name] = check_layout(ranks, folder, name).as_dict()
+    return found
+
+
+def facts(folder: str) -> dict[str, Any]:
+    """In a rank: what is cut of a model at TP 2, by what, and what of its linears stays whole."""
+    from megasched.layout import Layout
+    from megasched.megatron.session import open_session
+    from megasched.model_adapters.registry import find_adapter
+    from megasched.report.explain import decisions_of
+
+    arguments = Namespace(
+        hf_model=folder,
+        hf_override=None,
+        trust_remote_code=False,
+        model_schedule="auto",
+        make_vocab_size_divisible_by=4,
+    )
+    session = open_session(arguments, Layout(tensor_model_parallel_size=2))
+    decisions = decisions_of(session, by_user=False)
+    inferred = [d.parameter for d in decisions if d.decided_by.startswith("inferred")]
+    return {
+        "class": type(session.definition).__name__,
+        "adapter": find_adapter(session.definition.config.model_type) is not None,
+        "inferred": [name for name in inferred if name.endswith(".weight")],
+        "whole": {d.parameter: d.declined for d in decisions if d.declined},
+    }
+
+
+def missing(matrix: dict[str, Any], types: Sequence[str], layouts: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Model type -> layouts that the results lack."""
+    found = []
+    for model_type in types:
+        have = matrix["types"].get(model_type, {})
+        lacking = [name for name in layouts if name not in have]
+        if lacking and "model" not in have:
+            found.append((model_type, lacking))
+    return found
+
+
+def run_matrix(path: Path, types: Sequence[str], layouts: Sequence[str], *, again: Sequence[str] = ()) -> None:
+    """Checks what is missing in the file, and writes it after each architecture.
+
+    Args:
+        types: model types; all that the installed transformers has by default of the command.
+        layouts: names of layouts.
+        again: verdicts that are checked anew, e.g. ``("failed", "wrong")``.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    matrix = load_matrix(path)
+    if matrix["versions"] != versions():
+        matrix = {"versions": versions(), "types": {}}  # results of other versions say nothing of these
+    for name in types:
+        results = matrix["types"].get(name, {})
+        for layout in [layout for layout, found in results.items() if found.get("verdict") in again]:
+            del results[layout]
+    todo = missing(matrix, types, layouts)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with RankPool() as ranks, tempfile.TemporaryDirectory() as folder, Progress(*columns) as progress:
+        task = progress.add_task("architectures", total=len(todo))
+        for model_type, lacking in todo:
+            progress.update(task, description=model_type)
+            found = check_type(ranks, model_type, str(Path(folder) / model_type), lacking)
+            matrix["types"].setdefault(model_type, {}).update(found)
+            save_matrix(matrix, path)
+            progress.advance(task)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command; see the module."""
+    parser = ArgumentParser(description="Check every architecture at every layout; hours, can be stopped.")
+    parser.add_argument("--types", nargs="+", default=None, help="model types; all by default")
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUT_NAMES), choices=LAYOUT_NAMES)
+    parser.add_argument("--again", nargs="*", default=[], metavar="VERDICT", help="check these verdicts anew")
+    parser.add_argument("--output", type=Path, default=DATA)
+    options = parser.parse_args(argv)
+    run_matrix(options.output, options.types or causal_lm_types(), options.layouts, again=options.again)
+
+
+if __name__ == "__main__":
+    main()
