@@ -6,40 +6,81 @@ import torch
 
 from megasched.graph import patterns
 from megasched.model_adapters.default_schedule import schedule as auto
+from tests.graph.running import graphs_run
+from tests.graph.test_families import model_of
 from tests.lowering.models import tiny_model, token_ids
 from tests.lowering.parity import compare, too_far
 from tests.rank_pool import init_megatron
 
+LLAMA = ("model.layers.0", "model.layers.1.self_attn", "model.layers.1.mlp", "model.layers.1.input_layernorm")
+# Family -> a whole layer, then attention, MLP or experts (or what there is of one) and norm by themselves.
 MODULES = {
-    "llama": ("model.layers.0", "model.layers.1.self_attn", "model.layers.1.mlp"),
-    "qwen3": ("model.layers.0", "model.layers.1.self_attn", "model.layers.1.mlp"),
-    "gemma2": ("model.layers.0", "model.layers.1.self_attn", "model.layers.1.mlp"),
-    "phi3": ("model.layers.0", "model.layers.1.self_attn", "model.layers.1.mlp"),
-    "gpt2": ("transformer.h.0", "transformer.h.1.attn", "transformer.h.1.mlp"),
-    "opt": ("model.decoder.layers.0", "model.decoder.layers.1.self_attn"),
-    "gpt_neox": ("gpt_neox.layers.0", "gpt_neox.layers.1.attention", "gpt_neox.layers.1.mlp"),
+    **dict.fromkeys(("llama", "qwen3", "gemma2", "phi3", "mixtral"), LLAMA),
+    "gpt2": ("transformer.h.0", "transformer.h.1.attn", "transformer.h.1.mlp", "transformer.h.1.ln_1"),
+    "opt": (
+        "model.decoder.layers.0",
+        "model.decoder.layers.1.self_attn",
+        "model.decoder.layers.1.activation_fn",
+        "model.decoder.layers.1.self_attn_layer_norm",
+    ),
+    "gpt_neox": (
+        "gpt_neox.layers.0",
+        "gpt_neox.layers.1.attention",
+        "gpt_neox.layers.1.mlp",
+        "gpt_neox.layers.1.input_layernorm",
+    ),
+    "bert": (
+        "bert.encoder.layer.0",
+        "bert.encoder.layer.1.attention",
+        "bert.encoder.layer.1.intermediate",
+        "bert.encoder.layer.1.output",
+        "cls.predictions.transform.LayerNorm",
+    ),
 }
 
 
+def _shard_bert(sch):
+    for layer in sch["bert.encoder.layer.*"]:
+        for name in ("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"):
+            layer[name].shard("weight", axis=0)
+        for name in ("attention.output.dense", "output.dense"):
+            layer[name].shard("weight", axis=1)
+
+
+def _shard_mixtral(sch):
+    """Attention alone: the experts stay whole on every rank."""
+    for attention in sch["model.layers.*.self_attn"]:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            attention[name].shard("weight", axis=0)
+        attention["o_proj"].shard("weight", axis=1)
+
+
+# Families that no adapter knows.
+SHARDS = {"bert": _shard_bert, "mixtral": _shard_mixtral}
+
+
 def _families():
+    """family -> distances, and how many graphs ran."""
     init_megatron(tp=2)
     ids, found = token_ids(), {}
     for family, paths in MODULES.items():
-        model = tiny_model(family)
+        call = {"input_ids": ids, "labels": ids, **({} if family == "bert" else {"use_cache": False})}
 
-        def fill(sch, paths=paths):
-            auto(sch, sch.layout)
+        def fill(sch, family=family, paths=paths):
+            SHARDS.get(family, lambda sch: auto(sch, sch.layout))(sch)
             for path in paths:
                 sch[path].trace()
 
-        found[family] = compare(model, fill, {"input_ids": ids, "labels": ids, "use_cache": False})
+        with graphs_run() as ran:
+            found[family] = compare(model_of(family), fill, call), len(ran)
     return found
 
 
 def test_sharded_blocks_of_every_family(ranks):
     for report in ranks.run(2, _families):
-        assert {family: too_far(found) for family, found in report.items()} == {key: {} for key in MODULES}
-        assert all(len(found) > 10 for found in report.values())
+        assert {family: too_far(gaps) for family, (gaps, _) in report.items()} == {key: {} for key in MODULES}
+        assert {family: ran for family, (_, ran) in report.items()} == {f: len(p) for f, p in MODULES.items()}
+        assert all(len(gaps) > 10 for gaps, _ in report.values())
 
 
 def _edits():
