@@ -12,6 +12,7 @@ from torch.fx.passes.utils.fuser_utils import fuse_as_graphmodule, validate_part
 
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.capture import Graph
+from megasched.graph.naming import covered_by
 from megasched.graph.subgraph import Subgraph
 
 # How the same values in the same type come out again; in the type that training uses they may convert.
@@ -69,6 +70,11 @@ def check_part(
     if missing:
         what = f"the graph has no operation {', '.join(missing)}"
         remedy = f"it has: {', '.join(graph.names)}"
+        module = covered_by(graph.names, missing[0])
+        if module:
+            what += f": {module} is one call in it, since it is a leaf, or hooked or wrapped (recomputed, for one)"
+            inner = ".".join(filter(None, [path, module]))
+            remedy = f'trace that module by itself, sch["{inner}"].trace(): what is around it then stays around it'
         return [Problem(what, path, source, remedy)]
     nodes = [graph.names[name] for name in subgraph.nodes]
     if not validate_partition(_without_idle_ends(nodes)):

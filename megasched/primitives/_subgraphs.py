@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import Problem, ScheduleError
-from megasched.records import caller_source
+from megasched.records import Record, caller_source
 from megasched.registry import Node
 
 if TYPE_CHECKING:
@@ -33,11 +33,39 @@ def record_subgraph(node: Node, value: Any, primitive: str, *, inlined: bool = F
     return subgraph.as_data()
 
 
-def check_overlap(node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-    """A problem if a call before this one has taken some of its operations."""
-    mine = arguments.get("subgraph")
-    if mine is None:
+def check_edit(node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+    """What keeps a sub-graph from being handled, in view of all other calls of the schedule."""
+    if "subgraph" not in arguments:
         return []
+    return _overlaps(node, arguments, source) + _covered(node, arguments, source)
+
+
+def _covered(node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+    """A problem if operations belong to a module that another call makes one call."""
+    prefix = f"{node.path}." if node.path else ""
+    for record in node.root.records:
+        inner = record.path.removeprefix(prefix)
+        if not inner or not record.path.startswith(prefix) or not _makes_one_call(node, record):
+            continue
+        held = [name for name in arguments["subgraph"]["nodes"] if name.startswith(f"{inner}.")]
+        if held:
+            what = f"{', '.join(held)} is no operation of the graph when it runs: {record.primitive} at "
+            what += f"{record.source} makes {record.path} one call"
+            remedy = f'trace that module by itself: sch["{record.path}"].trace()'
+            return [Problem(what, node.path, source, remedy)]
+    return []
+
+
+def _makes_one_call(node: Node, record: Record) -> bool:
+    """Whether the module of this record is one call in the graph of a module around it."""
+    if record.primitive == "sync":  # of a sharded module, its layer does what is asked
+        return not any(other.primitive == "shard" and other.path == record.path for other in node.root.records)
+    return record.primitive in ("checkpoint", "fork_rng", "hook") and "subgraph" not in record.arguments
+
+
+def _overlaps(node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+    """A problem if a call before this one has taken some of its operations."""
+    mine = arguments["subgraph"]
     for record in node.root.records:
         other = record.arguments.get("subgraph")
         if record.path != node.path or other is None:

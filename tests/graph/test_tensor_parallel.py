@@ -142,3 +142,28 @@ def _recomputed():
 
 def test_recompute_of_a_traced_layer_is_bit_equal(ranks):
     assert ranks.run(2, _recomputed) == [[True, True]] * 2
+
+
+def _synced():
+    """Whether a ``sync`` doubles a gradient, and whether it does so in a traced layer."""
+    import megasched
+
+    init_megatron(tp=2)
+    ids, runs = token_ids(), []
+    for traced, synced in ((False, False), (False, True), (True, True)):
+        sch = megasched.create_schedule(tiny_model("llama"))
+        auto(sch, sch.layout)
+        sch["model.layers.0.mlp.down_proj"].sync("fwd_post", "all_reduce")  # what is derived, said
+        if synced:
+            sch["model.layers.0.mlp.act_fn"].sync("bwd_post", lambda gradient: 2 * gradient)
+        if traced:
+            sch["model.layers.0"].trace()
+        built = megasched.build(sch)
+        built(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        runs.append({name: p.grad for name, p in built.named_parameters() if "layers.0.mlp.gate" in name})
+    (plain,), (untraced,), (traced,) = (run.values() for run in runs)
+    return bool((untraced == 2 * plain).all() and plain.any()), torch.equal(traced, untraced)
+
+
+def test_a_sync_inside_keeps_its_backward(ranks):
+    assert ranks.run(2, _synced) == [(True, True)] * 2
