@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import Problem, ScheduleError
@@ -33,27 +34,35 @@ def record_subgraph(node: Node, value: Any, primitive: str, *, inlined: bool = F
     return subgraph.as_data()
 
 
-def check_edit(node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-    """What keeps a sub-graph from being handled, in view of all other calls of the schedule."""
+def check_edit(primitive: str, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+    """What keeps ``primitive`` from handling a sub-graph, in view of all other calls of the schedule."""
     if "subgraph" not in arguments:
         return []
-    return _overlaps(node, arguments, source) + _covered(node, arguments, source)
+    mine = arguments["subgraph"]
+    edits = [r for r in node.root.records if r.path == node.path and "subgraph" in r.arguments]
+    before = list(takewhile(lambda record: record.arguments["subgraph"] is not mine, edits))
+    problem = (
+        _overlap(primitive, node, mine, before, source)
+        or _tangle(primitive, node, mine, before, source)
+        or _covered(node, mine, source)
+    )
+    return [problem] if problem else []
 
 
-def _covered(node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+def _covered(node: Node, mine: Mapping[str, Any], source: str) -> Problem | None:
     """A problem if operations belong to a module that another call makes one call."""
     prefix = f"{node.path}." if node.path else ""
     for record in node.root.records:
         inner = record.path.removeprefix(prefix)
         if not inner or not record.path.startswith(prefix) or not _makes_one_call(node, record):
             continue
-        held = [name for name in arguments["subgraph"]["nodes"] if name.startswith(f"{inner}.")]
+        held = [name for name in mine["nodes"] if name.startswith(f"{inner}.")]
         if held:
             what = f"{', '.join(held)} is no operation of the graph when it runs: {record.primitive} at "
             what += f"{record.source} makes {record.path} one call"
             remedy = f'trace that module by itself: sch["{record.path}"].trace()'
-            return [Problem(what, node.path, source, remedy)]
-    return []
+            return Problem(what, node.path, source, remedy)
+    return None
 
 
 def _makes_one_call(node: Node, record: Record) -> bool:
@@ -63,17 +72,37 @@ def _makes_one_call(node: Node, record: Record) -> bool:
     return record.primitive in ("checkpoint", "fork_rng", "hook") and "subgraph" not in record.arguments
 
 
-def _overlaps(node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-    """A problem if a call before this one has taken some of its operations."""
-    mine = arguments["subgraph"]
-    for record in node.root.records:
-        other = record.arguments.get("subgraph")
-        if record.path != node.path or other is None:
-            continue
-        if other is mine:
-            return []
-        shared = [name for name in mine["nodes"] if name in other["nodes"]]
+def _overlap(
+    primitive: str, node: Node, mine: Mapping[str, Any], before: Sequence[Record], source: str
+) -> Problem | None:
+    """A problem if an edit before this one has taken some of its operations."""
+    for record in before:
+        shared = [name for name in mine["nodes"] if name in record.arguments["subgraph"]["nodes"]]
         if shared:
-            what = f"{', '.join(shared)} belongs to the sub-graph of {record.primitive} at {record.source} already"
-            return [Problem(what, node.path, source, "keep one of the two, or leave these operations out")]
-    return []
+            what = f"{primitive}: {', '.join(shared)} belongs to the sub-graph of {record.primitive} at "
+            what += f"{record.source} already"
+            return Problem(what, node.path, source, "keep one of the two, or leave these operations out of one")
+    return None
+
+
+def _tangle(
+    primitive: str, node: Node, mine: Mapping[str, Any], before: Sequence[Record], source: str
+) -> Problem | None:
+    """A problem if this edit and those before it would each wait for the other's results."""
+    from megasched.graph.partition import is_tangled
+    from megasched.graph.trial import graph_of
+
+    graph = graph_of(node)
+
+    def tangled(records: Sequence[Record]) -> bool:
+        return is_tangled(graph, [mine["nodes"], *(record.arguments["subgraph"]["nodes"] for record in records)])
+
+    if not tangled(before):
+        return None
+    knot = list(before)
+    for record in before:  # those without which there is none
+        if tangled([one for one in knot if one is not record]):
+            knot = [one for one in knot if one is not record]
+    others = ", ".join(f"{record.primitive} at {record.source}" for record in knot)
+    what = f"{primitive}: this sub-graph and that of {others} each need a result of the other"
+    return Problem(what, node.path, source, "join them into one with |, or make one of them smaller")

@@ -35,4 +35,4 @@ class Checkpoint(Primitive):
         return {"subgraph": record_subgraph(node, subgraph, "checkpoint")}
 
     def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-        return check_edit(node, arguments, source)
+        return check_edit(self.name, node, arguments, source)

@@ -41,4 +41,4 @@ class Fuse(Primitive):
         return {"subgraph": data, "compiler": compiler}
 
     def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-        return check_edit(node, arguments, source)
+        return check_edit(self.name, node, arguments, source)

@@ -55,4 +55,4 @@ class Replace(Primitive):
         return {"factory": factory, "weights": dict(weights or {}), "drop": tuple(drop)}
 
     def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-        return check_edit(node, arguments, source)
+        return check_edit(self.name, node, arguments, source)
