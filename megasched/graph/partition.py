@@ -88,7 +88,8 @@ def check_part(
     calls = [name for name in subgraph.nodes if "opaque" in graph.names[name].meta]
     if calls and inlined:
         what = f"the sub-graph holds live calls, which can't be compiled: {', '.join(calls)}"
-        remedy = f'leave them out of it; a linear\'s bias can be had with sch["{path}.<linear>"].decompose()'
+        remedy = "fuse what lies before and behind as two sub-graphs; to take in the bias of a linear, call "
+        remedy += f'sch["{path}.<linear>"].decompose() before trace()'
         return [Problem(what, path, source, remedy)]
     return []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ def check_edit(primitive: str, node: Node, arguments: Mapping[str, Any], source:
         _overlap(primitive, node, mine, before, source)
         or _tangle(primitive, node, mine, before, source)
         or _covered(node, mine, source)
+        or _live_product(primitive, node, mine, source)
     )
     return [problem] if problem else []
 
@@ -62,6 +64,24 @@ def _covered(node: Node, mine: Mapping[str, Any], source: str) -> Problem | None
             what += f"{record.source} makes {record.path} one call"
             remedy = f'trace that module by itself: sch["{record.path}"].trace()'
             return Problem(what, node.path, source, remedy)
+    return None
+
+
+def _live_product(primitive: str, node: Node, mine: Mapping[str, Any], source: str) -> Problem | None:
+    """A problem if operations belong to the product of a linear that is decomposed and sharded: a live call of
+    Megatron's layer computes it, though the graph of the definition shows what it does."""
+    sharded = {record.path: record for record in node.root.records if record.primitive == "shard"}
+    prefix = f"{node.path}." if node.path else ""
+    for record in node.root.records:
+        if record.primitive != "decompose" or record.path not in sharded or not record.path.startswith(prefix):
+            continue
+        inner = re.escape(record.path.removeprefix(prefix))
+        gone = rf"{inner}\.(t|matmul)(_\d+)?" if primitive == "fuse" else rf"{inner}\.t(_\d+)?"
+        held = [name for name in mine["nodes"] if re.fullmatch(gone, name)]
+        if held:
+            what = f"{primitive}: {', '.join(held)} can't be taken: {record.path} is sharded at "
+            what += f"{sharded[record.path].source}, so that a live call computes its product"
+            return Problem(what, node.path, source, "leave the product out; bias and what follows can be taken")
     return None
 
 

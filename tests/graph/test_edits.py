@@ -12,7 +12,7 @@ import megasched
 from megasched import Subgraph
 from megasched.graph import patterns
 from tests.graph.test_primitives import INPUTS, X, alike, backward, refusal
-from tests.lowering.models import randomize
+from tests.lowering.models import randomize, tiny_model
 
 
 class Chain(nn.Module):
@@ -145,3 +145,51 @@ def test_a_part_whose_results_nobody_needs_is_refused():
     sch, node = traced(Casts())
     node.checkpoint(node.find("to")[0])
     assert "nothing outside of the sub-graph needs" in refusal(megasched.build(sch), X)
+
+
+@pytest.mark.parametrize("compiler", ["inductor", "unchanged"])
+@pytest.mark.parametrize(
+    ("names", "call"),
+    [(r"mlp\.(mul|down_proj)", "mlp.down_proj"), (r"self_attn\.(attention|reshape)", "self_attn.attention")],
+)
+def test_fuse_refuses_live_calls_by_name(compiler, names, call):
+    megasched.register_compiler("unchanged")(_as_it_is)
+    sch = megasched.create_schedule(tiny_model("llama"))
+    layer = sch["model.layers.0"]
+    layer.trace()
+    before, live = layer.find(names)
+    said = refusal(layer.fuse, before | live, compiler=compiler)
+    assert f"holds live calls, which can't be compiled: {call}" in said
+    assert "fuse what lies before and behind as two sub-graphs" in said
+    assert "decompose() before trace()" in said
+    assert "module: model.layers.0\n    asked for at: " in said
+    assert [record.primitive for record in sch.records] == ["trace"]
+
+
+def _as_it_is(part):
+    return part.graph
+
+
+def test_inductor_compiles_both_sides_of_a_live_call():
+    model = randomize(Chain())
+    model.drop.p = 0.0
+    want = backward(nn.Sequential(copy.deepcopy(model)))
+    sch, node = traced(model)
+    node.fuse(node.find(patterns.swiglu)[0] | node.find(r"drop\.dropout")[0])
+    node.fuse(node.find("gelu")[0] | node.find("tanh")[0])
+    assert alike(backward(megasched.build(sch)), want, 1e-5)
+
+
+def test_the_product_of_a_linear_that_will_be_sharded_is_refused():
+    """The graph of the definition shows it; when the model runs, Megatron's layer computes it."""
+    sch = megasched.create_schedule(tiny_model("llama"))
+    mlp = sch["model.layers.0.mlp"]
+    mlp["up_proj"].shard("weight", axis=0)
+    mlp["up_proj"].decompose()
+    mlp.trace()
+    mlp.fuse(mlp.find(r"up_proj\.matmul")[0] | mlp.find("mul")[0])
+    mlp.checkpoint(mlp.find(r"up_proj\.t")[0])
+    said = refusal(megasched.build, sch)
+    assert "fuse: up_proj.matmul can't be taken: model.layers.0.mlp.up_proj is sharded at " in said
+    assert "checkpoint: up_proj.t can't be taken" in said
+    assert said.count("test_edits.py:") == 4
