@@ -63,6 +63,13 @@ def is_idle_cast(node: fx.Node) -> bool:
     )
 
 
+def uncast(node: fx.Node) -> fx.Node:
+    """What idle casts one after the other lead to."""
+    while is_idle_cast(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
 def check_part(
     graph: Graph, subgraph: Subgraph, path: str, source: str = "", *, inlined: bool = False
 ) -> list[Problem]:
@@ -133,7 +140,7 @@ def apply_edit(graph: Graph, edit: Edit, path: str) -> None:
         raise ScheduleError(problems)
     module = graph.module
     nodes = [graph.names[name] for name in edit.subgraph.nodes]
-    idle = {node: _uncast(node) for node in nodes if is_idle_cast(node)}
+    idle = {node: uncast(node) for node in nodes if is_idle_cast(node)}
     for node, before in idle.items():
         node.replace_all_uses_with(before, delete_user_cb=lambda user: user not in nodes)
     members = [node for node in module.graph.nodes if node in set(nodes)]
@@ -155,13 +162,6 @@ def _name_again(graph: Graph, names: Iterable[str], now: Mapping[fx.Node, fx.Nod
         node = graph.names.pop(name)
         if node in now:
             graph.names[name] = now[node]
-
-
-def _uncast(node: fx.Node) -> fx.Node:
-    """What idle casts one after the other lead to."""
-    while is_idle_cast(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 def _names_of(graph: Graph, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
