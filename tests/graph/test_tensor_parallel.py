@@ -2,14 +2,19 @@
 
 import copy
 
+import pytest
 import torch
 
+from megasched.errors import ScheduleError
 from megasched.graph import patterns
+from megasched.graph.capture import capture
+from megasched.graph.intercept import Limits
+from megasched.graph.traced import trace_module
 from megasched.model_adapters.default_schedule import schedule as auto
 from tests.graph.running import graphs_run
 from tests.graph.test_families import model_of
-from tests.lowering.models import tiny_model, token_ids
-from tests.lowering.parity import compare, too_far
+from tests.lowering.models import randomize, tiny_model, token_ids
+from tests.lowering.parity import compare, distance, too_far
 from tests.rank_pool import init_megatron
 
 LLAMA = ("model.layers.0", "model.layers.1.self_attn", "model.layers.1.mlp", "model.layers.1.input_layernorm")
@@ -167,3 +172,62 @@ def _synced():
 
 def test_a_sync_inside_keeps_its_backward(ranks):
     assert ranks.run(2, _synced) == [(True, True)] * 2
+
+
+class ParallelMlp(torch.nn.Module):
+    """Megatron's layers, cut over TP: [b, s, 8] -> [b, s, 8] through 16 features."""
+
+    def __init__(self):
+        from megatron.core.model_parallel_config import ModelParallelConfig
+        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+        super().__init__()
+        config = ModelParallelConfig(tensor_model_parallel_size=2, perform_initialization=False)
+        config.params_dtype, config.use_cpu_initialization = torch.float32, True
+        options = {"config": config, "init_method": torch.nn.init.ones_, "bias": False, "skip_bias_add": False}
+        self.up = ColumnParallelLinear(8, 16, gather_output=False, **options)
+        self.down = RowParallelLinear(16, 8, input_is_parallel=True, **options)
+        randomize(self, seed=torch.distributed.get_rank())
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.gelu(self.up(x)[0]))[0]
+
+
+def _gradients(run, module):
+    x = torch.linspace(-1, 1, 48).reshape(2, 3, 8).requires_grad_()
+    module.zero_grad()
+    output = run(x)
+    output.square().sum().backward()
+    return [output.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+def _trap():
+    """What a plain export of parallel layers gives, what is said of a trace through them, and what leaves give."""
+    init_megatron(tp=2)
+    module = ParallelMlp()
+    want = _gradients(module, module)
+    x = torch.linspace(-1, 1, 48).reshape(2, 3, 8).requires_grad_()
+    exported = torch.export.export(module, (x,), strict=False).module()
+    lost = _gradients(exported, exported)
+    with pytest.raises(ScheduleError) as caught:
+        capture(module, module.forward, (x,), {}, Limits(), path="mlp", source="here")
+    trace_module(module, Limits(frozenset({"up", "down"})))
+    with graphs_run() as ran:
+        kept = _gradients(module, module)
+    return {
+        "right forward": torch.equal(lost[0], want[0]),
+        "distance": distance(lost[1], want[1]),
+        "said": str(caught.value),
+        "kept": len(ran) == 1 and all(torch.equal(a, b) for a, b in zip(kept, want, strict=True)),
+    }
+
+
+def test_a_trace_through_megatrons_layers_would_lose_gradients_and_is_refused(ranks):
+    """The trap: the forward of such a graph is right, and its gradients are not, without a word."""
+    for found in ranks.run(2, _trap):
+        assert found["right forward"]
+        assert found["distance"] > 0.1
+        assert "megatron.core.tensor_parallel" in found["said"]
+        assert "a custom autograd function, would be lost in a graph" in found["said"]
+        assert 'keep it a call: sch["mlp"].trace(leaves=["up"])' in found["said"]
+        assert found["kept"]
