@@ -55,9 +55,9 @@ class Graph:
                 values.append(tensors[feed] if isinstance(feed, int) else feed)
         return self.result.put(self.module(*values))
 
-    def state(self) -> list[str]:
-        """Names of the parameters and buffers that it reads."""
-        return [feed for feed in self.feeds if isinstance(feed, str)]
+    def owners(self) -> list[str]:
+        """Paths of the modules whose parameters and buffers it reads."""
+        return list(dict.fromkeys(feed.rpartition(".")[0] for feed in self.feeds if isinstance(feed, str)))
 
 
 class _Entry(nn.Module):
@@ -105,10 +105,11 @@ def capture(
     calls = opaque.Recording()
     entry = _Entry(root, forward, call, limits)
     try:
-        with opaque.recording(calls), torch.no_grad(), probe():
-            entry(*tensors)
-        with ThreadPoolExecutor(1) as thread:
-            program = thread.submit(_export, entry, tensors, calls, _surroundings()).result()
+        with limits.waiting_for_none(root):
+            with opaque.recording(calls), torch.no_grad(), probe():
+                entry(*tensors)
+            with ThreadPoolExecutor(1) as thread:
+                program = thread.submit(_export, entry, tensors, calls, _surroundings()).result()
     except Exception as error:
         raise ScheduleError(explain(error, root, path, source)) from error
     return _graph_of(program, entry, calls, list(_argument_names(forward, args, kwargs)), path, source)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
-from megasched.graph.intercept import LostBackward
+from megasched.graph.intercept import Lost
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
@@ -30,7 +30,9 @@ def explain(error: Exception, root: nn.Module, path: str, source: str) -> Proble
     what = f"can't be traced: {_reason(error)}"
     if line:
         what += f"; at {line}"
-    if inner:
+    if isinstance(error, Lost) and error.remedy:
+        remedy = error.remedy
+    elif inner:
         remedy = f'keep it a call: sch["{path}"].trace(leaves=["{inner}"])'
     else:
         remedy = "trace the modules inside it, or one around it with this one in leaves"
@@ -38,7 +40,7 @@ def explain(error: Exception, root: nn.Module, path: str, source: str) -> Proble
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, LostBackward):
+    if isinstance(error, Lost):
         return str(error)
     name = type(error).__name__
     text = (str(error).strip() or name).splitlines()[0]

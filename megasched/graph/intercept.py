@@ -14,6 +14,12 @@ from torch import nn
 
 from megasched.graph import opaque
 
+Hook = Callable[..., Any]
+
+
+def _never(hook: Hook) -> bool:
+    return False
+
 
 @dataclass
 class Limits:
@@ -23,29 +29,69 @@ class Limits:
         leaves: paths, from the traced module, of submodules that stay calls.
         decomposed: path of a linear -> whether its product stays a call of the live module, which then adds no
             bias itself; otherwise the product is an operation of the graph.
+        waits: whether a forward pre-hook does no more than wait for its module's own parameters. Other hooks keep
+            a module a call; one that waits does not, and runs before the graph that reads those parameters.
     """
 
     leaves: frozenset[str] = frozenset()
     decomposed: Mapping[str, bool] = field(default_factory=dict)
+    waits: Callable[[Hook], bool] = _never
+
+    def is_hooked(self, module: nn.Module) -> bool:
+        """Whether hooks keep the module a call."""
+        before = [hook for hook in module._forward_pre_hooks.values() if not self.waits(hook)]
+        others = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+        return bool(before) or any(others)
+
+    def hooked(self, module: nn.Module, prefix: str = "") -> Iterator[str]:
+        """Paths of modules below that hooks alone keep calls."""
+        for name, child in module.named_children():
+            path = prefix + name
+            if path in self.leaves and path not in self.decomposed:
+                continue
+            if self.is_hooked(child):
+                yield path
+            else:
+                yield from self.hooked(child, f"{path}.")
+
+    def wait(self, module: nn.Module) -> None:
+        """Runs those of the module's hooks that wait for its parameters."""
+        for hook in filter(self.waits, list(module._forward_pre_hooks.values())):
+            hook(module, ())
+
+    @contextmanager
+    def waiting_for_none(self, root: nn.Module) -> Iterator[None]:
+        """Inside, there are no hooks that wait: a run that is not to count needs no values."""
+        tables = {module: module._forward_pre_hooks for module in root.modules()}
+        for module, table in tables.items():
+            if table:
+                module._forward_pre_hooks = type(table)((k, h) for k, h in table.items() if not self.waits(h))
+        try:
+            yield
+        finally:
+            for module, table in tables.items():
+                module._forward_pre_hooks = table
 
 
-class LostBackward(Exception):
-    """A custom autograd function was met, whose backward a graph would not have."""
+class Lost(Exception):
+    """Something was met that a graph would not have.
 
-    def __init__(self, function: type) -> None:
-        self.function = function
-        super().__init__(
-            f"{function.__module__}.{function.__qualname__} is a custom autograd function, whose backward "
-            "would be lost in a graph"
-        )
+    Attributes:
+        remedy: what can be done, where it is not to keep the module a call.
+    """
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        self.remedy = remedy
+        super().__init__(f"{what} would be lost in a graph")
 
 
 @contextmanager
 def intercepting(root: nn.Module, limits: Limits) -> Iterator[None]:
     """Inside, and only in a thread that is recording: calls of ``root``'s leaves stay calls, and so does
-    attention that goes through HF's ``AttentionInterface``; a custom autograd function raises LostBackward."""
+    attention that goes through HF's ``AttentionInterface``; what acts on gradients alone raises Lost."""
     paths = {id(vars(module)): path for path, module in root.named_modules()}
     run_module, apply_function = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+    hook_tensor = torch.Tensor.register_hook
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         current = opaque.active()
@@ -53,9 +99,11 @@ def intercepting(root: nn.Module, limits: Limits) -> Iterator[None]:
         if current is None or current.inside or not path:
             return run_module(module, *args, **kwargs)
         if path in limits.decomposed:
+            if limits.is_hooked(module):
+                raise Lost("hooks of a linear that is decomposed", "leave the hook or the decompose call out")
             with _forward_of(module, partial(_decomposed, root, path, module, limits.decomposed[path])):
                 return run_module(module, *args, **kwargs)  # through the call, so that operations are named by it
-        if path in limits.leaves or _is_hooked(module):
+        if path in limits.leaves or limits.is_hooked(module):
             return opaque.call(path, partial(_live, root, path), *args, **kwargs)
         return run_module(module, *args, **kwargs)
 
@@ -64,14 +112,24 @@ def intercepting(root: nn.Module, limits: Limits) -> Iterator[None]:
         # An operator registered with torch.library is one node of a graph, and brings its backward.
         registered = function.__module__.startswith("torch._library")
         if current is not None and not current.inside and not registered:
-            raise LostBackward(function)
+            name = f"{function.__module__}.{function.__qualname__}"
+            raise Lost(f"the backward of {name}, a custom autograd function,")
         return apply_function.__get__(None, function)(*args, **kwargs)
+
+    def register_hook(tensor: torch.Tensor, hook: Hook) -> Any:
+        current = opaque.active()
+        if current is not None and not current.inside:
+            name = getattr(hook, "__qualname__", repr(hook))
+            raise Lost(f"{name}, which register_hook puts on the gradient of a tensor,")
+        return hook_tensor(tensor, hook)
 
     with ExitStack() as undo:
         nn.Module.__call__ = run
         undo.callback(setattr, nn.Module, "__call__", run_module)
         torch.autograd.Function.apply = classmethod(apply)
         undo.callback(setattr, torch.autograd.Function, "apply", apply_function)
+        torch.Tensor.register_hook = register_hook
+        undo.callback(setattr, torch.Tensor, "register_hook", hook_tensor)
         undo.enter_context(_opaque_attention(paths))
         yield
 
@@ -79,16 +137,6 @@ def intercepting(root: nn.Module, limits: Limits) -> Iterator[None]:
 def _live(root: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:
     """The module that stands there now, with its hooks and whatever wraps its forward."""
     return root.get_submodule(path)(*args, **kwargs)
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    tables = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return any(tables)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import fx
 
 from megasched.graph.capture import Graph
 from megasched.graph.naming import operation
-from megasched.graph.partition import CASTS, is_idle_cast
+from megasched.graph.partition import CASTS, is_idle_cast, uncast
 from megasched.graph.subgraph import Subgraph
 
 _COMMUTE = ("add", "mul")
@@ -53,7 +53,9 @@ def find_matches(pattern: Graph, graph: Graph, path: str, title: str, scalar: st
     for end in reversed(list(graph.names.values())):
         for match in _unify(last, end, _Found(), names):
             members = {target for node, target in match.nodes.items() if node.op != "placeholder"} | match.casts
-            inputs = [match.nodes[node] for node in pattern.inputs.values() if node in match.nodes]
+            read = [match.nodes[node] for node in pattern.inputs.values() if node in match.nodes]
+            # An idle cast is what it casts: in a trace, whoever reads that after the cast reads the cast.
+            inputs = [uncast(node) if node in members else node for node in read]
             top = match.nodes[_skip(last)[0]]
             if members & taken or members & set(inputs) or _used_outside(members, top):
                 continue

@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import fx
 
+# Live calls of a module's whole forward, by what was put around it; ``covered_by`` tells which module that is.
+WRAPS = ("recompute", "fork_rng", "sync")
+
 
 def operation(node: fx.Node) -> str:
     """What a node does, without types and overloads: ``add`` for ``aten.add.Tensor``."""
@@ -20,7 +23,7 @@ def operation(node: fx.Node) -> str:
 
 def name_nodes(graph: fx.Graph, root: str) -> dict[str, fx.Node]:
     """Name -> node, of every operation: ``mlp.act_fn.silu``, ``mul``, ``mul_1``; a live call is called as what
-    it calls (``mlp.up_proj``).
+    it calls (``mlp.up_proj``), or by what was put around it (``mlp.recompute``).
 
     fx counts an operation over the whole graph, so that one module kept as a call would rename what follows in
     all others; here it is counted in its own module only.
@@ -30,10 +33,22 @@ def name_nodes(graph: fx.Graph, root: str) -> dict[str, fx.Node]:
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):
             continue
-        name = node.meta.get("opaque") or ".".join(filter(None, [_module(node, root), operation(node)]))
+        module = _module(node, root)
+        name = node.meta.get("opaque", operation(node))
+        if "opaque" not in node.meta or name in WRAPS:
+            name = ".".join(filter(None, [module, name]))
         counts[name] += 1
         names[f"{name}_{counts[name] - 1}" if counts[name] > 1 else name] = node
     return names
+
+
+def covered_by(names: dict[str, fx.Node], path: str) -> str:
+    """The module that is one live call in this graph and holds ``path``; empty if none does."""
+    for name, node in names.items():
+        module = name.rpartition(".")[0] if node.meta.get("opaque") in WRAPS else name
+        if "opaque" in node.meta and module and path.startswith(f"{module}."):
+            return module
+    return ""
 
 
 def _module(node: fx.Node, root: str) -> str:

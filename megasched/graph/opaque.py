@@ -131,3 +131,11 @@ def _opaque_shapes(index: int, tensors: list[torch.Tensor]) -> list[torch.Tensor
     current = active()
     assert current is not None
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in current.calls[index].shapes]
+
+
+def _no_backward(ctx: Any, *gradients: Any) -> Any:
+    raise MegaschedError("a marker of a live call is never run")
+
+
+# So that what depends on a marker requires gradients while the graph is made, as it does when the graph runs.
+torch.library.register_autograd("megasched::opaque", _no_backward)

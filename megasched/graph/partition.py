@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.fx.passes.utils.fuser_utils import fuse_as_graphmodule, validate_part
 
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.capture import Graph
+from megasched.graph.naming import covered_by
 from megasched.graph.subgraph import Subgraph
 
 # How the same values in the same type come out again; in the type that training uses they may convert.
@@ -61,6 +63,13 @@ def is_idle_cast(node: fx.Node) -> bool:
     )
 
 
+def uncast(node: fx.Node) -> fx.Node:
+    """What idle casts one after the other lead to."""
+    while is_idle_cast(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
 def check_part(
     graph: Graph, subgraph: Subgraph, path: str, source: str = "", *, inlined: bool = False
 ) -> list[Problem]:
@@ -69,6 +78,11 @@ def check_part(
     if missing:
         what = f"the graph has no operation {', '.join(missing)}"
         remedy = f"it has: {', '.join(graph.names)}"
+        module = covered_by(graph.names, missing[0])
+        if module:
+            what += f": {module} is one call in it, since it is a leaf, or hooked or wrapped (recomputed, for one)"
+            inner = ".".join(filter(None, [path, module]))
+            remedy = f'trace that module by itself, sch["{inner}"].trace(): what is around it then stays around it'
         return [Problem(what, path, source, remedy)]
     nodes = [graph.names[name] for name in subgraph.nodes]
     if not validate_partition(_without_idle_ends(nodes)):
@@ -81,7 +95,8 @@ def check_part(
     calls = [name for name in subgraph.nodes if "opaque" in graph.names[name].meta]
     if calls and inlined:
         what = f"the sub-graph holds live calls, which can't be compiled: {', '.join(calls)}"
-        remedy = f'leave them out of it; a linear\'s bias can be had with sch["{path}.<linear>"].decompose()'
+        remedy = "fuse what lies before and behind as two sub-graphs; to take in the bias of a linear, call "
+        remedy += f'sch["{path}.<linear>"].decompose() before trace()'
         return [Problem(what, path, source, remedy)]
     return []
 
@@ -96,14 +111,22 @@ def _writes(node: fx.Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def overlaps(parts: Iterable[Subgraph]) -> list[str]:
-    """Names of operations that more than one of the parts has."""
-    seen: set[str] = set()
-    twice: list[str] = []
-    for part in parts:
-        twice += [name for name in part.nodes if name in seen]
-        seen.update(part.nodes)
-    return twice
+def is_tangled(graph: Graph, parts: Iterable[Sequence[str]]) -> bool:
+    """Whether these parts, each of which may be one call by itself, can't all be: each waits for another."""
+    owner: dict[fx.Node, int] = {}
+    for index, part in enumerate(parts):
+        owner |= dict.fromkeys(_without_idle_ends([graph.names[name] for name in part]), index)
+    after: dict[Any, set[Any]] = {}
+    for node in graph.module.graph.nodes:
+        mine = owner.get(node, node)
+        after.setdefault(mine, set()).update(
+            theirs for user in node.users if (theirs := owner.get(user, user)) != mine
+        )
+    try:
+        list(TopologicalSorter(after).static_order())
+    except CycleError:
+        return True
+    return False
 
 
 def apply_edit(graph: Graph, edit: Edit, path: str) -> None:
@@ -117,30 +140,53 @@ def apply_edit(graph: Graph, edit: Edit, path: str) -> None:
         raise ScheduleError(problems)
     module = graph.module
     nodes = [graph.names[name] for name in edit.subgraph.nodes]
-    for node in nodes:
-        if is_idle_cast(node):
-            node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user not in nodes)
+    idle = {node: uncast(node) for node in nodes if is_idle_cast(node)}
+    for node, before in idle.items():
+        node.replace_all_uses_with(before, delete_user_cb=lambda user: user not in nodes)
     members = [node for node in module.graph.nodes if node in set(nodes)]
     part, inputs, outputs = fuse_as_graphmodule(module, members, "Part")
-    order = [graph.names.get(name) or graph.inputs[name] for name in edit.subgraph.inputs]
-    if order and set(order) == set(inputs):
-        part, inputs = _reordered(part, inputs, order), tuple(order)
-    names = {node: name for name, node in [*graph.inputs.items(), *graph.names.items()]}
-    known = replace(edit.subgraph, inputs=tuple(names[node] for node in inputs))
+    if not outputs:
+        what = f"nothing outside of the sub-graph needs what it computes: {', '.join(edit.subgraph.nodes)}"
+        raise ScheduleError(Problem(what, path, edit.source, "leave this call out"))
+    if edit.subgraph.inputs:
+        inputs = _in_order(graph, edit, part, inputs, path)
+    known = replace(edit.subgraph, inputs=_names_of(graph, inputs))
     run = edit.make(Part(part, known, edit.kept))
-    _put(module, members, inputs, outputs, _checked(run, outputs, path, edit.source))
+    now = _put(module, members, inputs, outputs, _checked(run, outputs, path, edit.source))
+    _name_again(graph, edit.subgraph.nodes, {**idle, **now})
 
 
-def _reordered(part: fx.GraphModule, inputs: Sequence[fx.Node], order: Sequence[fx.Node]) -> fx.GraphModule:
-    """The part with its placeholders in the order of ``order``."""
+def _name_again(graph: Graph, names: Iterable[str], now: Mapping[fx.Node, fx.Node]) -> None:
+    """For the edits to come: what was taken out is called no more, but for results, which something else gives."""
+    for name in names:
+        node = graph.names.pop(name)
+        if node in now:
+            graph.names[name] = now[node]
+
+
+def _names_of(graph: Graph, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    names = {node: name for name, node in reversed([*graph.inputs.items(), *graph.names.items()])}
+    return tuple(names[node] for node in nodes)
+
+
+def _in_order(
+    graph: Graph, edit: Edit, part: fx.GraphModule, inputs: Sequence[fx.Node], path: str
+) -> tuple[fx.Node, ...]:
+    """Puts the part's placeholders into the order in which the sub-graph was found to read its inputs, and
+    returns those; one that comes twice is read once."""
+    order = [graph.names.get(name) or graph.inputs.get(name) for name in edit.subgraph.inputs]
+    if set(order) != set(inputs):
+        what = f"the sub-graph reads {', '.join(_names_of(graph, inputs))} when it runs, "
+        what += f"and read {', '.join(edit.subgraph.inputs)} when it was found"
+        raise ScheduleError(Problem(what, path, edit.source, "find it in the model as it is trained"))
     placeholders = dict(zip(inputs, [n for n in part.graph.nodes if n.op == "placeholder"], strict=True))
-    first = next(iter(part.graph.nodes))
-    anchor = first.prev
+    anchor = next(iter(part.graph.nodes)).prev
     for node in order:
-        anchor.append(placeholders[node])
-        anchor = placeholders[node]
+        placeholder = placeholders.pop(node, None) or part.graph.placeholder("again")
+        anchor.append(placeholder)
+        anchor = placeholder
     part.recompile()
-    return part
+    return tuple(order)  # type: ignore[arg-type]  # none is missing: the inputs are all
 
 
 def _checked(run: Callable[..., Any], outputs: Sequence[fx.Node], path: str, source: str) -> Callable[..., Any]:
@@ -168,8 +214,9 @@ def _put(
     inputs: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
     run: Callable[..., Any],
-) -> None:
-    """Calls ``run`` where the members stood; what depends on them moves behind it."""
+) -> dict[fx.Node, fx.Node]:
+    """Calls ``run`` where the members stood; what depends on them moves behind it. Returns what takes the place
+    of each output."""
     depends, last = set(members), members[-1]
     node = members[0]
     waiting = []
@@ -184,19 +231,20 @@ def _put(
     with module.graph.inserting_after(members[-1]):
         new = module.graph.call_function(run, tuple(inputs))
     new.meta = dict(outputs[0].meta)
-    if len(outputs) == 1:
-        outputs[0].replace_all_uses_with(new)
-    else:
+    now = {outputs[0]: new}
+    if len(outputs) > 1:
         place = new
         for index, output in enumerate(outputs):
             with module.graph.inserting_after(place):
-                place = module.graph.call_function(_item, (new, index))
+                place = now[output] = module.graph.call_function(_item, (new, index))
             place.meta = dict(output.meta)
-            output.replace_all_uses_with(place, delete_user_cb=lambda user: user not in members)
+    for output, place in now.items():
+        output.replace_all_uses_with(place, delete_user_cb=lambda user: user not in members)
     for node in reversed(members):
         module.graph.erase_node(node)
     module.graph.lint()
     module.recompile()
+    return now
 
 
 def _item(values: Sequence[torch.Tensor], index: int) -> torch.Tensor:

@@ -17,7 +17,8 @@ from megasched.graph.intercept import Limits
 from megasched.graph.opaque import Structure
 from megasched.graph.partition import Edit, apply_edit
 
-# Forms of call (shapes, types, training or not) beyond which a module is reported: each costs a trace.
+# Forms of call (shapes, types, training or not, hooked or not) beyond which a module is reported; each costs
+# a trace.
 FEW = 8
 _PLAIN = bool | int | float | str | None | torch.dtype | torch.device
 
@@ -50,6 +51,8 @@ class TracedModule:
         graph = self.graphs.get(key)
         if graph is None:
             graph = self.graphs[key] = self._trace(args, kwargs)
+        for path in graph.owners():
+            self.limits.wait(self.root.get_submodule(path))
         return graph.run(self.root, tensors)
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
@@ -90,6 +93,7 @@ class TracedModule:
             tuple((t.shape, t.dtype, t.device) for t in tensors),
             tuple((type(value), value) for value in call.others),
             tuple(module.training for module in self.root.modules()),
+            tuple(self.limits.hooked(self.root)),
             tuple((p.dtype, p.device) for p in self.root.parameters()),
             torch.is_grad_enabled(),
             casts,

@@ -16,7 +16,7 @@ from torch import nn
 
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.compilers import get_compiler
-from megasched.graph.intercept import Limits
+from megasched.graph.intercept import Hook, Limits
 from megasched.graph.partition import Edit, Part
 from megasched.graph.subgraph import Subgraph
 from megasched.graph.traced import TracedModule, trace_module
@@ -52,7 +52,11 @@ def trace_modules(model: nn.Module, context: Context, here: Callable[[str], bool
             p.removeprefix(prefix): _decompose(model, p, r) for p, r in decomposed.items() if p.startswith(prefix)
         }
         traced[record.path] = trace_module(
-            module, Limits(leaves, apart), path=record.path, source=record.source, probe=_random_states_kept
+            module,
+            Limits(leaves, apart, _waits_for_parameters),
+            path=record.path,
+            source=record.source,
+            probe=_random_states_kept,
         )
     for record in plan.records_of("fuse", "replace", "checkpoint"):
         if "subgraph" in record.arguments and record.path in traced:
@@ -101,6 +105,12 @@ def _replaced(record: Record, part: Part) -> Callable[..., Any]:
         remedy = f"take the module's own as inputs: {', '.join(part.subgraph.inputs)}"
         raise ScheduleError(Problem(what, record.path, record.source, remedy))
     return new
+
+
+def _waits_for_parameters(hook: Hook) -> bool:
+    """Megatron's ``--overlap-param-gather`` puts such a hook before every module
+    (``core/distributed/distributed_data_parallel.py:432``)."""
+    return getattr(hook, "__module__", "") == "megatron.core.distributed.distributed_data_parallel"
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megasched.errors import ConfigError
+from megasched.graph import opaque
 from megasched.lowering.context import Context
 from megasched.lowering.wrap import draw_forked, recompute_module, wrap_forward
 from megasched.records import Record
@@ -110,7 +111,7 @@ def _sync(module: nn.Module, record: Record, context: Context) -> None:
             first = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
             return forward(**{**kwargs, first: operation(kwargs[first])})
 
-        return synced
+        return partial(opaque.call, "sync", synced)  # a graph of a module around it would lose its backward
 
     wrap_forward(module, wrapper)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import Problem
-from megasched.primitives._subgraphs import check_overlap, record_subgraph
+from megasched.primitives._subgraphs import check_edit, record_subgraph
 from megasched.registry import Node, Primitive, register_primitive
 
 if TYPE_CHECKING:
@@ -35,4 +35,4 @@ class Checkpoint(Primitive):
         return {"subgraph": record_subgraph(node, subgraph, "checkpoint")}
 
     def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-        return check_overlap(node, arguments, source)
+        return check_edit(self.name, node, arguments, source)

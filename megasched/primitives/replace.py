@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import Problem, ScheduleError
-from megasched.primitives._subgraphs import check_overlap, record_subgraph
+from megasched.primitives._subgraphs import check_edit, record_subgraph
 from megasched.records import caller_source
 from megasched.registry import Node, Primitive, register_primitive
 
@@ -55,4 +55,4 @@ class Replace(Primitive):
         return {"factory": factory, "weights": dict(weights or {}), "drop": tuple(drop)}
 
     def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-        return check_overlap(node, arguments, source)
+        return check_edit(self.name, node, arguments, source)

@@ -162,3 +162,13 @@ def test_functions_modules_and_wildcards_are_patterns():
     part = found(function, lambda a, b: torch.relu(patterns.call("mul", patterns.call(".*gelu", a), b)))[0]
     assert part.nodes == ("gelu.gelu", "mul", "relu")
     assert part.inputs == ("x", "y")
+
+
+def test_a_conversion_that_converts_nothing_hides_no_input():
+    """In a trace, what reads ``x`` after ``x.to(float32)`` reads the conversion, where that does nothing."""
+
+    def scaled_by_itself(m, x, y):
+        wide = x.to(torch.float32)
+        return x * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    assert [part.inputs for part in found(scaled_by_itself, patterns.rms_norm)] == [("x", "x")]
