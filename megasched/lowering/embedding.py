@@ -19,6 +19,7 @@ class VocabEmbedding(VocabParallelEmbedding):
     """``VocabParallelEmbedding`` that gives the padding id no gradient, as ``nn.Embedding`` does."""
 
     padding_idx: int | None = None
+    overwritten: bool = False  # the definition changes what is looked up in place
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[b, s] int64 -> [b, s, h], the same on all TP ranks."""
@@ -28,12 +29,16 @@ class VocabEmbedding(VocabParallelEmbedding):
 class ShardedLookup(nn.Embedding):
     """Stands between an HF subclass of ``nn.Embedding`` and its base: ``super().forward`` looks up a shard."""
 
+    overwritten: bool = False
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return _lookup(self, ids)
 
 
 def _lookup(module: Any, ids: torch.Tensor) -> torch.Tensor:
     found = VocabParallelEmbedding.forward(module, ids)
+    if module.overwritten:  # autograd allows it of no view that a custom function made
+        found = found.clone()
     if module.padding_idx is None:
         return found
     return torch.where((ids == module.padding_idx).unsqueeze(-1), found.detach(), found)
@@ -53,6 +58,7 @@ def lower_embedding(path: str, module: nn.Embedding, context: Context) -> nn.Mod
             tp_group=context.group,
         )
     parallel.padding_idx = module.padding_idx
+    parallel.overwritten = path in context.plan.derived.overwritten
     context.settle(parallel, "weight", placement, held)
     if type(module) is nn.Embedding:
         return parallel

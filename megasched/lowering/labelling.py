@@ -60,7 +60,7 @@ class Labelling(DefaultScalars):
         self.slots: dict[str, tuple[int | str, ...]] = {}
         self.column_calls: list[ColumnCall] = []
         self.other_uses: dict[int, set[str]] = defaultdict(set)
-        self.row_outputs: dict[int, str] = {}
+        self.summed_outputs: dict[int, str] = {}
         self.silent = 0
         for name, parameter in model.named_parameters():
             self._set(parameter, Label(params=frozenset([name])))
@@ -90,8 +90,8 @@ class Labelling(DefaultScalars):
         for tensor in operands:
             self.other_uses[id(tensor)].update(entry[0] for entry in self.stack)
             self.kept.append(tensor)
-        if func.__name__.split(".")[0].endswith("_") and operands and id(operands[0]) in self.row_outputs:
-            self.derived.overwritten.add(self.row_outputs[id(operands[0])])
+        if func.__name__.split(".")[0].endswith("_") and operands and id(operands[0]) in self.summed_outputs:
+            self.derived.overwritten.add(self.summed_outputs[id(operands[0])])
         outputs = tensors_in(output)
         for tensor, along in zip(outputs, self._follow(func, args, kwargs or {}, outputs, joined), strict=True):
             self._set(tensor, replace(joined, along=along))
@@ -243,8 +243,8 @@ class Labelling(DefaultScalars):
             self.silent -= 1
             if not self.silent:
                 result = tensors_in(output)[0]
-                if self.cuts[path] == "row":
-                    self.row_outputs[id(result)] = path
+                if self.cuts[path] in ("row", "vocab"):
+                    self.summed_outputs[id(result)] = path
                 self._set(result, self._cut_output(path, result.dim() - 1, tensors_in((args, kwargs))[0]))
         if (
             self.sequence_parallel

@@ -64,7 +64,7 @@ class Derived:
         exits: needed region -> which leaves of what it returns are such tensors, and leave it.
         inside: columns and rows that read a whole tensor inside of a needed region.
         rows_inside: rows whose output meets whole tensors inside of a needed region: it is one, too.
-        overwritten: rows whose output is changed in place.
+        overwritten: rows and embeddings whose output is changed in place.
         cut_sizes: column -> sizes of the dimensions along which what stems from it is cut; TP must divide them.
         shared: columns in one module that read the very same tensor.
         forked: ``nn.Dropout`` modules on T activations.

@@ -46,6 +46,10 @@ class DefaultScalars(TorchDispatchMode):
             return False if args[0].dtype == torch.bool else 0
         if func is torch.ops.aten.equal.default:
             return False
+        if (
+            func is torch.ops.aten.nonzero.default
+        ):  # how many there are is a value; of one, all that follows is seen
+            return args[0].new_empty((1, args[0].dim()), dtype=torch.long)
         if func is torch.ops.aten._grouped_mm.default and args[1].dim() == 3:
             # Its rule for meta takes bfloat16 alone, the kernels for CPUs and newer GPUs more than that.
             return args[0].new_empty(args[0].shape[0], args[1].shape[2])

@@ -153,13 +153,12 @@ def _leave_after(slot: Slot) -> Callable[[Forward], Forward]:
 
 
 def _dummy(shape: Shape, wire: Wire, dtype: torch.dtype) -> Callable[[Forward], Forward]:
-    """Zeros of the shape that the real module would return, one element of memory."""
+    """Zeros of the shape that the real module would return; some definitions write into them."""
 
     def wrapper(forward: Forward) -> Forward:
         def dummy(*args: Any, **kwargs: Any) -> torch.Tensor:
             kind = dtype if shape.dtype.is_floating_point else shape.dtype
-            zero = torch.zeros((), dtype=kind, device=wire.device)
-            return zero.expand(shape.sizes(wire.batch, wire.length))
+            return torch.zeros(shape.sizes(wire.batch, wire.length), dtype=kind, device=wire.device)
 
         return dummy
 

@@ -7,8 +7,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from megasched.verify import reference
+from megasched.verify import trainer_run as training
 from megasched.verify.rank_pool import RankError
-from tests import tiny, training
+from tests import tiny
 
 LLAMA = """
 from megasched.graph import patterns
@@ -35,11 +37,11 @@ LAYOUTS = {
 
 
 def _equals_hf(folder, reports, tp):
-    want = training.hf_step(folder, training.batches_of(reports))
+    want = reference.hf_step(folder, training.batches_of(reports))
     found = training.gather(reports, "gradients", tp)
     assert found.keys() == want.gradients.keys()
     floor = 1e-3 * max(float(g.abs().max()) for g in want.gradients.values())
-    far = {n: training.relative(found[n], g, floor) for n, g in want.gradients.items()}
+    far = {n: reference.relative(found[n], g, floor) for n, g in want.gradients.items()}
     assert {name: gap for name, gap in far.items() if not gap <= 1e-5} == {}
     assert training.losses(reports)[0] == pytest.approx(want.loss, rel=1e-5)
     assert reports[0].grad_norms[0] == pytest.approx(want.grad_norm, rel=1e-5)
