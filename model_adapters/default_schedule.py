@@ -1,10 +1,11 @@
-"""The schedule that ``--model-schedule auto`` runs: every role cut as its kind is, nothing else."""
+"""The schedule that ``--model-schedule auto`` runs: every role cut as its kind is, and in 8-bit training
+Megatron's own layers where they can stand for the definition's."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megasched.roles import ROLES
+from megasched.roles import ROLES, Block
 
 if TYPE_CHECKING:
     from megasched.layout import Layout
@@ -20,3 +21,8 @@ def schedule(sch: Schedule, layout: Layout) -> None:
         output = 1 if type(sch[path].mod).__name__ == "Conv1D" else 0
         axis = {"column": output, "row": 1 - output, "vocab": 0}[cut]
         sch[path].shard("weight", axis=axis)
+    block = sch.roles.block
+    if layout.fp8 is not None and isinstance(block, Block) and block.groups % layout.tp == 0:
+        for path, role in sch.roles.role.items():
+            if role == "qkv.q":
+                sch[path.removesuffix(f".{block.q}")].level("block")

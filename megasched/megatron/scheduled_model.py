@@ -15,6 +15,7 @@ from torch import nn
 
 from megasched.assembly import Assembly
 from megasched.lowering.context import Context
+from megasched.lowering.fp8 import enter_fp8, fp8_pass
 from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.megatron.checkpoint import refuse_mismatch, sharded_entry
 from megasched.megatron.loss import VocabParallelLoss
@@ -75,6 +76,7 @@ class ScheduledModel(MegatronModule):
         here = self._here
         lower(schedule, self.definition, context, here)
         apply_recompute_flags(self.definition, structure, self.stage, self.config)
+        enter_fp8(self.definition, plan, self.config, here)
         if not self.stage.empty:
             set_entry(self.definition, structure, self.stage, self._wire)
             lower_sequence_boundaries(self.definition, context, here, first=self.stage.first, last=self.stage.last)
@@ -163,7 +165,8 @@ class ScheduledModel(MegatronModule):
             return self.input_tensor.clone()
         ids = self._receive(input_ids)
         try:
-            output = self.definition(input_ids=ids, labels=labels, use_cache=False)
+            with fp8_pass(self.config):
+                output = self.definition(input_ids=ids, labels=labels, use_cache=False)
         except StageEnd as end:
             return self._send(end.hidden)
         finally:

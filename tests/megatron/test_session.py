@@ -21,6 +21,8 @@ def arguments(folder, schedule="auto", **changes):
         "seed": 1234,
         "rank": 0,
         "gradient_accumulation_fusion": True,
+        "fp8": None,
+        "tp_comm_overlap": False,
         "eval_interval": 10,
         "seq_length": 16,
         "micro_batch_size": 1,

@@ -12,6 +12,7 @@ import os
 import sys
 import types
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ def install() -> Any:
     te = transformer_engine.pytorch = importlib.import_module("transformer_engine.pytorch")
     torch.cuda.is_available = lambda: True  # its constructors ask, and need nothing else of a GPU
     torch.cuda.current_device = lambda: torch.device("cpu")
+    _allow_8_bits()
     te.Linear.forward = _linear
     te.LayerNormLinear.forward = _norm_linear
     te.RMSNorm.forward = lambda self, x, *args, **kwargs: F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -73,17 +75,52 @@ def install() -> Any:
     return te
 
 
-def _linear(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    bias = self.bias if self.use_bias and not self.return_bias else None
-    output = F.linear(x, self.weight, bias)
-    return (output, self.bias if self.use_bias else None) if self.return_bias else output
+def _allow_8_bits() -> None:
+    """Contexts of 8-bit training can be entered, and a recompute in one; what it computes stays plain."""
+    from transformer_engine.pytorch import distributed, quantization
+
+    for name in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
+        setattr(quantization, name, (True, ""))
+    distributed._get_cuda_rng_state = distributed._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
+@dataclass(frozen=True)
+class Product:
+    """One call of a linear of Transformer Engine's.
+
+    Attributes:
+        recipe: class of the 8-bit recipe that was in force; empty in 16 bits.
+        features: (out, in) of the weight on this rank.
+        first: whether it was said to be the first micro-batch, after which weights in 8 bits are kept.
+        joined: the weight was made of several parameters, and without a copy.
+    """
+
+    recipe: str
+    features: tuple[int, int]
+    first: bool | None
+    joined: bool
+
+
+products: list[Product] = []
+
+
+def _linear(self: Any, x: torch.Tensor, is_first_microbatch: bool | None = None, **kwargs: Any) -> Any:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
+
+    weight, bias = self._get_weight_and_bias_tensors()  # the real ones, so that several parameters become one
+    recipe = type(State.get_fp8_recipe()).__name__ if State.is_fp8_enabled() else ""
+    parts = [getattr(self, name) for name in self.weight_names]
+    joined = len(parts) > 1 and weight.data_ptr() == parts[0].data_ptr()
+    products.append(Product(recipe, tuple(weight.shape), is_first_microbatch, joined))
+    output = F.linear(x, weight, bias if self.use_bias and not self.return_bias else None)
+    return (output, bias if self.use_bias else None) if self.return_bias else output
 
 
 def _norm_linear(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     assert self.normalization == "RMSNorm"
     assert not self.return_layernorm_output
     normed = F.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
-    return _linear(self, normed)
+    return _linear(self, normed, **kwargs)
 
 
 def _attention(

@@ -1,0 +1,103 @@
+"""8-bit training by Transformer Engine: which layers it covers, their sizes, and Megatron's context around them.
+
+The recipes and what they do are Megatron's and Transformer Engine's. A context is entered where Megatron's
+``TransformerBlock`` enters it (megatron/core/transformer/transformer_block.py:600): for delayed scaling once
+around all layers, because leaving it updates the scales; for the other recipes around each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from megasched.errors import Problem
+from megasched.lowering.blocks import assemblies
+from megasched.lowering.plan import Plan
+from megasched.lowering.wrap import Forward, wrap_forward
+from megasched.roles import Block
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def fp8_problems(plan: Plan, block: Block | str) -> list[Problem]:
+    """What keeps the layers from running in 8 bits, where that was asked for.
+
+    Args:
+        plan: complete but for this.
+        block: how the definition's layers are put together, or why that is not known.
+    """
+    fp8, structure = plan.layout.fp8, plan.structure
+    if fp8 is None:
+        return []
+    if structure is None:
+        return [Problem("8-bit training is for Megatron's trainer", remedy="a layout without fp8")]
+    problems = []
+    for index in range(structure.count):
+        layer = structure.layer_path(index)
+        if not fp8.covers(index, structure.count):
+            continue
+        if layer in plan.blocks:
+            assert isinstance(block, Block)
+            problems += _misfits(plan, layer, block)
+        else:
+            what = "8-bit training is there for layers at level 'block' only"
+            reason = f", which this model does not have: {block}" if isinstance(block, str) else ""
+            problems.append(Problem(what + reason, layer, remedy="call level('block') on the layer"))
+    return problems
+
+
+def _misfits(plan: Plan, layer: str, block: Block) -> list[Problem]:
+    """Weights of Megatron's layer whose sizes on one rank no 8-bit matrix product takes."""
+    fp8 = plan.layout.fp8
+    assert fp8 is not None
+    problems = []
+    for assembly in assemblies(plan, layer, block).values():
+        shape = assembly.local_shape(plan.layout.tp)
+        if len(shape) == 2 and any(size % fp8.multiple for size in shape):
+            names = " + ".join(part.name.removeprefix(f"{layer}.") for part in assembly.parts)
+            what = f"{names} is {list(shape)} on each of {plan.layout.tp} TP ranks, and an 8-bit matrix product "
+            what += f"({fp8.fp8_recipe}) takes multiples of {fp8.multiple}"
+            remedy = "a smaller tensor parallel size, other sizes, or training in bf16"
+            problems.append(Problem(what, layer, remedy=remedy))
+    return problems
+
+
+def enter_fp8(model: nn.Module, plan: Plan, config: TransformerConfig, here: Callable[[str], bool]) -> None:
+    """Puts Megatron's 8-bit context around the layers for which ``here`` holds; delayed scaling has it around the
+    whole pass (``fp8_pass``).
+
+    It stands outside of recompute, which must know that it recomputes in 8 bits.
+    """
+    structure = plan.structure
+    if not config.fp8 or config.fp8_recipe == "delayed" or structure is None:
+        return
+    for index in range(structure.count):
+        path = structure.layer_path(index)
+        if here(path):
+            _enter_layer(model.get_submodule(path), config, index)
+
+
+def _enter_layer(layer: nn.Module, config: TransformerConfig, index: int) -> None:
+    from megatron.core.fp8_utils import get_fp8_context
+
+    def wrapper(forward: Forward) -> Forward:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            with get_fp8_context(config, index):
+                return forward(*args, **kwargs)
+
+        return entered
+
+    wrap_forward(layer, wrapper)
+
+
+def fp8_pass(config: TransformerConfig) -> AbstractContextManager[Any]:
+    """Around one forward pass of all layers on a stage: the context of delayed scaling."""
+    if not config.fp8 or config.fp8_recipe != "delayed":
+        return nullcontext()
+    from megatron.core.fp8_utils import get_fp8_context
+
+    return get_fp8_context(config)

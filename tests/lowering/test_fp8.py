@@ -1,0 +1,59 @@
+"""8-bit training at plan time: what level the layers take, and sizes that no 8-bit matrix product takes."""
+
+import pytest
+
+import megasched
+from megasched.errors import ConfigError, ScheduleError
+from megasched.layout import Fp8, Layout
+from megasched.lowering.planning import make_plan
+from megasched.model_adapters.default_schedule import schedule as default
+from megasched.model_adapters.registry import roles_of
+from tests.lowering.models import tiny_model
+
+
+def plan(family="llama", fp8="tensorwise", tp=1, start=0, end=0, **changes):
+    model = tiny_model(family, **{"hidden_size": 64, "intermediate_size": 96, **changes})
+    asked = Fp8(fp8_recipe=fp8, num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end)
+    layout = Layout(tensor_model_parallel_size=tp, fp8=asked)
+    sch = megasched.create_schedule(model, layout, roles_of(model))
+    default(sch, layout)
+    return make_plan(sch, causal_lm=True)
+
+
+def test_the_automatic_schedule_takes_megatrons_layers():
+    assert plan().blocks == {"model.layers.0", "model.layers.1"}
+    assert plan(tp=2).blocks == {"model.layers.0", "model.layers.1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"tp": 2, "intermediate_size": 80}, "mlp.down_proj.weight is [64, 40] on each of 2 TP ranks"),
+        ({"fp8": "mxfp8", "intermediate_size": 80}, "takes multiples of 32"),
+        ({"hidden_size": 72}, "mlp.gate_proj.weight + mlp.up_proj.weight is [192, 72]"),
+    ],
+)
+def test_sizes_that_8_bits_do_not_take(options, told):
+    with pytest.raises(ScheduleError) as raised:
+        plan(**options)
+    assert told in str(raised.value)
+    assert "modules: model.layers.0, model.layers.1" in str(raised.value)
+    assert "remedy: " in str(raised.value)
+
+
+def test_layers_in_16_bits_may_have_any_size():
+    with pytest.raises(ScheduleError, match=r"module: model\.layers\.1\n"):
+        plan(intermediate_size=90, start=1)
+    assert plan(intermediate_size=90, start=1, end=1).blocks
+
+
+def test_a_recipe_that_is_none():
+    with pytest.raises(ConfigError, match="must be one of delayed, tensorwise, blockwise, mxfp8"):
+        Fp8(fp8_recipe="nvfp4")
+
+
+def test_it_is_for_megatrons_trainer():
+    model = tiny_model("llama")
+    sch = megasched.create_schedule(model, Layout(fp8=Fp8()), roles_of(model))
+    with pytest.raises(ScheduleError, match="8-bit training is for Megatron's trainer"):
+        make_plan(sch)
