@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from megasched.assembly import Assembly
 from megasched.errors import Problem
 from megasched.lowering.blocks import assemblies
 from megasched.lowering.plan import Plan
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def fp8_problems(plan: Plan, block: Block | str) -> list[Problem]:
-    """What keeps the layers from running in 8 bits, where that was asked for.
+def choose_fp8(plan: Plan, block: Block | str) -> list[Problem]:
+    """Fills ``plan.te_linears`` where 8-bit training was asked for; a problem for each layer that can't be.
 
     Args:
         plan: complete but for this.
@@ -38,27 +39,54 @@ def fp8_problems(plan: Plan, block: Block | str) -> list[Problem]:
     problems = []
     for index in range(structure.count):
         layer = structure.layer_path(index)
-        if not fp8.covers(index, structure.count):
+        if not plan.in_8_bits(layer):
             continue
         if layer in plan.blocks:
             assert isinstance(block, Block)
-            problems += _misfits(plan, layer, block)
+            products = list(assemblies(plan, layer, block).values())
         else:
-            what = "8-bit training is there for layers at level 'block' only"
-            reason = f", which this model does not have: {block}" if isinstance(block, str) else ""
-            problems.append(Problem(what + reason, layer, remedy="call level('block') on the layer"))
+            linears = _linears(plan, index)
+            plan.te_linears.update(linears)
+            products = _products(plan, linears)
+        if not products:
+            what = "none of its linears is sharded, so that none would run in 8 bits"
+            remedy = "shard them, at one TP rank too, or call level('block') on the layer"
+            problems.append(Problem(what, layer, remedy=remedy))
+        problems += _misfits(plan, layer, products)
     return problems
 
 
-def _misfits(plan: Plan, layer: str, block: Block) -> list[Problem]:
-    """Weights of Megatron's layer whose sizes on one rank no 8-bit matrix product takes."""
+def _linears(plan: Plan, index: int) -> list[str]:
+    """Linears of a layer that Transformer Engine computes: those that are cut. The few that stay whole (k and v
+    with fewer heads than ranks) stay in 16 bits."""
+    assert plan.structure is not None
+    return [
+        path
+        for path, cut in plan.cuts.items()
+        if cut != "vocab" and path not in plan.replicated_heads and plan.structure.index_of(path) == index
+    ]
+
+
+def _products(plan: Plan, linears: list[str]) -> list[Assembly]:
+    """The weights of linears, those that are computed by one product together."""
+    groups = {paths[0]: paths for paths in plan.joint if paths[0] in linears}
+    later = {path for paths in groups.values() for path in paths[1:]}
+    return [
+        Assembly(tuple(plan.placement(member, "weight") for member in groups.get(path, (path,))))
+        for path in linears
+        if path not in later
+    ]
+
+
+def _misfits(plan: Plan, layer: str, products: list[Assembly]) -> list[Problem]:
+    """Weights whose sizes on one rank no 8-bit matrix product takes."""
     fp8 = plan.layout.fp8
     assert fp8 is not None
     problems = []
-    for assembly in assemblies(plan, layer, block).values():
-        shape = assembly.local_shape(plan.layout.tp)
+    for product in products:
+        shape = product.local_shape(plan.layout.tp)
         if len(shape) == 2 and any(size % fp8.multiple for size in shape):
-            names = " + ".join(part.name.removeprefix(f"{layer}.") for part in assembly.parts)
+            names = " + ".join(part.name.removeprefix(f"{layer}.") for part in product.parts)
             what = f"{names} is {list(shape)} on each of {plan.layout.tp} TP ranks, and an 8-bit matrix product "
             what += f"({fp8.fp8_recipe}) takes multiples of {fp8.multiple}"
             remedy = "a smaller tensor parallel size, other sizes, or training in bf16"

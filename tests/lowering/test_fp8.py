@@ -1,10 +1,12 @@
 """8-bit training at plan time: what level the layers take, and sizes that no 8-bit matrix product takes."""
 
 import pytest
+import torch
 
 import megasched
 from megasched.errors import ConfigError, ScheduleError
 from megasched.layout import Fp8, Layout
+from megasched.lowering import attention
 from megasched.lowering.planning import make_plan
 from megasched.model_adapters.default_schedule import schedule as default
 from megasched.model_adapters.registry import roles_of
@@ -13,6 +15,8 @@ from tests.lowering.models import tiny_model
 
 def plan(family="llama", fp8="tensorwise", tp=1, start=0, end=0, **changes):
     model = tiny_model(family, **{"hidden_size": 64, "intermediate_size": 96, **changes})
+    attention.register()
+    model.config._attn_implementation = attention.NAME
     asked = Fp8(fp8_recipe=fp8, num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end)
     layout = Layout(tensor_model_parallel_size=tp, fp8=asked)
     sch = megasched.create_schedule(model, layout, roles_of(model))
@@ -45,6 +49,47 @@ def test_layers_in_16_bits_may_have_any_size():
     with pytest.raises(ScheduleError, match=r"module: model\.layers\.1\n"):
         plan(intermediate_size=90, start=1)
     assert plan(intermediate_size=90, start=1, end=1).blocks
+
+
+def test_linears_of_other_models_are_transformer_engines():
+    found = plan("gemma2", start=1)
+    assert found.blocks == set()
+    layer = "model.layers.1"
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    names += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    assert found.te_linears == {f"{layer}.{name}" for name in names}
+
+
+def test_projections_that_are_whole_stay_in_16_bits():
+    """k and v with fewer heads than TP ranks."""
+    found = plan(tp=4, intermediate_size=192)
+    assert "model.layers.0.self_attn.q_proj" in found.te_linears
+    assert not any(path.endswith(("k_proj", "v_proj")) for path in found.te_linears)
+
+
+def test_sizes_of_products_of_linears():
+    with pytest.raises(ScheduleError) as raised:
+        plan("gemma2", intermediate_size=88)
+    assert "mlp.down_proj.weight is [64, 88] on each of 1 TP ranks" in str(raised.value)
+    assert "gate_proj" not in str(raised.value)  # with up_proj it is one product of 176
+
+
+def test_layers_without_a_sharded_linear():
+    model = tiny_model("llama")
+    sch = megasched.create_schedule(model, Layout(fp8=Fp8()), roles_of(model))
+    with pytest.raises(ScheduleError, match="none of its linears is sharded"):
+        make_plan(sch, causal_lm=True)
+
+
+def test_decompose_is_refused():
+    from megasched.lowering.graphs import _decompose
+    from megasched.lowering.linear_te import TeColumnLinear
+    from megasched.records import Record
+
+    model = torch.nn.Sequential(TeColumnLinear(None, False, False, False))
+    record = Record("decompose", "0", {}, "mysched.py:3")
+    with pytest.raises(ScheduleError, match="Transformer Engine computes it in 8 bits"):
+        _decompose(model, "0", record)
 
 
 def test_a_recipe_that_is_none():

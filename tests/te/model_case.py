@@ -46,6 +46,7 @@ def compare(
     sequence_parallel: bool = False,
     calls: str = "",
     config: dict[str, Any] | None = None,
+    distributed_optimizer: bool = False,
 ) -> dict[str, Any]:
     """What a model's linears were called with, and the distances of loss and gradients from HF's.
 
@@ -54,18 +55,20 @@ def compare(
         changes: of the HF config.
         calls: Python lines that call more primitives on ``sch``.
         config: more of Megatron's.
+        distributed_optimizer: Megatron's buffers are laid out for it.
     """
     from megasched.weights.materialize import materialize
 
     model, definition, source = build(family, fp8, changes or {}, sequence_parallel, calls, config or {})
+    chunk = in_buffers(model, distributed_optimizer)
     generator = torch.Generator().manual_seed(3)
     tokens, labels = (torch.randint(4, 99, (BATCH, LENGTH), generator=generator) for _ in range(2))
     steps = []
     for _ in range(2):  # micro-batches of one step
         plain.products.clear()
         if not steps:
-            model.set_is_first_microbatch()
-        loss = model(tokens, labels=labels).mean()
+            chunk.set_is_first_microbatch()
+        loss = chunk(tokens, labels=labels).mean()
         forward = len(plain.products)
         loss.backward()
         steps.append({"forward": forward, "products": [asdict(product) for product in plain.products]})
@@ -157,6 +160,16 @@ def build(
     return model.train(), definition, source
 
 
+def in_buffers(model: Any, distributed_optimizer: bool) -> Any:
+    """The model with its parameters and gradients in Megatron's buffers, as its trainer has them."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
+    )
+    return DistributedDataParallel(model.config, settings, model)
+
+
 def classes(model: Any) -> list[str]:
     return sorted({type(module).__name__ for module in model.modules()})
 
@@ -166,7 +179,7 @@ def whole_gradients(model: Any) -> dict[str, torch.Tensor]:
     size = torch.distributed.get_world_size()
     found = {}
     for parameter, assembly in model.local_parameters().values():
-        gradient = parameter.grad.clone()
+        gradient = parameter.main_grad.clone()
         if getattr(parameter, "sequence_parallel", False):
             torch.distributed.all_reduce(gradient)
         for part, piece in zip(assembly.parts, assembly.split(gradient, size), strict=True):
