@@ -51,6 +51,7 @@ class Layout:
         data_parallel_size: DP, replicas of the whole.
         micro_batch_size: sequences in one forward.
         fp8: 8-bit training, if it was asked for; a schedule may choose by it.
+        tp_comm_overlap: communication over TP is to overlap with matrix products, which Megatron's own layers do.
     """
 
     tensor_model_parallel_size: int = 1
@@ -62,6 +63,7 @@ class Layout:
     data_parallel_size: int = 1
     micro_batch_size: int = 1
     fp8: Fp8 | None = None
+    tp_comm_overlap: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

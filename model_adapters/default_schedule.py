@@ -1,5 +1,5 @@
-"""The schedule that ``--model-schedule auto`` runs: every role cut as its kind is, and in 8-bit training
-Megatron's own layers where they can stand for the definition's."""
+"""The schedule that ``--model-schedule auto`` runs: every role cut as its kind is, and Megatron's own
+layers where they can stand for the definition's and do what was asked for (8 bits, overlap)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def schedule(sch: Schedule, layout: Layout) -> None:
         axis = {"column": output, "row": 1 - output, "vocab": 0}[cut]
         sch[path].shard("weight", axis=axis)
     block = sch.roles.block
-    if layout.fp8 is not None and isinstance(block, Block) and block.groups % layout.tp == 0:
+    by_megatron = layout.fp8 is not None or layout.tp_comm_overlap
+    if by_megatron and isinstance(block, Block) and block.groups % layout.tp == 0:
         for path, role in sch.roles.role.items():
             if role == "qkv.q":
                 sch[path.removesuffix(f".{block.q}")].level("block")

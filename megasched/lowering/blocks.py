@@ -54,6 +54,17 @@ def choose_blocks(plan: Plan, block: Block | str, trained: Mapping[str, bool], b
     return problems
 
 
+def overlap_problems(plan: Plan) -> list[Problem]:
+    """A problem for each layer that does not overlap its communication as ``--tp-comm-overlap`` asks."""
+    structure = plan.structure
+    if not plan.layout.tp_comm_overlap or structure is None:
+        return []
+    layers = [structure.layer_path(index) for index in range(structure.count)]
+    what = "--tp-comm-overlap: only Megatron's own layers overlap communication with their products"
+    remedy = "call level('block') on the layer, where the model has it, or leave the flag out"
+    return [Problem(what, layer, remedy=remedy) for layer in layers if layer not in plan.blocks]
+
+
 class _Inside:
     """Layer -> names of the parameters in it, and the calls on modules in it."""
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megasched.errors import ConfigError
 from megasched.layout import Layout
 from megasched.megatron.derive import Derived, derive
-from megasched.megatron.precision import fp8_from_args, fp8_misfits
+from megasched.megatron.te_flags import fp8_from_args, te_misfits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -228,7 +228,7 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
         _report("Flags that contradict the HF config", _contradictions(derived, given), _CONTRADICTION_REMEDY),
         _report(_REFUSED_TITLE, _refusals(given)),
         _report("Sizes that do not fit the model", _misfits(args, sequence, vocab, derived)),
-        _report("8-bit training that can't be", fp8_misfits(args)),
+        _report("Flags that Transformer Engine can't carry out here", te_misfits(args)),
     ]
     if any(problems):
         raise ConfigError("\n".join([f"--hf-model {args.hf_model}:", *filter(None, problems)]))
@@ -371,6 +371,7 @@ def layout_from_args(args: argparse.Namespace) -> Layout:
         data_parallel_size=args.world_size // (tp * pp * cp),
         micro_batch_size=args.micro_batch_size or 1,
         fp8=fp8_from_args(args),
+        tp_comm_overlap=args.tp_comm_overlap,
     )
 
 

@@ -102,3 +102,16 @@ def test_it_is_for_megatrons_trainer():
     sch = megasched.create_schedule(model, Layout(fp8=Fp8()), roles_of(model))
     with pytest.raises(ScheduleError, match="8-bit training is for Megatron's trainer"):
         make_plan(sch)
+
+
+def test_overlap_of_communication_is_for_megatrons_layers():
+    layout = Layout(tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=True)
+    found = {}
+    for family in ("llama", "gemma2"):
+        model = tiny_model(family)
+        sch = megasched.create_schedule(model, layout, roles_of(model))
+        default(sch, layout)
+        found[family] = sch
+    assert len(make_plan(found["llama"], causal_lm=True).blocks) == 2
+    with pytest.raises(ScheduleError, match="--tp-comm-overlap: only Megatron's own layers overlap"):
+        make_plan(found["gemma2"], causal_lm=True)

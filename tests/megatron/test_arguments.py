@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from megasched import patches
 from megasched.errors import ConfigError
 from megasched.layout import Fp8, Layout
-from megasched.megatron import precision
+from megasched.megatron import te_flags
 from megasched.megatron.arguments import (
     REFUSED,
     add_megasched_arguments,
@@ -463,12 +463,14 @@ FP8 = "--fp8-format hybrid --seq-length 24 --micro-batch-size 2"
 
 def test_8_bits_need_transformer_engine(hf_model: str) -> None:
     message = refusal("--hf-model", hf_model, *FP8.split())
-    assert "--fp8-format hybrid: Transformer Engine computes in 8 bits, and it is not installed here" in message
+    assert "--fp8-format hybrid: Transformer Engine does that, and it is not installed here" in message
     assert message.count("\n  - ") == 1
+    message = refusal("--hf-model", hf_model, "--tp-comm-overlap")
+    assert "--tp-comm-overlap: Transformer Engine does that" in message
 
 
 def test_8_bits_take_a_multiple_of_tokens(hf_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "find_spec", lambda name: name)
+    monkeypatch.setattr(te_flags, "find_spec", lambda name: name)
     flags = ["--hf-model", hf_model, *FP8.split()]
     assert derived_args(*flags).fp8 == "hybrid"
     message = refusal(*flags, "--fp8-recipe", "mxfp8")
@@ -478,10 +480,10 @@ def test_8_bits_take_a_multiple_of_tokens(hf_model: str, monkeypatch: pytest.Mon
 
 
 def test_8_bits_in_the_layout() -> None:
-    flags = "--fp8-format e4m3 --fp8-recipe tensorwise --num-layers-at-start-in-bf16 3"
+    flags = "--fp8-format e4m3 --fp8-recipe tensorwise --num-layers-at-start-in-bf16 3 --tp-comm-overlap"
     args = megatron_parser().parse_args(flags.split())
     args.world_size = 1
-    assert layout_from_args(args).fp8 == Fp8(fp8_recipe="tensorwise")
+    assert layout_from_args(args) == Layout(fp8=Fp8(fp8_recipe="tensorwise"), tp_comm_overlap=True)
     args.first_last_layers_bf16 = True
     assert layout_from_args(args).fp8 == Fp8(
         fp8_recipe="tensorwise", num_layers_at_start_in_bf16=3, num_layers_at_end_in_bf16=1

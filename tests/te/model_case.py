@@ -34,7 +34,7 @@ def main(rank: int, world: int, store: str, cases: list[dict[str, Any]]) -> None
     random.get_cuda_rng_tracker().fork = lambda *args, **kwargs: nullcontext()  # it would seed a GPU
     attention.register()
     block.uses_transformer_engine = lambda device: True
-    found = [compare(**case) for case in cases]
+    found = [(overlapping if case.pop("overlap", False) else compare)(**case) for case in cases]
     if rank == 0:
         print(json.dumps(found))
 
@@ -92,6 +92,24 @@ def compare(
     }
 
 
+def overlapping(**case: Any) -> dict[str, Any]:
+    """Linear of a layer -> name of its communication buffer and what it overlaps."""
+    from transformer_engine.pytorch.module import layernorm_linear, linear
+
+    for module in (linear, layernorm_linear):  # Megatron's trainer has initialised the buffers by then
+        module.is_ub_initialized = lambda: True
+        module.using_cublasmp_backend = lambda: False
+    model, *_ = build(
+        case["family"], None, {}, True, "", {"tp_comm_overlap": True}, more_layout={"tp_comm_overlap": True}
+    )
+    kinds = ("ub_overlap_ag_fprop", "ub_overlap_rs_fprop", "ub_overlap_ag_dgrad", "ub_bulk_wgrad", "ub_bulk_dgrad")
+    return {
+        name.partition(".layer.")[2]: [module.ub_name, *(kind for kind in kinds if getattr(module, kind, False))]
+        for name, module in model.definition.named_modules()
+        if getattr(module, "ub_name", None) and ".layers.1." in name
+    }
+
+
 def build(
     family: str,
     fp8: dict[str, Any] | None,
@@ -99,6 +117,7 @@ def build(
     sequence_parallel: bool,
     calls: str,
     more: dict[str, Any],
+    more_layout: dict[str, Any] | None = None,
 ) -> tuple[Any, Any, Any]:
     """A ``ScheduledModel``, its definition on meta, and where its weights are from."""
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -125,6 +144,7 @@ def build(
         tensor_model_parallel_size=world,
         sequence_parallel=sequence_parallel,
         fp8=None if fp8 is None else Fp8(**fp8),
+        **(more_layout or {}),
     )
     sch = megasched.create_schedule(definition, layout, roles_of(definition))
     default(sch, layout)

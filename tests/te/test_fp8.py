@@ -92,6 +92,9 @@ ON_TWO_RANKS = {
 }
 
 
+OVERLAP = {"overlap": {"family": "llama", "overlap": True}}
+
+
 def run(cases, world, tmp_path):
     """What rank 0 of ``world`` processes found for each case."""
     assert MODULES.is_dir(), f"{MODULES} is missing: run `make setup`"
@@ -126,7 +129,7 @@ def in_linears(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory):
-    return run(ON_TWO_RANKS, 2, tmp_path_factory.mktemp("two"))
+    return run({**ON_TWO_RANKS, **OVERLAP}, 2, tmp_path_factory.mktemp("two"))
 
 
 def recipes(found, step=0):
@@ -231,3 +234,12 @@ def test_linears_quantize_their_weights_once_a_step(in_linears):
     first, second = in_linears["llama"]["steps"]
     assert {product["first"] for product in first["products"]} == {True}
     assert {product["first"] for product in second["products"]} == {False}
+
+
+def test_megatrons_layers_overlap_communication(on_two_ranks):
+    assert on_two_ranks["overlap"] == {
+        "self_attention.linear_qkv": ["qkv", "ub_overlap_ag_fprop", "ub_bulk_wgrad", "ub_bulk_dgrad"],
+        "self_attention.linear_proj": ["proj", "ub_overlap_rs_fprop", "ub_overlap_ag_dgrad"],
+        "mlp.linear_fc1": ["fc1", "ub_overlap_ag_fprop", "ub_bulk_wgrad", "ub_bulk_dgrad"],
+        "mlp.linear_fc2": ["fc2", "ub_overlap_rs_fprop", "ub_overlap_ag_dgrad"],
+    }

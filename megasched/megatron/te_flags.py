@@ -1,4 +1,4 @@
-"""8-bit training as Megatron's flags ask for it, and what a run here can't do of it."""
+"""Megatron's flags that Transformer Engine carries out: 8-bit training, overlap of communication."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 from importlib.util import find_spec
 
 from megasched.layout import Fp8
+
+_MISSING = "Transformer Engine does that, and it is not installed here: pip install 'transformer-engine[pytorch]'"
 
 
 def fp8_from_args(args: argparse.Namespace) -> Fp8 | None:
@@ -20,23 +22,19 @@ def fp8_from_args(args: argparse.Namespace) -> Fp8 | None:
     )
 
 
-def fp8_misfits(args: argparse.Namespace) -> list[str]:
-    """What speaks against 8-bit training whatever the model is: no Transformer Engine, or a number of tokens that
-    its matrix products don't take.
+def te_misfits(args: argparse.Namespace) -> list[str]:
+    """What speaks against these flags whatever the model is: no Transformer Engine, a number of tokens that its
+    8-bit matrix products don't take.
 
     Args:
         args: as Megatron parsed them, validated or not.
     """
-    fp8 = fp8_from_args(args)
-    if fp8 is None:
-        return []
+    asked = {f"--fp8-format {args.fp8}": args.fp8, "--tp-comm-overlap": args.tp_comm_overlap}
     lines = []
     if find_spec("transformer_engine") is None:
-        lines.append(
-            f"--fp8-format {args.fp8}: Transformer Engine computes in 8 bits, and it is not installed here: "
-            "pip install 'transformer-engine[pytorch]'"
-        )
-    if args.seq_length and args.micro_batch_size:
+        lines += [f"{flag}: {_MISSING}" for flag, given in asked.items() if given]
+    fp8 = fp8_from_args(args)
+    if fp8 is not None and args.seq_length and args.micro_batch_size:
         split = args.tensor_model_parallel_size if args.sequence_parallel else 1
         sizes = f"--seq-length {args.seq_length} x --micro-batch-size {args.micro_batch_size}"
         sizes += f" / TP {split} under --sequence-parallel" if split > 1 else ""
