@@ -7,6 +7,7 @@ the inside of the version that requirements.txt pins: when a later one breaks it
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 EXTENSION = "transformer_engine_torch"
 
@@ -71,8 +73,28 @@ def install() -> Any:
     te.Linear.forward = _linear
     te.LayerNormLinear.forward = _norm_linear
     te.RMSNorm.forward = lambda self, x, *args, **kwargs: F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-    te.DotProductAttention.forward = _attention
+    te.DotProductAttention.__init__ = _on_cpu(te.DotProductAttention.__init__)
+    te.DotProductAttention.forward = _on_cpu(_attention)
     return te
+
+
+class _OnCpu(TorchFunctionMode):
+    """Tensors that are to be made on a GPU are made on the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+def _on_cpu(function: Any) -> Any:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _OnCpu():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _allow_8_bits() -> None:
@@ -133,8 +155,17 @@ def _attention(
     attn_mask_type: str | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    assert (qkv_format or self.qkv_format) == "sbhd"
-    assert (attn_mask_type or self.attn_mask_type) == "causal"
-    q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-    output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return output.permute(2, 0, 1, 3).flatten(2)
+    """Transformer Engine's own plain operations, which it takes where it has no kernel."""
+    layout = "_".join([qkv_format or self.qkv_format] * 3)
+    sinks = None if self.softmax_offset is None else self.softmax_offset.reshape(1, -1, 1, 1).float()
+    return self.unfused_attention(
+        {},
+        query,
+        key,
+        value,
+        qkv_layout=layout,
+        attn_mask_type=attn_mask_type or self.attn_mask_type,
+        window_size=self.window_size,
+        softcap=self.softcap,
+        softmax_offset=sinks,
+    )
