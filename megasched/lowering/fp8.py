@@ -16,6 +16,7 @@ from torch import nn
 from megasched.assembly import Assembly
 from megasched.errors import Problem
 from megasched.lowering.blocks import assemblies
+from megasched.lowering.placing import is_linear
 from megasched.lowering.plan import Plan
 from megasched.lowering.wrap import Forward, wrap_forward
 from megasched.roles import Block
@@ -54,6 +55,16 @@ def choose_fp8(plan: Plan, block: Block | str) -> list[Problem]:
             problems.append(Problem(what, layer, remedy=remedy))
         problems += _misfits(plan, layer, products)
     return problems
+
+
+def left_in_16_bits(plan: Plan, model: nn.Module) -> list[str]:
+    """Linears of layers in 8 bits that stay in 16: those that are not sharded, and k and v that have fewer heads
+    than there are TP ranks."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if is_linear(module) and plan.in_8_bits(path) and not plan.in_block(path) and path not in plan.te_linears
+    ]
 
 
 def _linears(plan: Plan, index: int) -> list[str]:

@@ -7,13 +7,18 @@ import megasched
 from megasched.errors import ConfigError, ScheduleError
 from megasched.layout import Fp8, Layout
 from megasched.lowering import attention
+from megasched.lowering.fp8 import left_in_16_bits
 from megasched.lowering.planning import make_plan
 from megasched.model_adapters.default_schedule import schedule as default
 from megasched.model_adapters.registry import roles_of
 from tests.lowering.models import tiny_model
 
 
-def plan(family="llama", fp8="tensorwise", tp=1, start=0, end=0, **changes):
+def plan(*args, **options):
+    return model_and_plan(*args, **options)[1]
+
+
+def model_and_plan(family="llama", fp8="tensorwise", tp=1, start=0, end=0, **changes):
     model = tiny_model(family, **{"hidden_size": 64, "intermediate_size": 96, **changes})
     attention.register()
     model.config._attn_implementation = attention.NAME
@@ -21,7 +26,7 @@ def plan(family="llama", fp8="tensorwise", tp=1, start=0, end=0, **changes):
     layout = Layout(tensor_model_parallel_size=tp, fp8=asked)
     sch = megasched.create_schedule(model, layout, roles_of(model))
     default(sch, layout)
-    return make_plan(sch, causal_lm=True)
+    return model, make_plan(sch, causal_lm=True)
 
 
 def test_the_automatic_schedule_takes_megatrons_layers():
@@ -62,9 +67,15 @@ def test_linears_of_other_models_are_transformer_engines():
 
 def test_projections_that_are_whole_stay_in_16_bits():
     """k and v with fewer heads than TP ranks."""
-    found = plan(tp=4, intermediate_size=192)
+    model, found = model_and_plan(tp=4, intermediate_size=192)
     assert "model.layers.0.self_attn.q_proj" in found.te_linears
     assert not any(path.endswith(("k_proj", "v_proj")) for path in found.te_linears)
+    assert left_in_16_bits(found, model) == [
+        f"model.layers.{layer}.self_attn.{name}" for layer in (0, 1) for name in ("k_proj", "v_proj")
+    ]
+    for fp8 in ({"start": 2}, {"tp": 2}):  # none in 8 bits; all in Megatron's layers
+        model, found = model_and_plan(**fp8)
+        assert left_in_16_bits(found, model) == []
 
 
 def test_sizes_of_products_of_linears():
