@@ -104,6 +104,9 @@ def _why_not(plan: Plan, layer: str, block: Block, trained: Mapping[str, bool], 
     strange = [name[len(layer) + 1 :] for name in names if name not in known]
     if strange:
         return f"nothing is known of {', '.join(strange)}"
+    reason = _uneven_biases(plan, layer, block)
+    if reason:
+        return reason
     if any(plan.canonical[name] != name for name in names):
         return "a parameter is tied to one of another layer"
     for parts in assemblies(plan, layer, block).values():
@@ -112,12 +115,26 @@ def _why_not(plan: Plan, layer: str, block: Block, trained: Mapping[str, bool], 
     return ""
 
 
+def _uneven_biases(plan: Plan, layer: str, block: Block) -> str:
+    """What of a layer's biases Megatron's has not."""
+    for names in ((block.q, block.k, block.v), (block.gate, block.up, block.down)):
+        if len({has_bias(plan, layer, name) for name in names}) > 1:
+            return f"only some of {', '.join(names)} have a bias"
+    if has_bias(plan, layer, block.out) and not has_bias(plan, layer, block.q):
+        return f"{block.out} has a bias and {block.q} has none"
+    return ""
+
+
+def has_bias(plan: Plan, layer: str, name: str) -> bool:
+    """Whether a linear of the definition's layer has one."""
+    return f"{layer}.{name}.bias" in plan.canonical
+
+
 def _parameters(block: Block) -> list[str]:
     """Names in a layer of all that the block speaks of; biases need not be there."""
     linears = (block.q, block.k, block.v, block.out, block.gate, block.up, block.down)
     norms = filter(None, (block.input_norm, block.mlp_norm, block.q_norm, block.k_norm))
-    biases = (f"{name}.bias" for name in (block.q, block.k, block.v))
-    return [*(f"{name}.weight" for name in (*linears, *norms)), *biases]
+    return [*(f"{name}.weight" for name in (*linears, *norms)), *(f"{name}.bias" for name in linears)]
 
 
 def assemblies(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
@@ -138,8 +155,13 @@ def assemblies(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
         "pre_mlp_layernorm.weight": of([f"{block.mlp_norm}.weight"]),
         "mlp.linear_fc1.layer_norm_weight": of([f"{block.mlp_norm}.weight"]),
     }
-    if f"{layer}.{block.q}.bias" in plan.canonical:
+    if has_bias(plan, layer, block.q):
         found["self_attention.linear_qkv.bias"] = of((f"{name}.bias" for name in qkv), block.groups)
+    if has_bias(plan, layer, block.out):
+        found["self_attention.linear_proj.bias"] = of([f"{block.out}.bias"])
+    if has_bias(plan, layer, block.gate):
+        found["mlp.linear_fc1.bias"] = of([f"{block.gate}.bias", f"{block.up}.bias"])
+        found["mlp.linear_fc2.bias"] = of([f"{block.down}.bias"])
     if block.q_norm:
         found["self_attention.q_layernorm.weight"] = of([f"{block.q_norm}.weight"])
         found["self_attention.k_layernorm.weight"] = of([f"{block.k_norm}.weight"])
