@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 LLAMA_LIKE = (
     *("llama", "mistral", "ministral", "qwen2", "qwen3", "cwm", "seed_oss", "smollm3"),
     *("internlm3", "iquestcoder"),  # both by Llama's class
+    "phi3",
 )
 # Kinds of rotary positions whose angles do not depend on the length of the input and are not scaled.
 PLAIN_ROTARY = ("default", "linear", "llama3")
@@ -26,16 +27,18 @@ def block_of(model: nn.Module) -> Block | str:
     reason = _why_not(config, model)
     if reason:
         return reason
-    normed = config.model_type == "qwen3"
+    normed, packed = config.model_type == "qwen3", config.model_type == "phi3"
     return Block(
         heads=config.num_attention_heads,
         groups=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         eps=config.rms_norm_eps,
         attention_dropout=config.attention_dropout,
-        hidden_dropout=getattr(config, "residual_dropout", 0.0),
+        hidden_dropout=config.resid_pdrop if packed else getattr(config, "residual_dropout", 0.0),
         windows=_windows(config),
         rotated=tuple(bool(rotated) for rotated in getattr(config, "no_rope_layers", None) or ()),
+        qkv="self_attn.qkv_proj" if packed else "",
+        gate_up="mlp.gate_up_proj" if packed else "",
         q_norm="self_attn.q_norm" if normed else "",
         k_norm="self_attn.k_norm" if normed else "",
     )
@@ -51,9 +54,9 @@ def _why_not(config: Any, model: Any) -> str:
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
-    """Of each layer; Mistral's is that of all layers, the others say which layers have it."""
+    """Of each layer; Mistral's and Phi-3's is that of all layers, the others say which layers have it."""
     window = getattr(config, "sliding_window", None)
-    if config.model_type == "mistral":
+    if config.model_type in ("mistral", "phi3"):
         return (window,) * config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or ()
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

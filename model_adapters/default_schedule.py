@@ -25,5 +25,5 @@ def schedule(sch: Schedule, layout: Layout) -> None:
     by_megatron = layout.fp8 is not None or layout.tp_comm_overlap
     if by_megatron and isinstance(block, Block) and block.groups % layout.tp == 0:
         for path, role in sch.roles.role.items():
-            if role == "qkv.q":
-                sch[path.removesuffix(f".{block.q}")].level("block")
+            if role == "attn.out":
+                sch[path.removesuffix(f".{block.out}")].level("block")

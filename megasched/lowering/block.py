@@ -70,11 +70,13 @@ def lower_block(
     assert structure is not None
     index = structure.index_of(path)
     assert index is not None
-    biased = {name: has_bias(plan, path, name) for name in (block.q, block.out, block.gate)}
-    config = _config(context, block, index, add_bias_linear=biased[block.out], add_qkv_bias=biased[block.q])
+    qkv, out, fc1 = (
+        has_bias(plan, path, name) for name in (block.attention_inputs[0], block.out, block.mlp_inputs[0])
+    )
+    config = _config(context, block, index, add_bias_linear=out, add_qkv_bias=qkv)
     layer = TransformerLayer(
         config,
-        _submodules(config, context.device, mlp_bias=biased[block.gate]),
+        _submodules(config, context.device, mlp_bias=fc1),
         layer_number=index + 1,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         add_layer_offset=False,

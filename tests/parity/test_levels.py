@@ -13,7 +13,7 @@ from tests.parity.test_matrix import LAYOUTS, assert_first_step_equals_hf
 from tests.rank_pool import RankError
 from tests.training import gather, losses, train
 
-FAMILIES = ("mistral", "qwen2", "qwen3", *tiny.BLOCKS)
+FAMILIES = ("mistral", "qwen2", "qwen3", "phi3", *tiny.BLOCKS)
 SCHEDULE = """
 from megasched.model_adapters.default_schedule import schedule as default
 
@@ -75,6 +75,14 @@ def test_blocks_equal_hf(ranks, tmp_path, block, family, layout):
 VARIANTS = {
     "no window": ("mistral", {"sliding_window": None}),
     "window in later layers": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "window and partial rotation": (
+        "phi3",
+        {
+            "num_key_value_heads": 4,
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
     "attention bias": ("llama", {"attention_bias": True}),
     "MLP bias": ("llama", {"mlp_bias": True}),
     "all biases": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
@@ -135,10 +143,17 @@ def test_recompute_changes_no_bit_even_with_dropout(ranks, tmp_path, block):
                 assert torch.equal(gradient, other.gradients[key][0]), (name, key)
 
 
-@pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]])
-def test_a_checkpoint_goes_between_levels_and_layouts(ranks, tmp_path, block, optimizer):
+DISTRIBUTED = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
+
+
+@pytest.mark.parametrize(
+    ("family", "optimizer"),
+    [("qwen2", []), ("qwen2", DISTRIBUTED), ("phi3", DISTRIBUTED), ("seed_oss", DISTRIBUTED)],
+)
+def test_a_checkpoint_goes_between_levels_and_layouts(ranks, tmp_path, block, family, optimizer):
     """HF's names and shapes, in the optimizer's states too: written as blocks, read as leaves, and back."""
-    folder = tiny.save("qwen2", tmp_path / "model")
+    changes = {"attention_out_bias": True, "mlp_bias": True} if family == "seed_oss" else {}
+    folder = tiny.save(family, tmp_path / "model", **changes)
     common = [*optimizer, "--ckpt-format", "torch_dist", "--override-opt-param-scheduler"]
     straight = ranks.run(1, train, folder, common, iterations=4)
     expected = gather(straight, "weights", 1)

@@ -83,7 +83,7 @@ ON_TWO_RANKS = {
         ("llama", {}, FUSED),
         ("qwen3", {}, FUSED),
         ("gemma2", {}, ""),
-        ("phi3", {"num_key_value_heads": 4}, ""),
+        ("phi3", {"num_key_value_heads": 4}, FUSED),
         ("gpt2", {}, ""),
         ("opt", OPT, ""),
         ("gpt_neox", {}, ""),
