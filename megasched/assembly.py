@@ -23,9 +23,9 @@ class Assembly:
 
     Attributes:
         parts: placements of the HF tensors, in their order.
-        groups: in how many groups each part is cut, which then take turns: Megatron keeps, for each head of
-            k and v, the heads of q that use it, then k, then v (megatron/core/transformer/attention.py).
-            Counted over all TP ranks; 1: whole parts follow each other.
+        groups: in how many groups each part (each component of a packed one) is cut, which then take turns:
+            Megatron keeps, for each head of k and v, the heads of q that use it, then k, then v
+            (megatron/core/transformer/attention.py). Counted over all TP ranks; 1: whole parts follow each other.
     """
 
     parts: tuple[Placement, ...]
@@ -33,7 +33,7 @@ class Assembly:
 
     def __post_init__(self) -> None:
         for part in self.parts if self.groups > 1 else ():
-            if part.shape[0] % self.groups:
+            if any(length % self.groups for length in _components(part)):
                 raise ValueError(f"{part.name}: {list(part.shape)} is not made of {self.groups} groups")
 
     @property
@@ -50,27 +50,41 @@ class Assembly:
         """The parameter of a rank from its pieces of the parts, as their placements cut them."""
         import torch
 
-        if len(pieces) == 1:
-            return pieces[0]
         if self.groups == 1:
-            return torch.cat(list(pieces))
+            return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
         groups = self._local_groups(size)
-        rows = [piece.unflatten(0, (groups, -1)) for piece in pieces]
+        rows = [
+            component.unflatten(0, (groups, -1))
+            for piece, lengths in zip(pieces, self._lengths(size), strict=True)
+            for component in piece.split(lengths)
+        ]
         return torch.cat(rows, dim=1).flatten(0, 1)
 
     def split(self, local: torch.Tensor, size: int) -> list[torch.Tensor]:
         """The pieces of the parts from the parameter of a rank, or anything laid out like it; the inverse of
         ``join`` (views where that is possible)."""
-        if len(self.parts) == 1:
-            return [local]
-        lengths = [part.local_shape(size)[0] for part in self.parts]
+        import torch
+
+        lengths = self._lengths(size)
         if self.groups == 1:
-            return list(local.split(lengths))
+            return [local] if len(lengths) == 1 else list(local.split([sum(of_part) for of_part in lengths]))
         groups = self._local_groups(size)
-        rows = local.unflatten(0, (groups, -1)).split([length // groups for length in lengths], dim=1)
-        return [piece.flatten(0, 1) for piece in rows]
+        widths = [length // groups for of_part in lengths for length in of_part]
+        rows = iter(local.unflatten(0, (groups, -1)).split(widths, dim=1))
+        pieces = [[next(rows).flatten(0, 1) for _ in of_part] for of_part in lengths]
+        return [piece[0] if len(piece) == 1 else torch.cat(piece) for piece in pieces]
+
+    def _lengths(self, size: int) -> list[list[int]]:
+        """Of the components of each part, on one rank."""
+        return [
+            [length // size for length in part.components] or [part.local_shape(size)[0]] for part in self.parts
+        ]
 
     def _local_groups(self, size: int) -> int:
         if self.groups % size:
             raise ValueError(f"{self.name}: {self.groups} groups do not divide by TP {size}")
         return self.groups // size
+
+
+def _components(part: Placement) -> tuple[int, ...]:
+    return part.components or part.shape[:1]

@@ -126,6 +126,9 @@ def show(
     ] = 1,
     dp: Annotated[int, typer.Option("--dp", help="Replicas of the whole.")] = 1,
     micro_batch_size: Annotated[int, typer.Option(help="Sequences in one forward.")] = 1,
+    fp8_recipe: Annotated[
+        str | None, typer.Option(metavar="RECIPE", help="8-bit training: delayed, tensorwise, blockwise, mxfp8.")
+    ] = None,
     seq_length: Annotated[int, typer.Option(help="Tokens in a sequence; weighs attention's FLOPs.")] = 4096,
     make_vocab_size_divisible_by: Annotated[
         int, typer.Option(help="The vocabulary is padded to a multiple of this times TP.")
@@ -141,7 +144,7 @@ def show(
 
     No GPU, no process group and no weights are needed.
     """
-    from megasched.layout import Layout
+    from megasched.layout import Fp8, Layout
     from megasched.report.console import quiet_imports, report_console
 
     layout = Layout(
@@ -151,6 +154,7 @@ def show(
         virtual_pipeline_model_parallel_size=vp if vp != 1 else None,
         data_parallel_size=dp,
         micro_batch_size=micro_batch_size,
+        fp8=Fp8(fp8_recipe=fp8_recipe) if fp8_recipe is not None else None,
     )
     with quiet_imports():
         from megasched.report.show import inspect_schedule

@@ -6,6 +6,36 @@ from dataclasses import dataclass
 
 from megasched.errors import ConfigError
 
+FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8:
+    """8-bit training of the layers by Transformer Engine; field names are Megatron's.
+
+    Attributes:
+        fp8_recipe: how tensors are scaled: delayed, tensorwise, blockwise or mxfp8.
+        num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: layers that stay in 16 bits.
+    """
+
+    fp8_recipe: str = "delayed"
+    num_layers_at_start_in_bf16: int = 0
+    num_layers_at_end_in_bf16: int = 0
+
+    def __post_init__(self) -> None:
+        if self.fp8_recipe not in FP8_RECIPES:
+            raise ConfigError(f"fp8_recipe is {self.fp8_recipe!r}; it must be one of {', '.join(FP8_RECIPES)}")
+
+    @property
+    def multiple(self) -> int:
+        """What every size of an 8-bit matrix product is a multiple of (``get_fp8_align_size`` in
+        megatron/core/fp8_utils.py)."""
+        return 32 if self.fp8_recipe == "mxfp8" else 16
+
+    def covers(self, layer: int, count: int) -> bool:
+        """Whether layer number ``layer`` of ``count`` runs in 8 bits (``is_first_last_bf16_layer`` there)."""
+        return self.num_layers_at_start_in_bf16 <= layer < count - self.num_layers_at_end_in_bf16
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -20,6 +50,8 @@ class Layout:
         expert_model_parallel_size: EP, ranks that share the experts of one layer.
         data_parallel_size: DP, replicas of the whole.
         micro_batch_size: sequences in one forward.
+        fp8: 8-bit training, if it was asked for; a schedule may choose by it.
+        tp_comm_overlap: communication over TP is to overlap with matrix products, which Megatron's own layers do.
     """
 
     tensor_model_parallel_size: int = 1
@@ -30,10 +62,12 @@ class Layout:
     expert_model_parallel_size: int = 1
     data_parallel_size: int = 1
     micro_batch_size: int = 1
+    fp8: Fp8 | None = None
+    tp_comm_overlap: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "sequence_parallel" and value is not None and value < 1:
+            if name.endswith("_size") and value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
         if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
             raise ConfigError("virtual pipeline chunks (VPP) need pipeline_model_parallel_size of at least 2")
@@ -64,4 +98,5 @@ class Layout:
         parts += [f"CP{self.context_parallel_size}"] if self.context_parallel_size > 1 else []
         parts += [f"EP{self.expert_model_parallel_size}"] if self.expert_model_parallel_size > 1 else []
         parts += [f"DP{self.data_parallel_size}"] if self.data_parallel_size > 1 else []
-        return " x ".join(parts) or "one rank"
+        text = " x ".join(parts) or "one rank"
+        return text if self.fp8 is None else f"{text}, 8 bits ({self.fp8.fp8_recipe})"

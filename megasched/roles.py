@@ -36,13 +36,17 @@ class Block:
 
     Attributes:
         input_norm, mlp_norm: RMS norms before attention and before the MLP.
-        q, k, v, out: attention's projections; biases on all of q, k and v or on none.
-        gate, up, down: the MLP's; SiLU of the gate.
+        q, k, v, out: attention's projections; biases on all of q, k and v or on none, and then perhaps on out.
+        gate, up, down: the MLP's; SiLU of the gate; biases on all or on none.
+        qkv, gate_up: q, k and v in one projection, gate and up in one, which count instead; empty: there are none.
         q_norm, k_norm: RMS norms of each head of q and k; empty for none.
         rotary: path in the model of the module whose ``inv_freq`` the angles are made of.
         heads, groups, head_dim: attention heads, heads of k and v, and their size.
         eps: of all norms.
-        attention_dropout: probability.
+        attention_dropout, hidden_dropout: probabilities; the second of what is added to the hidden state.
+        windows: how many tokens a token of each layer attends to, itself included (None: all); empty: all layers
+            attend to all.
+        rotated: whether each layer has rotary positions; empty: all have.
     """
 
     heads: int
@@ -50,6 +54,9 @@ class Block:
     head_dim: int
     eps: float
     attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    windows: tuple[int | None, ...] = ()
+    rotated: tuple[bool, ...] = ()
     input_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     q: str = "self_attn.q_proj"
@@ -59,9 +66,21 @@ class Block:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    qkv: str = ""
+    gate_up: str = ""
     q_norm: str = ""
     k_norm: str = ""
     rotary: str = "model.rotary_emb"
+
+    @property
+    def attention_inputs(self) -> tuple[str, ...]:
+        """The projections to q, k and v."""
+        return (self.qkv,) if self.qkv else (self.q, self.k, self.v)
+
+    @property
+    def mlp_inputs(self) -> tuple[str, ...]:
+        """The projections to gate and up."""
+        return (self.gate_up,) if self.gate_up else (self.gate, self.up)
 
 
 @dataclass(frozen=True)

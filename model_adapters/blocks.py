@@ -10,7 +10,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 # Model types whose layers are built as Llama's are; tests/parity/test_levels.py proves each of them.
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+LLAMA_LIKE = (
+    *("llama", "mistral", "ministral", "qwen2", "qwen3", "cwm", "seed_oss", "smollm3"),
+    *("internlm3", "iquestcoder"),  # both by Llama's class
+    "phi3",
+)
 # Kinds of rotary positions whose angles do not depend on the length of the input and are not scaled.
 PLAIN_ROTARY = ("default", "linear", "llama3")
 
@@ -23,13 +27,18 @@ def block_of(model: nn.Module) -> Block | str:
     reason = _why_not(config, model)
     if reason:
         return reason
-    normed = config.model_type == "qwen3"
+    normed, packed = config.model_type == "qwen3", config.model_type == "phi3"
     return Block(
         heads=config.num_attention_heads,
         groups=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         eps=config.rms_norm_eps,
         attention_dropout=config.attention_dropout,
+        hidden_dropout=config.resid_pdrop if packed else getattr(config, "residual_dropout", 0.0),
+        windows=_windows(config),
+        rotated=tuple(bool(rotated) for rotated in getattr(config, "no_rope_layers", None) or ()),
+        qkv="self_attn.qkv_proj" if packed else "",
+        gate_up="mlp.gate_up_proj" if packed else "",
         q_norm="self_attn.q_norm" if normed else "",
         k_norm="self_attn.k_norm" if normed else "",
     )
@@ -41,9 +50,13 @@ def _why_not(config: Any, model: Any) -> str:
     kind = model.get_submodule("model.rotary_emb").rope_type
     if kind not in PLAIN_ROTARY:
         return f"rotary positions of type {kind!r} depend on the input or are scaled"
-    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
-        return "attention_bias or mlp_bias puts biases on output projections"
-    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    if windowed or (config.model_type == "mistral" and config.sliding_window is not None):
-        return "attention is cut to a sliding window"
     return ""
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """Of each layer; Mistral's and Phi-3's is that of all layers, the others say which layers have it."""
+    window = getattr(config, "sliding_window", None)
+    if config.model_type in ("mistral", "phi3"):
+        return (window,) * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ()
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,10 +1,11 @@
-"""The schedule that ``--model-schedule auto`` runs: every role cut as its kind is, nothing else."""
+"""The schedule that ``--model-schedule auto`` runs: every role cut as its kind is, and Megatron's own
+layers where they can stand for the definition's and do what was asked for (8 bits, overlap)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megasched.roles import ROLES
+from megasched.roles import ROLES, Block
 
 if TYPE_CHECKING:
     from megasched.layout import Layout
@@ -20,3 +21,9 @@ def schedule(sch: Schedule, layout: Layout) -> None:
         output = 1 if type(sch[path].mod).__name__ == "Conv1D" else 0
         axis = {"column": output, "row": 1 - output, "vocab": 0}[cut]
         sch[path].shard("weight", axis=axis)
+    block = sch.roles.block
+    by_megatron = layout.fp8 is not None or layout.tp_comm_overlap
+    if by_megatron and isinstance(block, Block) and block.groups % layout.tp == 0:
+        for path, role in sch.roles.role.items():
+            if role == "attn.out":
+                sch[path.removesuffix(f".{block.out}")].level("block")

@@ -41,6 +41,18 @@ def test_groups_take_turns_as_megatrons_qkv_does():
     assert Assembly(parts).join([q, k, v], 1).tolist() == [0, 1, 2, 3, 10, 11, 20, 21]
 
 
+def test_components_of_a_packed_part_take_turns_too():
+    packed = Placement("qkv", (8,), axis=0, components=(4, 2, 2))
+    whole = torch.tensor([0, 1, 2, 3, 10, 11, 20, 21])
+    assert Assembly((packed,), 2).join([whole], 1).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    for rank, local in enumerate(([0, 1, 10, 20], [2, 3, 11, 21])):
+        piece = packed.shard(whole, rank, 2)
+        assert Assembly((packed,), 2).join([piece], 2).tolist() == local
+        assert torch.equal(Assembly((packed,), 2).split(torch.tensor(local), 2)[0], piece)
+    with pytest.raises(ValueError, match="is not made of 4 groups"):
+        Assembly((packed,), 4)
+
+
 def test_groups_that_do_not_divide():
     with pytest.raises(ValueError, match="p1: \\[3\\] is not made of 2 groups"):
         Assembly(placements(4, 3), 2)

@@ -65,12 +65,49 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {**_SMALL},
 }
 
+# Further families that Megatron's own layer computes: windows in some layers, no positions in others.
+BLOCKS: dict[str, dict[str, Any]] = {
+    "ministral": {
+        **_SMALL,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+    },
+    "cwm": {
+        **_SMALL,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 5,
+        "pad_token_id": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "internlm3": {**_SMALL, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": None},
+    "iquestcoder": {**_SMALL, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": None},
+    "seed_oss": {
+        **_SMALL,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+    },
+    "smollm3": {
+        **_SMALL,
+        "num_key_value_heads": 2,
+        "pad_token_id": None,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "no_rope_layers": [1, 0, 1, 0],
+    },
+}
+
 
 def config(family: str, **changes: Any) -> Any:
     """The tiny HF config of a family, some fields changed."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(family, **{**FAMILIES[family], **changes})
+    return AutoConfig.for_model(family, **{**(FAMILIES | BLOCKS)[family], **changes})
 
 
 def save(family: str, folder: Any, **changes: Any) -> str:

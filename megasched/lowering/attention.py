@@ -6,6 +6,7 @@ mask that HF built (sliding window, chunks) is applied as it is.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from megasched.errors import MegaschedError, ScheduleError
-from megasched.lowering.attention_te import TeCore, window_of
+from megasched.lowering.attention_te import TeCore, why_not_te, window_of
 from megasched.lowering.recompute import recompute
 from megasched.lowering.rng import fork_rng
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 NAME = "megasched"
 EXPLICIT = "megasched_explicit_mask"
 NAMES = (NAME, EXPLICIT)
+log = logging.getLogger(__name__)
 
 
 class AttentionSettings:
@@ -35,6 +37,7 @@ class AttentionSettings:
         sharded: heads are cut over TP, so that dropout must differ between the ranks.
         te: Transformer Engine's kernels, where they are used.
         recompute: compute the attention core again in the backward pass (Megatron's ``core_attn``).
+        told: why calls stayed with torch where Transformer Engine is there; each reason is logged once.
     """
 
     def __init__(self, local_heads: int, sharded: bool, te: TeCore | None = None) -> None:
@@ -42,6 +45,14 @@ class AttentionSettings:
         self.sharded = sharded
         self.te = te
         self.recompute = False
+        self.told: set[str] = set()
+
+    def stays_with_torch(self, reason: str) -> bool:
+        """Whether a reason keeps a call from Transformer Engine; says so in the debug log, once."""
+        if reason and self.te is not None and reason not in self.told:
+            self.told.add(reason)
+            log.debug("attention stays with torch, not Transformer Engine: %s", reason)
+        return bool(reason)
 
 
 def attention_forward(
@@ -84,12 +95,27 @@ def attention_forward(
     window = window_of(sliding_window, query.shape[2])
     # A causal layer's mask is its window; any other mask is the definition's own and goes to torch.
     windowed = bool(is_causal) and attention_mask is not None and window[0] >= 0
-    te = settings.te if settings is not None and plain and (attention_mask is None or windowed) else None
+    reason = why_not_te(
+        softcap=softcap,
+        dropout=dropout,
+        s_aux=s_aux,
+        position_bias=position_bias,
+        other_mask=attention_mask is not None and not windowed,
+    )
+    te = None if settings is None or settings.stays_with_torch(reason) else settings.te
 
     def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if te is not None:
             return te(
-                query, key, value, causal=causal or windowed, window=window, dropout=dropout, scaling=scaling
+                query,
+                key,
+                value,
+                causal=causal or windowed,
+                window=window,
+                dropout=dropout,
+                scaling=scaling,
+                softcap=softcap,
+                sinks=s_aux,
             )
         if not plain:
             return _spelled_out(
@@ -98,8 +124,9 @@ def attention_forward(
         return fused_attention(query, key, value, attention_mask, causal, dropout, scaling)
 
     sharded = settings is not None and settings.sharded
-    # TE forks by itself, through the tracker it is given.
-    with fork_rng() if dropout and sharded and te is None else nullcontext():
+    # TE is given no tracker: it would fork a second time where a layer has forked already (sequence parallelism),
+    # and also where heads are whole and all ranks must draw the same.
+    with fork_rng() if dropout and sharded else nullcontext():
         if settings is not None and settings.recompute and torch.is_grad_enabled():
             output = recompute(core, query, key, value)
         else:

@@ -1,13 +1,15 @@
 """Transformer Engine's ``DotProductAttention`` behind the same attention function, where TE is there.
 
-TE picks among its kernels (cuDNN fused, flash, unfused) by itself. What it can't do here (soft-capped logits,
-sinks, position bias, masks of other shapes) stays with torch.
+TE picks among its kernels (cuDNN fused, flash, unfused) by itself. Grouped heads, scales, dropout, sliding windows
+and learned sinks are passed to it; soft caps where it has a kernel for them. What it can't do here (position bias,
+masks of other shapes) stays with torch.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -26,6 +28,44 @@ def te_attention() -> type | None:
 def uses_transformer_engine(device: torch.device) -> bool:
     """Whether models on this device are made of TE's modules: it has kernels for GPUs alone."""
     return device.type == "cuda" and te_attention() is not None
+
+
+@cache
+def te_caps_logits() -> bool:
+    """Whether TE has a kernel for soft-capped logits here. Only flash-attn's has it (``get_attention_backend`` in
+    TE); without, TE would keep [b, heads, s, s] tensors as plain operations do."""
+    cls = te_attention()
+    if cls is None or "softcap" not in signature(cls).parameters:
+        return False
+    from transformer_engine.pytorch.attention.dot_product_attention.utils import FlashAttentionUtils as flash
+
+    return bool(flash.v2_6_0_plus or flash.fa3_supports_softcap)
+
+
+def why_not_te(
+    *,
+    softcap: float | None,
+    dropout: float,
+    s_aux: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+    other_mask: bool,
+) -> str:
+    """Why a call of attention stays with torch; empty where TE takes it.
+
+    Args:
+        other_mask: there is a mask that is neither causal nor a sliding window.
+    """
+    if position_bias is not None:
+        return "a bias on the logits"
+    if other_mask:
+        return "a mask that is neither causal nor a sliding window"
+    if softcap is not None and not te_caps_logits():
+        return "soft-capped logits, for which Transformer Engine needs flash-attn 2.6"
+    if softcap is not None and dropout:
+        return "soft-capped logits with dropout"
+    if softcap is not None and s_aux is not None:
+        return "soft-capped logits with sinks"
+    return ""
 
 
 def window_of(sliding_window: int | None, length: int) -> tuple[int, int]:
@@ -56,13 +96,23 @@ class TeCore:
         window: tuple[int, int],
         dropout: float,
         scaling: float | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of [b, heads, s, d] tensors (HF's order); returns [b, heads, s, d]."""
-        form = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], causal, window, dropout, scaling)
+        """Attention of [b, heads, s, d] tensors (HF's order); returns [b, heads, s, d].
+
+        Args:
+            sinks: [heads], logits of a place that is attended to and left out of the result.
+        """
+        widths = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
+        form = (*widths, causal, window, dropout, scaling, softcap, sinks is not None)
         if form not in self._made:
             self._made[form] = self._make(*form)
+        core = self._made[form]
+        if sinks is not None:  # TE's own parameter gives way to the definition's
+            core.softmax_offset = sinks
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        output = self._made[form](q, k, v)  # [b, s, heads * d]
+        output = core(q, k, v)  # [b, s, heads * d]
         return output.view(*q.shape[:3], v.shape[-1]).transpose(1, 2)
 
     def _make(
@@ -75,13 +125,17 @@ class TeCore:
         window: tuple[int, int],
         dropout: float,
         scaling: float | None,
+        softcap: float | None,
+        sinks: bool,
     ) -> Any:
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
         cls = te_attention()
         assert cls is not None
-        tracker = get_cuda_rng_tracker()
-        return cls(
+        options: dict[str, Any] = {}
+        if softcap is not None:
+            options["softcap"] = softcap
+        if sinks:
+            options["softmax_type"] = "learnable"
+        core = cls(
             num_attention_heads=heads * self.tp_size,
             kv_channels=key_width if key_width == value_width else (key_width, value_width),
             num_gqa_groups=groups * self.tp_size,
@@ -91,6 +145,9 @@ class TeCore:
             window_size=window if causal else (-1, -1),
             tp_size=self.tp_size,
             tp_group=self.tp_group,
-            get_rng_state_tracker=get_cuda_rng_tracker if tracker.is_initialized() else None,
             softmax_scale=scaling,
+            **options,
         )
+        if sinks:
+            del core.softmax_offset
+        return core

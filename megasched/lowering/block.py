@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 
 from megasched.lowering.attention import fused_attention
 from megasched.lowering.attention_te import uses_transformer_engine
-from megasched.lowering.blocks import assemblies
+from megasched.lowering.blocks import assemblies, has_bias
 from megasched.lowering.context import Context
 from megasched.lowering.rng import fork_rng
 from megasched.lowering.structure import Slot
@@ -35,11 +36,11 @@ class MegatronLayer(nn.Module):
     Args:
         layer: Megatron's, which takes and returns [s (/ tp under SP), b, h].
         slot: where the hidden state stands in the definition's call.
-        angles: (sequence length, device) -> rotary angles [s, 1, 1, head_dim], float32.
+        angles: (sequence length, device) -> rotary angles [s, 1, 1, head_dim], float32; None without positions.
         parts: in how many parts the hidden state is split along the sequence.
     """
 
-    def __init__(self, layer: TransformerLayer, slot: Slot, angles: Angles, parts: int) -> None:
+    def __init__(self, layer: TransformerLayer, slot: Slot, angles: Angles | None, parts: int) -> None:
         super().__init__()
         self.layer = layer
         self.slot, self.angles, self.parts = slot, angles, parts
@@ -48,7 +49,8 @@ class MegatronLayer(nn.Module):
         """The hidden state [b, s (/ tp), h] among the arguments goes through the layer; the others (masks,
         positions) say nothing that Megatron's causal layer does not know."""
         hidden = self.slot.get(args, kwargs).transpose(0, 1).contiguous()
-        angles = self.angles(hidden.shape[0] * self.parts, hidden.device)
+        length = hidden.shape[0] * self.parts
+        angles = None if self.angles is None else self.angles(length, hidden.device)
         output, _ = self.layer(hidden, attention_mask=None, rotary_pos_emb=angles)
         return self.slot.wrap(output.transpose(0, 1))
 
@@ -66,12 +68,15 @@ def lower_block(
     """
     plan, structure = context.plan, context.plan.structure
     assert structure is not None
-    config = _config(context, block, biased=getattr(old.get_submodule(block.q), "bias", None) is not None)
     index = structure.index_of(path)
     assert index is not None
+    qkv, out, fc1 = (
+        has_bias(plan, path, name) for name in (block.attention_inputs[0], block.out, block.mlp_inputs[0])
+    )
+    config = _config(context, block, index, add_bias_linear=out, add_qkv_bias=qkv)
     layer = TransformerLayer(
         config,
-        _submodules(config, context.device),
+        _submodules(config, context.device, mlp_bias=fc1),
         layer_number=index + 1,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         add_layer_offset=False,
@@ -89,7 +94,8 @@ def lower_block(
     if left:
         raise RuntimeError(f"{path}: Megatron's layer has no parameter for {', '.join(sorted(left))}")
     parts = context.size if config.sequence_parallel else 1
-    new = MegatronLayer(layer, structure.slot, angles, parts)
+    rotated = not block.rotated or block.rotated[index]
+    new = MegatronLayer(layer, structure.slot, angles if rotated else None, parts)
     for name, value in vars(old).items():  # the model may read them off its layers (attention_type)
         if isinstance(value, str | int | float) and name not in vars(new):
             setattr(new, name, value)
@@ -109,8 +115,9 @@ def rotary_angles(rotary: nn.Module) -> Angles:
     return angles
 
 
-def _config(context: Context, block: Block, biased: bool) -> TransformerConfig:
-    """The trainer's config with what the definition says of this layer."""
+def _config(context: Context, block: Block, index: int, **biases: bool) -> TransformerConfig:
+    """The trainer's config with what the definition says of layer number ``index``."""
+    window = block.windows[index] if block.windows else None
     # Without what a run on a GPU alone can do, the flags of the trainer count (fusions, recompute, precision).
     config = context.config_with(
         num_attention_heads=block.heads,
@@ -119,11 +126,11 @@ def _config(context: Context, block: Block, biased: bool) -> TransformerConfig:
         normalization="RMSNorm",
         layernorm_epsilon=block.eps,
         qk_layernorm=bool(block.q_norm),
-        add_bias_linear=False,
-        add_qkv_bias=biased,
+        window_size=None if window is None else (window - 1, 0),  # HF counts the token itself
+        **biases,
         gated_linear_unit=True,
         activation_func=F.silu,
-        hidden_dropout=0.0,
+        hidden_dropout=block.hidden_dropout,
         attention_dropout=block.attention_dropout,
         init_method=nn.init.zeros_,
         output_layer_init_method=nn.init.zeros_,
@@ -132,10 +139,23 @@ def _config(context: Context, block: Block, biased: bool) -> TransformerConfig:
     return config
 
 
-def _submodules(config: TransformerConfig, device: torch.device) -> TransformerLayerSubmodules:
+def _submodules(config: TransformerConfig, device: torch.device, mlp_bias: bool) -> TransformerLayerSubmodules:
     """Transformer Engine's modules where it is there, else Megatron's own with torch's norm and attention."""
     if uses_transformer_engine(device):
-        return get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=config.qk_layernorm)
+        submodules = get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=config.qk_layernorm)
+    else:
+        submodules = _without_transformer_engine(config, device)
+    build, other = submodules.mlp, copy.copy(config)
+    other.add_bias_linear = mlp_bias  # Megatron's one flag speaks of attention and MLP
+
+    def mlp(config: TransformerConfig, **kwargs: Any) -> nn.Module:
+        return build(config=other, **kwargs)
+
+    submodules.mlp = mlp
+    return submodules
+
+
+def _without_transformer_engine(config: TransformerConfig, device: torch.device) -> TransformerLayerSubmodules:
     submodules = get_gpt_layer_local_submodules(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
 
     def norm(config: TransformerConfig, hidden_size: int, eps: float) -> nn.Module:
@@ -150,7 +170,7 @@ def _submodules(config: TransformerConfig, device: torch.device) -> TransformerL
 
 
 class CoreAttention(nn.Module):
-    """Causal attention by torch's fused kernel, where Megatron's layer has its core attention.
+    """Causal attention, perhaps in a window, by torch's fused kernel where Megatron's layer has its core.
 
     Megatron's own without Transformer Engine keeps a [b, heads, s, s] tensor.
     """
@@ -158,6 +178,7 @@ class CoreAttention(nn.Module):
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **kwargs: Any) -> None:
         super().__init__()
         self.dropout, self.scale = config.attention_dropout, softmax_scale
+        self.window = None if config.window_size is None else config.window_size[0] + 1
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
@@ -165,6 +186,16 @@ class CoreAttention(nn.Module):
         """[s, b, heads, d] each, k and v with fewer heads -> [s, b, heads * d]."""
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         dropout = self.dropout if self.training else 0.0
+        mask = None if self.window is None else window_mask(self.window, q.shape[2], q.device)
         with fork_rng() if dropout else nullcontext():  # each TP rank has heads of its own
-            output = fused_attention(q, k, v, None, True, dropout, self.scale)
+            output = fused_attention(q, k, v, mask, mask is None, dropout, self.scale)
         return output.permute(2, 0, 1, 3).flatten(2)
+
+
+@lru_cache(maxsize=2)
+def window_mask(window: int, length: int, device: torch.device) -> torch.Tensor | None:
+    """[s, s], True where a token attends: to itself and the ``window - 1`` before it; None where that is all."""
+    if window >= length:
+        return None
+    everywhere = torch.ones(length, length, dtype=torch.bool, device=device)
+    return everywhere.tril() & ~everywhere.tril(-window)

@@ -54,6 +54,17 @@ def choose_blocks(plan: Plan, block: Block | str, trained: Mapping[str, bool], b
     return problems
 
 
+def overlap_problems(plan: Plan) -> list[Problem]:
+    """A problem for each layer that does not overlap its communication as ``--tp-comm-overlap`` asks."""
+    structure = plan.structure
+    if not plan.layout.tp_comm_overlap or structure is None:
+        return []
+    layers = [structure.layer_path(index) for index in range(structure.count)]
+    what = "--tp-comm-overlap: only Megatron's own layers overlap communication with their products"
+    remedy = "call level('block') on the layer, where the model has it, or leave the flag out"
+    return [Problem(what, layer, remedy=remedy) for layer in layers if layer not in plan.blocks]
+
+
 class _Inside:
     """Layer -> names of the parameters in it, and the calls on modules in it."""
 
@@ -76,7 +87,7 @@ class _Inside:
 
 def _why_not(plan: Plan, layer: str, block: Block, trained: Mapping[str, bool], inside: _Inside) -> str:
     wanted: dict[str, Cut] = {
-        **dict.fromkeys((block.q, block.k, block.v, block.gate, block.up), "column"),
+        **dict.fromkeys((*block.attention_inputs, *block.mlp_inputs), "column"),
         **dict.fromkeys((block.out, block.down), "row"),
     }
     for name, cut in wanted.items():
@@ -93,6 +104,9 @@ def _why_not(plan: Plan, layer: str, block: Block, trained: Mapping[str, bool], 
     strange = [name[len(layer) + 1 :] for name in names if name not in known]
     if strange:
         return f"nothing is known of {', '.join(strange)}"
+    reason = _uneven_biases(plan, layer, block)
+    if reason:
+        return reason
     if any(plan.canonical[name] != name for name in names):
         return "a parameter is tied to one of another layer"
     for parts in assemblies(plan, layer, block).values():
@@ -101,12 +115,27 @@ def _why_not(plan: Plan, layer: str, block: Block, trained: Mapping[str, bool], 
     return ""
 
 
+def _uneven_biases(plan: Plan, layer: str, block: Block) -> str:
+    """What of a layer's biases Megatron's has not."""
+    first, second = block.attention_inputs, (*block.mlp_inputs, block.down)
+    for names in (first, second):
+        if len({has_bias(plan, layer, name) for name in names}) > 1:
+            return f"only some of {', '.join(names)} have a bias"
+    if has_bias(plan, layer, block.out) and not has_bias(plan, layer, first[0]):
+        return f"{block.out} has a bias and {first[0]} has none"
+    return ""
+
+
+def has_bias(plan: Plan, layer: str, name: str) -> bool:
+    """Whether a linear of the definition's layer has one."""
+    return f"{layer}.{name}.bias" in plan.canonical
+
+
 def _parameters(block: Block) -> list[str]:
     """Names in a layer of all that the block speaks of; biases need not be there."""
-    linears = (block.q, block.k, block.v, block.out, block.gate, block.up, block.down)
+    linears = (*block.attention_inputs, block.out, *block.mlp_inputs, block.down)
     norms = filter(None, (block.input_norm, block.mlp_norm, block.q_norm, block.k_norm))
-    biases = (f"{name}.bias" for name in (block.q, block.k, block.v))
-    return [*(f"{name}.weight" for name in (*linears, *norms)), *biases]
+    return [*(f"{name}.weight" for name in (*linears, *norms)), *(f"{name}.bias" for name in linears)]
 
 
 def assemblies(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
@@ -116,19 +145,24 @@ def assemblies(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
     def of(names: Iterable[str], groups: int = 1) -> Assembly:
         return Assembly(tuple(plan.placement(*f"{layer}.{name}".rsplit(".", 1)) for name in names), groups)
 
-    qkv = (block.q, block.k, block.v)
+    qkv, fc1 = block.attention_inputs, block.mlp_inputs
     found = {
         "self_attention.linear_qkv.weight": of((f"{name}.weight" for name in qkv), block.groups),
         "self_attention.linear_proj.weight": of([f"{block.out}.weight"]),
-        "mlp.linear_fc1.weight": of([f"{block.gate}.weight", f"{block.up}.weight"]),
+        "mlp.linear_fc1.weight": of(f"{name}.weight" for name in fc1),
         "mlp.linear_fc2.weight": of([f"{block.down}.weight"]),
         "input_layernorm.weight": of([f"{block.input_norm}.weight"]),
         "self_attention.linear_qkv.layer_norm_weight": of([f"{block.input_norm}.weight"]),
         "pre_mlp_layernorm.weight": of([f"{block.mlp_norm}.weight"]),
         "mlp.linear_fc1.layer_norm_weight": of([f"{block.mlp_norm}.weight"]),
     }
-    if f"{layer}.{block.q}.bias" in plan.canonical:
+    if has_bias(plan, layer, qkv[0]):
         found["self_attention.linear_qkv.bias"] = of((f"{name}.bias" for name in qkv), block.groups)
+    if has_bias(plan, layer, block.out):
+        found["self_attention.linear_proj.bias"] = of([f"{block.out}.bias"])
+    if has_bias(plan, layer, fc1[0]):
+        found["mlp.linear_fc1.bias"] = of(f"{name}.bias" for name in fc1)
+        found["mlp.linear_fc2.bias"] = of([f"{block.down}.bias"])
     if block.q_norm:
         found["self_attention.q_layernorm.weight"] = of([f"{block.q_norm}.weight"])
         found["self_attention.k_layernorm.weight"] = of([f"{block.k_norm}.weight"])

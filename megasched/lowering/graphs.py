@@ -23,6 +23,7 @@ from megasched.graph.traced import TracedModule, trace_module
 from megasched.graph.trial import standing_leaves
 from megasched.lowering.context import Context
 from megasched.lowering.linear import ReplicatedHeadsLinear
+from megasched.lowering.linear_te import TeLinear
 from megasched.lowering.recompute import recompute, tracker_states
 from megasched.records import Record
 
@@ -67,6 +68,9 @@ def trace_modules(model: nn.Module, context: Context, here: Callable[[str], bool
 def _decompose(model: nn.Module, path: str, record: Record) -> bool:
     """Whether the product stays a call of the layer, which then leaves its bias to the graph."""
     layer: Any = model.get_submodule(path)
+    if isinstance(layer, TeLinear):
+        what = "can't be decomposed: Transformer Engine computes it in 8 bits, bias and all"
+        raise ScheduleError(Problem(what, path, record.source, "leave the decompose call out"))
     if isinstance(layer, ReplicatedHeadsLinear) or getattr(layer, "gather_output", False):
         what = "can't be decomposed as it is cut: its bias is not added to what each rank returns"
         raise ScheduleError(Problem(what, path, record.source, "leave the decompose call out"))

@@ -45,18 +45,11 @@ class _Join(torch.autograd.Function):
         )
 
 
-class JointColumns:
-    """Column linears with the same input; not a module, so that the module tree stays the definition's.
+class HandingOut:
+    """Linears with the same input, computed at the first call; not a module, so that the module tree stays the
+    definition's."""
 
-    Args:
-        members: Megatron's ``ColumnParallelLinear``, all with a bias or none, none gathering its output.
-    """
-
-    def __init__(self, members: Sequence[Any]) -> None:
-        self.members = tuple(members)
-        lay_side_by_side([member.weight for member in members])
-        if members[0].bias is not None:
-            lay_side_by_side([member.bias for member in members])
+    def __init__(self) -> None:
         self._source: tuple[torch.Tensor, int, bool] | None = None
         self._waiting: dict[int, torch.Tensor] = {}
 
@@ -79,11 +72,29 @@ class JointColumns:
             self._source = None  # all are handed out: nothing is kept alive
         return output
 
+    def _compute(self, x: torch.Tensor) -> dict[int, torch.Tensor] | None:
+        """Id of each member -> its output; None where they can't be computed together."""
+        raise NotImplementedError
+
     def _handed_out_for(self, source: tuple[torch.Tensor, int, bool]) -> bool:
         return self._source is not None and self._source[0] is source[0] and self._source[1:] == source[1:]
 
+
+class JointColumns(HandingOut):
+    """Columns by one product of torch's.
+
+    Args:
+        members: Megatron's ``ColumnParallelLinear``, all with a bias or none, none gathering its output.
+    """
+
+    def __init__(self, members: Sequence[Any]) -> None:
+        super().__init__()
+        self.members = tuple(members)
+        lay_side_by_side([member.weight for member in members])
+        if members[0].bias is not None:
+            lay_side_by_side([member.bias for member in members])
+
     def _compute(self, x: torch.Tensor) -> dict[int, torch.Tensor] | None:
-        """Id of each member -> its output."""
         first = self.members[0]
         order = sorted(self.members, key=lambda member: member.weight.data_ptr())
         weights = [member.weight for member in order]

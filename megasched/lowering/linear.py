@@ -133,7 +133,7 @@ def lower_linear(path: str, module: nn.Module, context: Context, *, entered: boo
         rows = plan.replicated_heads[path].rows(context.rank, context.size, out_features)
         lowered: nn.Module = ReplicatedHeadsLinear(rows, context.group, entered)
         for name, held in module.named_parameters(recurse=False):
-            _make(lowered, name, plan.placement(path, name), held, context)
+            make_parameter(lowered, name, plan.placement(path, name), held, context)
         if not bias:
             lowered.register_parameter("bias", None)
         return lowered
@@ -181,9 +181,14 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
     return module.weight.shape[axis], module.weight.shape[1 - axis]
 
 
-def _make(owner: nn.Module, name: str, placement: Placement, held: nn.Parameter, context: Context) -> None:
+def make_parameter(
+    owner: nn.Module, name: str, placement: Placement, held: nn.Parameter, context: Context
+) -> nn.Parameter:
+    """Registers this rank's part of an HF parameter, its values filled in."""
     dtype = context.config.params_dtype if context.source is not None else held.dtype
     shape = placement.local_shape(context.size)
     with context.making(held):
         owner.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=context.device)))
     context.settle(owner, name, placement, held)
+    made: nn.Parameter = getattr(owner, name)
+    return made

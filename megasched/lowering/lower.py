@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +18,10 @@ from megasched.lowering.graphs import trace_modules
 from megasched.lowering.joining import fused_paths
 from megasched.lowering.joint import JointColumns
 from megasched.lowering.linear import lower_linear
+from megasched.lowering.linear_te import TeProduct, lower_te_linear
 from megasched.lowering.local_attributes import divide_local_attributes
 from megasched.lowering.norms import fuse_norms
+from megasched.lowering.plan import Plan
 from megasched.lowering.record_lowerings import PLANNED, carry_out_record
 from megasched.lowering.region import enter_region, join_sequence, leave_region, split_sequence
 from megasched.lowering.sync import shared_regions
@@ -48,12 +51,7 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
                 setattr(parent, name, lowered)
         else:
             _lower_whole(path, module, context)
-    for paths in plan.joint:
-        if all(alone(path) for path in paths):
-            members = [model.get_submodule(path) for path in paths]
-            joint = JointColumns(members)
-            for member in members:
-                member.joint = joint
+    _join(model, plan, alone)
     fused = fused_paths(plan)
     traced = trace_modules(model, context, here)  # before anything wraps a module: regions stay outermost
     fuse_norms(model, lambda path: alone(path) and fused(path) and not traced(path))
@@ -112,12 +110,24 @@ def _lower_blocks(schedule: Schedule, model: nn.Module, context: Context, here: 
         setattr(model.get_submodule(parent), name, new.train(old.training))
 
 
+def _join(model: nn.Module, plan: Plan, here: Callable[[str], bool]) -> None:
+    """Has the columns that belong together computed by one product, and each linear of Transformer Engine's."""
+    together = [paths for paths in plan.joint if all(here(path) for path in paths)]
+    apart = plan.te_linears.difference(*together)
+    for paths in [*together, *((path,) for path in sorted(apart) if here(path))]:
+        members: list[Any] = [model.get_submodule(path) for path in paths]
+        joint = TeProduct(members) if paths[0] in plan.te_linears else JointColumns(members)
+        for member in members:
+            member.joint = joint
+
+
 def _lower_cut(path: str, module: nn.Module, context: Context, entered: bool) -> nn.Module:
-    lowered = (
-        lower_embedding(path, module, context)
-        if isinstance(module, nn.Embedding)
-        else lower_linear(path, module, context, entered=entered)
-    )
+    if isinstance(module, nn.Embedding):
+        lowered = lower_embedding(path, module, context)
+    elif path in context.plan.te_linears:
+        lowered = lower_te_linear(path, module, context, entered=entered)
+    else:
+        lowered = lower_linear(path, module, context, entered=entered)
     carry_hooks(module, lowered)
     return lowered.train(module.training)
 

@@ -28,6 +28,7 @@ class Plan:
         derived: what follows from the placements.
         blocks: decoder layers that Megatron's ``TransformerLayer`` computes; nothing inside them is lowered
             by itself.
+        te_linears: linears whose product is Transformer Engine's, in 8 bits; those in ``blocks`` are not named.
         joint: columns that are computed by one matrix product; paths in the order of their calls.
     """
 
@@ -40,6 +41,7 @@ class Plan:
     structure: Structure | None = None
     derived: Derived = field(default_factory=Derived)
     blocks: set[str] = field(default_factory=set)
+    te_linears: set[str] = field(default_factory=set)
     joint: list[tuple[str, ...]] = field(default_factory=list)
 
     def placement(self, path: str, param: str) -> Placement:
@@ -53,6 +55,14 @@ class Plan:
         index = self.structure.index_of(path)
         layer = "" if index is None else self.structure.layer_path(index)
         return layer != path and layer in self.blocks
+
+    def in_8_bits(self, path: str) -> bool:
+        """Whether the module at ``path`` is a layer, or in one, that 8-bit training covers."""
+        fp8, structure = self.layout.fp8, self.structure
+        if fp8 is None or structure is None:
+            return False
+        index = structure.index_of(path)
+        return index is not None and fp8.covers(index, structure.count)
 
     def records_of(self, *primitives: str) -> list[Record]:
         return [record for record in self.records if record.primitive in primitives]

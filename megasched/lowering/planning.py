@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
-from megasched.lowering.blocks import choose_blocks
+from megasched.lowering.blocks import choose_blocks, overlap_problems
+from megasched.lowering.fp8 import choose_fp8
 from megasched.lowering.joining import join_columns
 from megasched.lowering.labels import Derived
 from megasched.lowering.local_attributes import check_local_attributes
@@ -63,6 +64,7 @@ def make_plan(
         trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         problems += choose_blocks(plan, schedule.roles.block, trained, by_trainer=causal_lm)
         join_columns(plan, model)
+        problems = problems or [*choose_fp8(plan, schedule.roles.block), *overlap_problems(plan)]
     if problems:
         raise ScheduleError(problems)
     return plan

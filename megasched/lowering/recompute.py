@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -56,9 +57,23 @@ def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs ``function`` without keeping its activations; they are computed again in the backward pass.
 
     The default RNG state is kept by torch, Megatron's by ``_Snapshot``. The non-reentrant form takes any
-    structure of arguments, so a block that is fed integer ids alone still gets its gradients.
+    structure of arguments, so a block that is fed integer ids alone still gets its gradients. In 8 bits
+    Transformer Engine recomputes: it knows the scales of the first forward.
     """
+    if _in_fp8():
+        from transformer_engine.pytorch import checkpoint as te_checkpoint
+
+        return te_checkpoint(function, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
     return checkpoint(function, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+
+
+def _in_fp8() -> bool:
+    """Whether a context of 8-bit training is entered now."""
+    if "transformer_engine.pytorch" not in sys.modules:
+        return False
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    return bool(FP8GlobalStateManager.is_fp8_enabled())
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megasched.errors import ConfigError
 from megasched.layout import Layout
 from megasched.megatron.derive import Derived, derive
+from megasched.megatron.te_flags import fp8_from_args, te_misfits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -40,7 +41,13 @@ _REASONS = {
     "expert parallelism is not available under a schedule yet": (
         "expert_model_parallel_size expert_tensor_parallel_size overlap_moe_expert_parallel_comm"
     ),
-    "8-bit and 4-bit training is not available under a schedule yet": "fp8* fp4* te_precision_config_file",
+    "4-bit training is not available under a schedule yet": "fp4*",
+    "parameters are kept in 16 bits; 8-bit ones are not available under a schedule yet": (
+        "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag"
+    ),
+    "the head is the HF definition's, which no 8-bit kernel computes": "fp8_output_proj",
+    "which sizes a recipe of one's own takes is not known": "fp8_quantizer_factory",
+    "it names modules of Megatron's own layers": "te_precision_config_file",
     "it names layers of Megatron's own; the layers are the HF definition's": "spec",
     "it shards the weights of Megatron's own layers": "tensor_parallel_num_weight_shards",
     "megasched already builds on the meta device and fills each rank's shards": "init_model_with_meta_device",
@@ -224,6 +231,7 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
         _report("Flags that contradict the HF config", _contradictions(derived, given), _CONTRADICTION_REMEDY),
         _report(_REFUSED_TITLE, _refusals(given)),
         _report("Sizes that do not fit the model", _misfits(args, sequence, vocab, derived)),
+        _report("Flags that Transformer Engine can't carry out here", te_misfits(args)),
     ]
     if any(problems):
         raise ConfigError("\n".join([f"--hf-model {args.hf_model}:", *filter(None, problems)]))
@@ -365,6 +373,8 @@ def layout_from_args(args: argparse.Namespace) -> Layout:
         expert_model_parallel_size=args.expert_model_parallel_size,
         data_parallel_size=args.world_size // (tp * pp * cp),
         micro_batch_size=args.micro_batch_size or 1,
+        fp8=fp8_from_args(args),
+        tp_comm_overlap=args.tp_comm_overlap,
     )
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from megasched.assembly import Assembly
 from megasched.lowering.context import Context
+from megasched.lowering.fp8 import enter_fp8, fp8_pass
 from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.megatron.checkpoint import refuse_mismatch, sharded_entry
 from megasched.megatron.loss import VocabParallelLoss
@@ -75,6 +76,7 @@ class ScheduledModel(MegatronModule):
         here = self._here
         lower(schedule, self.definition, context, here)
         apply_recompute_flags(self.definition, structure, self.stage, self.config)
+        enter_fp8(self.definition, plan, self.config, here)
         if not self.stage.empty:
             set_entry(self.definition, structure, self.stage, self._wire)
             lower_sequence_boundaries(self.definition, context, here, first=self.stage.first, last=self.stage.last)
@@ -166,7 +168,8 @@ class ScheduledModel(MegatronModule):
         calls_loss = structure is not None and structure.calls_loss
         try:
             given = {"labels": labels} if calls_loss else {}
-            output = self.definition(input_ids=ids, use_cache=False, **given)
+            with fp8_pass(self.config):
+                output = self.definition(input_ids=ids, use_cache=False, **given)
         except StageEnd as end:
             return self._send(end.hidden)
         finally:

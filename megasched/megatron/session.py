@@ -15,8 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasched.errors import ConfigError, Problem, ScheduleError
+from megasched.errors import NAMED_MODULES, ConfigError, Problem, ScheduleError
 from megasched.layout import Layout
+from megasched.lowering.fp8 import left_in_16_bits
 from megasched.lowering.plan import Plan
 from megasched.lowering.planning import make_plan
 from megasched.lowering.replacement import replace_modules
@@ -203,9 +204,18 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         if args.pipeline_model_parallel_layout is not None:  # says how many chunks there are, too
             args.num_layers_per_virtual_pipeline_stage = None
             args.num_virtual_stages_per_pipeline_rank = None
+    _tell_of_16_bits(session, args.rank)
     _settle_accumulation(args)
     _settle_evaluation(args)
     set_session(session)
+
+
+def _tell_of_16_bits(session: Session, rank: int) -> None:
+    """What 8-bit training was asked for and does not reach is said."""
+    left = left_in_16_bits(session.plan, session.replaced)
+    if left and rank == 0:
+        more = f" and {len(left) - NAMED_MODULES} more" if len(left) > NAMED_MODULES else ""
+        print(f"megasched: linears that stay in 16 bits: {', '.join(left[:NAMED_MODULES])}{more}")
 
 
 def _settle_accumulation(args: Namespace) -> None:

@@ -170,6 +170,8 @@ class _View:
         if kind == "replicated":
             heads = self.plan.replicated_heads[path].heads
             return f"replicated (kv heads {heads} < TP {self.tp}, each rank uses one)"
+        if path in self.plan.te_linears:
+            return f"Transformer Engine's Linear, {kind}"
         return LOWERED.get(kind, name)
 
     def _parameter(self, path: str, name: str) -> ParameterReport:
@@ -199,6 +201,9 @@ class _View:
         others = [other.rpartition(".")[2] for other in self.joint.get(path, ()) if other != path]
         if others:
             notes.append(f"by one matrix product with {', '.join(others)}")
+        fp8 = self.plan.layout.fp8
+        if fp8 is not None and (path in self.plan.blocks or path in self.plan.te_linears):
+            notes.append(f"in 8 bits ({fp8.fp8_recipe})" if self.plan.in_8_bits(path) else "in 16 bits")
         if self.tp > 1:
             notes += self._tp_notes(path, module, kind)
         return notes

@@ -47,7 +47,7 @@ class ShowReport:
         names = [name for name in vars(self) if name not in ("layout", "modules", "stages", "records")]
         return {
             **{name: getattr(self, name) for name in names},
-            "layout": vars(self.layout),
+            "layout": asdict(self.layout),
             "modules": [asdict(module) for module in self.modules],
             "stages": [asdict(stage) for stage in self.stages],
             "records": [{"call": str(record), "source": record.source} for record in self.records],

@@ -5,12 +5,15 @@ It shows the mapping (heads, groups, layout, window, scale), not TE's kernels: t
 
 from __future__ import annotations
 
+import logging
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.lowering import attention_te
+from megasched.lowering import attention, attention_te
 from megasched.lowering.attention import AttentionSettings, attention_forward
 
 
@@ -100,3 +103,33 @@ def test_one_module_is_made_for_each_form_of_call(te):
         ((2, 0), 8),
     ]
     assert {options["tp_group"] for options in te} == {"group"}
+
+
+def test_why_a_call_stays_with_torch_is_in_the_debug_log_once(te, caplog):
+    module = nn.Module()
+    module.megasched_attention = AttentionSettings(4, False, attention_te.TeCore(1, None))
+    tensors = [torch.randn(2, heads, 7, 8) for heads in (4, 2, 2)]
+    with caplog.at_level(logging.DEBUG, logger="megasched"):
+        for _ in range(2):
+            attention_forward(module, *tensors, window_mask(2))
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention stays with torch, not Transformer Engine: a mask that is neither causal nor a sliding window"
+    ]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_dropout_differs_between_ranks_where_heads_are_cut_and_only_there(te, monkeypatch, sharded):
+    """TE is given no tracker of random states: it would fork twice under SP, and where heads are whole."""
+    forks = []
+
+    @contextmanager
+    def fork():
+        forks.append(True)
+        yield
+
+    monkeypatch.setattr(attention, "fork_rng", fork)
+    module = nn.Module()
+    module.megasched_attention = AttentionSettings(4, sharded, attention_te.TeCore(1, None))
+    attention_forward(module, *[torch.randn(2, heads, 7, 8) for heads in (4, 2, 2)], None, dropout=0.1)
+    assert len(forks) == int(sharded)
+    assert (te[0]["attention_dropout"], "get_rng_state_tracker" in te[0]) == (0.1, False)

@@ -15,7 +15,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from megasched import patches
 from megasched.errors import ConfigError
-from megasched.layout import Layout
+from megasched.layout import Fp8, Layout
+from megasched.megatron import te_flags
 from megasched.megatron.arguments import (
     REFUSED,
     add_megasched_arguments,
@@ -436,8 +437,9 @@ def test_legacy_rope_flag_contradicts_learned_positions(gpt2_model: str) -> None
         "--init-model-with-meta-device",
         "--spec local x",
         "--distribute-saved-activations",
-        "--fp8-format hybrid",
+        "--fp4-format e2m1",
         "--fp8-param-gather",
+        "--fp8-output-proj",
         "--use-checkpoint-args",
         "--num-experts 8",
         "--attention-backend local",
@@ -454,6 +456,38 @@ def test_default_values_of_refused_flags_are_fine(hf_model: str) -> None:
     flags = "--context-parallel-size 1 --expert-model-parallel-size 1 --fp8-margin 0 --attention-backend flash"
     assert derived_args("--hf-model", hf_model, *flags.split()).context_parallel_size == 1
     refuse_unsupported(flags.split())
+
+
+FP8 = "--fp8-format hybrid --seq-length 24 --micro-batch-size 2"
+
+
+def test_8_bits_need_transformer_engine(hf_model: str) -> None:
+    message = refusal("--hf-model", hf_model, *FP8.split())
+    assert "--fp8-format hybrid: Transformer Engine does that, and it is not installed here" in message
+    assert message.count("\n  - ") == 1
+    message = refusal("--hf-model", hf_model, "--tp-comm-overlap")
+    assert "--tp-comm-overlap: Transformer Engine does that" in message
+
+
+def test_8_bits_take_a_multiple_of_tokens(hf_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te_flags, "find_spec", lambda name: name)
+    flags = ["--hf-model", hf_model, *FP8.split()]
+    assert derived_args(*flags).fp8 == "hybrid"
+    message = refusal(*flags, "--fp8-recipe", "mxfp8")
+    assert "--seq-length 24 x --micro-batch-size 2: 8-bit matrix products (mxfp8) take a multiple of 32" in message
+    message = refusal(*flags, "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    assert "/ TP 2 under --sequence-parallel: 8-bit matrix products (delayed) take a multiple of 16" in message
+
+
+def test_8_bits_in_the_layout() -> None:
+    flags = "--fp8-format e4m3 --fp8-recipe tensorwise --num-layers-at-start-in-bf16 3 --tp-comm-overlap"
+    args = megatron_parser().parse_args(flags.split())
+    args.world_size = 1
+    assert layout_from_args(args) == Layout(fp8=Fp8(fp8_recipe="tensorwise"), tp_comm_overlap=True)
+    args.first_last_layers_bf16 = True
+    assert layout_from_args(args).fp8 == Fp8(
+        fp8_recipe="tensorwise", num_layers_at_start_in_bf16=3, num_layers_at_end_in_bf16=1
+    )
 
 
 def test_every_refused_name_is_one_of_megatrons() -> None:

@@ -240,12 +240,12 @@ def test_an_unmodified_script_in_a_rehearsal(tmp_path: Path, hf_model: str) -> N
 
 
 def test_a_rehearsal_refuses_what_the_cluster_would(tmp_path: Path, hf_model: str) -> None:
-    """--fp8-format can't run on a CPU and is left out there; under a schedule it can't run anywhere."""
+    """--fp4-format can't run on a CPU and is left out there; under a schedule it can't run anywhere."""
     path = script(tmp_path, "raise SystemExit('the script must not run')")
-    flags = f"--model-schedule auto --hf-model {hf_model} --rehearse --fp8-format hybrid"
+    flags = f"--model-schedule auto --hf-model {hf_model} --rehearse --fp4-format e2m1"
     done = run(path, *flags.split())
     assert done.returncode == 1
-    assert "--fp8-format hybrid: 8-bit and 4-bit training is not available" in done.stderr
+    assert "--fp4-format e2m1: 4-bit training is not available" in done.stderr
 
 
 # ---- which Megatron ---------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ def arguments(folder, schedule="auto", **changes):
         "seed": 1234,
         "rank": 0,
         "gradient_accumulation_fusion": True,
+        "fp8": None,
+        "tp_comm_overlap": False,
         "eval_interval": 10,
         "seq_length": 16,
         "micro_batch_size": 1,
@@ -162,3 +164,12 @@ def test_weights_of_another_model_are_refused_with_their_names(tmp_path):
     tiny.save("llama", folder)  # the config of another architecture over its weights
     with pytest.raises(CheckpointError, match=r"q_proj\.bias"):
         begin_session(arguments(folder, hf_random_init=False), {})
+
+
+def test_linears_that_8_bits_do_not_reach_are_named(tmp_path, capsys):
+    """Two heads of k and v on four ranks; the head of the first layer's attention is told of by name."""
+    folder = tiny.save("llama", tmp_path / "llama", hidden_size=64, intermediate_size=192)
+    asked = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "first_last_layers_bf16": False}
+    begin_session(arguments(folder, world_size=4, tensor_model_parallel_size=4, **asked), {})
+    names = [f"model.layers.{path}_proj" for path in ("0.self_attn.k", "0.self_attn.v", "1.self_attn.k")]
+    assert f"linears that stay in 16 bits: {', '.join(names)} and 5 more" in capsys.readouterr().out

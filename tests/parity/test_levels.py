@@ -13,7 +13,7 @@ from megasched.verify.trainer_run import gather, losses, train
 from tests import tiny
 from tests.parity.test_matrix import LAYOUTS, assert_first_step_equals_hf
 
-CHANGES = {"llama": {}, "mistral": {"sliding_window": None}, "qwen2": {}, "qwen3": {}}
+FAMILIES = ("mistral", "qwen2", "qwen3", "phi3", *tiny.BLOCKS)
 SCHEDULE = """
 from megasched.model_adapters.default_schedule import schedule as default
 
@@ -61,15 +61,42 @@ SOME = ("tp2", "tp2-sp", "tp2-sp-pp2-vpp2", "dp2-tp2")
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("llama", layout) for layout in LAYOUTS]
-    + [(f, layout) for f in ("mistral", "qwen2", "qwen3") for layout in SOME],
+    [("llama", layout) for layout in LAYOUTS] + [(f, layout) for f in FAMILIES for layout in SOME],
 )
 def test_blocks_equal_hf(ranks, tmp_path, block, family, layout):
-    folder = tiny.save(family, tmp_path / "model", **CHANGES[family])
+    folder = tiny.save(family, tmp_path / "model")
     world, tp, flags = LAYOUTS[layout]
     found = ranks.run(world, _train, folder, flags.split(), block())
     stages = {"pp2": 2, "pp4": 4}.get(next((part for part in layout.split("-") if part.startswith("pp")), ""), 1)
     assert [count for _, count in found] == [4 // stages] * world
+    _equal_hf(ranks, folder, [report for report, _ in found], tp)
+
+
+VARIANTS = {
+    "no window": ("mistral", {"sliding_window": None}),
+    "window in later layers": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "window and partial rotation": (
+        "phi3",
+        {
+            "num_key_value_heads": 4,
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "attention bias": ("llama", {"attention_bias": True}),
+    "MLP bias": ("llama", {"mlp_bias": True}),
+    "all biases": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+}
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp-pp2-vpp2", "dp2-tp2"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_equal_hf(ranks, tmp_path, block, variant, layout):
+    family, changes = VARIANTS[variant]
+    folder = tiny.save(family, tmp_path / "model", **changes)
+    world, tp, flags = LAYOUTS[layout]
+    found = ranks.run(world, _train, folder, flags.split(), block())
+    assert sum(count for _, count in found) == {"dp2-tp2": 16, "tp2-sp-pp2-vpp2": 8}[layout]
     _equal_hf(ranks, folder, [report for report, _ in found], tp)
 
 
@@ -116,10 +143,17 @@ def test_recompute_changes_no_bit_even_with_dropout(ranks, tmp_path, block):
                 assert torch.equal(gradient, other.gradients[key][0]), (name, key)
 
 
-@pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]])
-def test_a_checkpoint_goes_between_levels_and_layouts(ranks, tmp_path, block, optimizer):
+DISTRIBUTED = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
+
+
+@pytest.mark.parametrize(
+    ("family", "optimizer"),
+    [("qwen2", []), ("qwen2", DISTRIBUTED), ("phi3", DISTRIBUTED), ("seed_oss", DISTRIBUTED)],
+)
+def test_a_checkpoint_goes_between_levels_and_layouts(ranks, tmp_path, block, family, optimizer):
     """HF's names and shapes, in the optimizer's states too: written as blocks, read as leaves, and back."""
-    folder = tiny.save("qwen2", tmp_path / "model")
+    changes = {"attention_out_bias": True, "mlp_bias": True} if family == "seed_oss" else {}
+    folder = tiny.save(family, tmp_path / "model", **changes)
     common = [*optimizer, "--ckpt-format", "torch_dist", "--override-opt-param-scheduler"]
     straight = ranks.run(1, train, folder, common, iterations=4)
     expected = gather(straight, "weights", 1)
@@ -141,9 +175,8 @@ def test_a_checkpoint_goes_between_levels_and_layouts(ranks, tmp_path, block, op
     ("family", "changes", "reason"),
     [
         ("gemma2", {}, "no block is known for model type 'gemma2'"),
-        ("mistral", {"sliding_window": 5}, "attention is cut to a sliding window"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ("llama", {"mlp_bias": True}, "attention_bias or mlp_bias"),
+        ("smollm3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic'"),
     ],
 )

@@ -178,3 +178,22 @@ def test_a_block_says_what_it_becomes(llama, tmp_path):
     assert found["model.layers.1.mlp.up_proj"].parameters[0].local_shape == (32, 32)
     assert found["model.layers.0.mlp.up_proj"].becomes == "ColumnParallelLinear"
     assert "by one matrix product with gate_proj" in found["model.layers.0.mlp.up_proj"].notes
+
+
+def test_what_runs_in_8_bits_is_said(llama, tmp_path):
+    from megasched.layout import Fp8
+    from megasched.report.show import inspect_schedule
+
+    schedule = tmp_path / "some.py"
+    schedule.write_text(
+        "from megasched.model_adapters.default_schedule import schedule as default\n\n\n"
+        "def schedule(sch, layout):\n    default(sch, layout)\n    sch['model.layers.1'].level('fused')\n"
+    )
+    layout = Layout(fp8=Fp8(fp8_recipe="blockwise", num_layers_at_start_in_bf16=1))
+    found = modules(inspect_schedule(str(schedule), llama, layout))
+    assert found["model.layers.0"].notes == ("in 16 bits",)
+    assert found["model.layers.2"].notes == ("in 8 bits (blockwise)",)
+    up, norm = found["model.layers.1.mlp.up_proj"], found["model.layers.1.input_layernorm"]
+    assert up.becomes == "Transformer Engine's Linear, column"
+    assert up.notes == ("by one matrix product with gate_proj", "in 8 bits (blockwise)")
+    assert norm.notes == ()

@@ -23,6 +23,11 @@ def main() -> None:
     print(json.dumps({family: compare(family) for family in sys.argv[1:]}))
 
 
+CHANGES = {"seed_oss": {"attention_out_bias": True, "mlp_bias": True}}
+LAYER = {"smollm3": 1}  # without positions and in a window; else the first
+WINDOWS = {"mistral": 5, "smollm3": 5}
+
+
 def compare(family: str) -> dict[str, Any]:
     """Classes in the layer, names of its parameters, and the distances of output and gradients from HF's layer."""
     from megatron.core import parallel_state
@@ -36,8 +41,7 @@ def compare(family: str) -> dict[str, Any]:
     from megasched.model_adapters.registry import roles_of
     from tests.lowering.models import tiny_model
 
-    changes = {"sliding_window": None} if family == "mistral" else {}
-    model = tiny_model(family, tie_word_embeddings=False, **changes)
+    model = tiny_model(family, tie_word_embeddings=False, **CHANGES.get(family, {}))
     sch = megasched.create_schedule(model, roles=roles_of(model))
     default(sch, sch.layout)
     sch["model.layers.*"].level("block")
@@ -53,23 +57,26 @@ def compare(family: str) -> dict[str, Any]:
     group = parallel_state.get_tensor_model_parallel_group()
     context = Context(plan, group, config, None, torch.device("cpu"), megatron_finalizes=True)
     block.uses_transformer_engine = lambda device: True
-    old = model.model.layers[0]
+    path = f"model.layers.{LAYER.get(family, 0)}"
+    old = model.get_submodule(path)
     angles = block.rotary_angles(model.model.rotary_emb)
-    new = block.lower_block("model.layers.0", old, model, sch.roles.block, angles, context)
+    new = block.lower_block(path, old, model, sch.roles.block, angles, context)
     hidden = torch.randn(2, 12, model.config.hidden_size)
     positions = model.model.rotary_emb(hidden, torch.arange(12)[None])
     outputs = []
     for layer in (old, new):
         x = hidden.clone().requires_grad_()
-        output = layer(x, position_embeddings=positions)
+        mask = block.window_mask(WINDOWS.get(family, 12), 12, torch.device("cpu"))
+        mask = None if mask is None else mask[None, None]
+        output = layer(x, position_embeddings=positions, attention_mask=mask)
         (output * torch.linspace(0.5, 1.5, output.numel()).view_as(output)).sum().backward()
         outputs.append((output.detach(), x.grad))
     distances = {f"output {i}": gap(a, b) for i, (b, a) in enumerate(zip(*outputs, strict=True))}
     for name, parameter in new.named_parameters():
-        assembly = context.assemblies[f"model.layers.0.{name}"]
+        assembly = context.assemblies[f"{path}.{name}"]
         for part, gradient in zip(assembly.parts, assembly.split(parameter.grad, 1), strict=True):
             distances[part.name] = gap(gradient, model.get_parameter(part.name).grad)
-    expected = {f"model.layers.0.{name}" for name, _ in old.named_parameters()}
+    expected = {f"{path}.{name}" for name, _ in old.named_parameters()}
     return {
         "classes": sorted({type(module).__name__ for module in new.modules()}),
         "missing": sorted(expected - set(distances)),

@@ -7,15 +7,18 @@ the inside of the version that requirements.txt pins: when a later one breaks it
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
 import types
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 EXTENSION = "transformer_engine_torch"
 
@@ -66,24 +69,80 @@ def install() -> Any:
     te = transformer_engine.pytorch = importlib.import_module("transformer_engine.pytorch")
     torch.cuda.is_available = lambda: True  # its constructors ask, and need nothing else of a GPU
     torch.cuda.current_device = lambda: torch.device("cpu")
+    _allow_8_bits()
     te.Linear.forward = _linear
     te.LayerNormLinear.forward = _norm_linear
     te.RMSNorm.forward = lambda self, x, *args, **kwargs: F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-    te.DotProductAttention.forward = _attention
+    te.DotProductAttention.__init__ = _on_cpu(te.DotProductAttention.__init__)
+    te.DotProductAttention.forward = _on_cpu(_attention)
     return te
 
 
-def _linear(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    bias = self.bias if self.use_bias and not self.return_bias else None
-    output = F.linear(x, self.weight, bias)
-    return (output, self.bias if self.use_bias else None) if self.return_bias else output
+class _OnCpu(TorchFunctionMode):
+    """Tensors that are to be made on a GPU are made on the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+def _on_cpu(function: Any) -> Any:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _OnCpu():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _allow_8_bits() -> None:
+    """Contexts of 8-bit training can be entered, and a recompute in one; what it computes stays plain."""
+    from transformer_engine.pytorch import distributed, quantization
+
+    for name in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
+        setattr(quantization, name, (True, ""))
+    distributed._get_cuda_rng_state = distributed._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
+@dataclass(frozen=True)
+class Product:
+    """One call of a linear of Transformer Engine's.
+
+    Attributes:
+        recipe: class of the 8-bit recipe that was in force; empty in 16 bits.
+        features: (out, in) of the weight on this rank.
+        first: whether it was said to be the first micro-batch, after which weights in 8 bits are kept.
+        joined: the weight was made of several parameters, and without a copy.
+    """
+
+    recipe: str
+    features: tuple[int, int]
+    first: bool | None
+    joined: bool
+
+
+products: list[Product] = []
+
+
+def _linear(self: Any, x: torch.Tensor, is_first_microbatch: bool | None = None, **kwargs: Any) -> Any:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
+
+    weight, bias = self._get_weight_and_bias_tensors()  # the real ones, so that several parameters become one
+    recipe = type(State.get_fp8_recipe()).__name__ if State.is_fp8_enabled() else ""
+    parts = [getattr(self, name) for name in self.weight_names]
+    joined = len(parts) > 1 and weight.data_ptr() == parts[0].data_ptr()
+    products.append(Product(recipe, tuple(weight.shape), is_first_microbatch, joined))
+    output = F.linear(x, weight, bias if self.use_bias and not self.return_bias else None)
+    return (output, bias if self.use_bias else None) if self.return_bias else output
 
 
 def _norm_linear(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     assert self.normalization == "RMSNorm"
     assert not self.return_layernorm_output
     normed = F.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
-    return _linear(self, normed)
+    return _linear(self, normed, **kwargs)
 
 
 def _attention(
@@ -96,8 +155,17 @@ def _attention(
     attn_mask_type: str | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    assert (qkv_format or self.qkv_format) == "sbhd"
-    assert (attn_mask_type or self.attn_mask_type) == "causal"
-    q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-    output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return output.permute(2, 0, 1, 3).flatten(2)
+    """Transformer Engine's own plain operations, which it takes where it has no kernel."""
+    layout = "_".join([qkv_format or self.qkv_format] * 3)
+    sinks = None if self.softmax_offset is None else self.softmax_offset.reshape(1, -1, 1, 1).float()
+    return self.unfused_attention(
+        {},
+        query,
+        key,
+        value,
+        qkv_layout=layout,
+        attn_mask_type=attn_mask_type or self.attn_mask_type,
+        window_size=self.window_size,
+        softcap=self.softcap,
+        softmax_offset=sinks,
+    )

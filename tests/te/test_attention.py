@@ -1,0 +1,72 @@
+"""Attention by Transformer Engine's real module with its own plain operations, and what stays with torch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODULES = Path(sys.prefix) / "te"  # where `make setup` puts it
+CAUSAL, FULL, WINDOW = [-1, 0], [-1, -1], [2, 0]  # HF's window of 3 counts the token itself
+
+TAKEN = {
+    "causal": [CAUSAL, "vanilla", 0.0, 2],
+    "scaled": [CAUSAL, "vanilla", 0.0, 2],
+    "bidirectional": [FULL, "vanilla", 0.0, 2],
+    "window": [WINDOW, "vanilla", 0.0, 2],
+    "window longer than the sequence": [CAUSAL, "vanilla", 0.0, 2],
+    "softcap": [CAUSAL, "vanilla", 2.0, 2],
+    "softcap in a window": [WINDOW, "vanilla", 2.0, 2],
+    "sinks": [CAUSAL, "learnable", 0.0, 2],
+    "sinks in a window": [WINDOW, "learnable", 0.0, 2],
+}
+LEFT = {
+    "other mask": "a mask that is neither causal nor a sliding window",
+    "position bias": "a bias on the logits",
+    "softcap and dropout": "soft-capped logits with dropout",
+    "softcap and sinks": "soft-capped logits with sinks",
+    "softcap without flash-attn": "soft-capped logits, for which Transformer Engine needs flash-attn 2.6",
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    assert MODULES.is_dir(), f"{MODULES} is missing: run `make setup`"
+    path = os.pathsep.join([str(ROOT), str(MODULES)])
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.te.attention_case"],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_what_transformer_engine_is_given_it_computes_as_torch_does(found, case):
+    """Output, and gradients of q, k, v and sinks."""
+    assert found[case]["made"] == [TAKEN[case]]
+    assert found[case]["reasons"] == []
+    assert found[case]["distance"] < 1e-6
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_it_has_not_stays_with_torch_and_says_why(found, case):
+    assert found[case]["made"] == []
+    assert found[case]["reasons"] == [LEFT[case]]
+    assert found[case]["distance"] == 0
+
+
+def test_sinks_are_the_definitions_own_parameter(found):
+    assert found["sinks"]["parameters"] == ["sinks"]
+
+
+def test_soft_caps_need_a_kernel_that_is_not_installed_here(found):
+    assert found["a kernel for soft caps"] is False
