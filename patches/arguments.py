@@ -21,6 +21,9 @@ def _with_schedule(parse_args: Callable[..., Namespace]) -> Callable[..., Namesp
     from megasched.megatron.arguments import add_megasched_arguments, apply_derived, explicit_flags
     from megasched.megatron.session import begin_session
 
+    # Megatron parses anew for its restart and fault tolerance code; the model is planned once.
+    settled: dict[tuple[str, ...], dict[str, Any]] = {}
+
     @wraps(parse_args)
     def patched(extra_args_provider: Provider | None = None, ignore_unknown_args: bool = False) -> Namespace:
         parsers: list[ArgumentParser] = []
@@ -34,8 +37,14 @@ def _with_schedule(parse_args: Callable[..., Namespace]) -> Callable[..., Namesp
         args = parse_args(provider, ignore_unknown_args)
         given = explicit_flags(parsers[-1], sys.argv[1:])
         if "model_schedule" in given:
-            apply_derived(args, given)
-            begin_session(args, given)
+            argv, parsed = tuple(sys.argv[1:]), dict(vars(args))
+            if argv not in settled:
+                apply_derived(args, given)
+                begin_session(args, given)
+                settled[argv] = {
+                    n: value for n, value in vars(args).items() if n not in parsed or parsed[n] != value
+                }
+            vars(args).update(settled[argv])
         return args
 
     return patched
