@@ -1,4 +1,4 @@
-"""What is inferred of definitions that come without a plan: roles, packed parts, attributes, and what is declined."""
+"""What is inferred of definitions without a plan: roles, packed parts, attributes, and what is declined."""
 
 import re
 
@@ -84,7 +84,7 @@ def test_heads_that_tp_does_not_divide_leave_attention_whole():
 
 
 class Mixing(nn.Module):
-    """Up to parts of unlike sizes, a gate on one, and down; and a linear on the residual, which can't be paired."""
+    """Up to two parts, one a gate, and down; and a linear on the residual, which can't be paired."""
 
     def __init__(self):
         super().__init__()

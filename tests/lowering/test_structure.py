@@ -37,7 +37,7 @@ def test_layers_what_is_before_and_what_is_after(family):
     assert {path: shape.dims for path, shape in structure.before.items()} == before
     assert structure.after == AFTER.get(family, ("model.norm", "lm_head"))
     assert structure.slot.argument in (0, "hidden_states")
-    assert not structure.extra_outputs
+    assert not structure.crosses
     path = structure.layer_path(2)
     assert structure.index_of(path) == structure.index_of(path + ".mlp.deep") == 2
     assert structure.index_of(structure.layers) is None
@@ -101,7 +101,7 @@ class Model(nn.Module):
 )
 def test_where_the_hidden_state_stands(form, slot, extra):
     structure = find_structure(Model(form))
-    assert (structure.layers, structure.slot, structure.extra_outputs) == ("layers", slot, extra)
+    assert (structure.layers, structure.slot, structure.crosses) == ("layers", slot, extra)
     assert (structure.before, structure.after) == ({"embed": Shape(("b", "s", 8), torch.float32)}, ("out",))
 
 
