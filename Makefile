@@ -13,7 +13,7 @@ PYENV_ROOT ?= $(HOME)/.pyenv
 CANDIDATES = $(or $(PYTHON),python3.12 python3.13 python3 \
 	$(wildcard $(PYENV_ROOT)/versions/3.12*/bin/python $(PYENV_ROOT)/versions/3.13*/bin/python))
 
-.PHONY: help setup quickstart test test-all lint format clean
+.PHONY: help setup quickstart test test-all matrix lint format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -44,6 +44,9 @@ test: lint ## what CI runs: lint, and the tests that are not marked slow
 
 test-all: lint ## every test
 	$(RUN) -m pytest $(ARGS)
+
+matrix: $(STAMP) ## check every architecture at every layout; hours, goes on where it was (ARGS="--types llama")
+	$(RUN) -m megasched.verify.matrix $(ARGS)
 
 lint: $(STAMP) ## ruff: rules and formatting
 	$(RUN) -m ruff check .

@@ -51,7 +51,7 @@ def known_results(model_type: str) -> dict[str, Any]:
     types = load_matrix()["types"]
     if model_type not in types:
         raise ConfigError(
-            f"the matrix holds nothing of {model_type!r}; `megasched archs {model_type} --run` checks it here and now"
+            f"the matrix holds nothing of {model_type!r}; `megasched archs {model_type} --run` checks it here"
         )
     return types[model_type]
 
@@ -75,13 +75,14 @@ def markdown(matrix: dict[str, Any]) -> str:
     lines = [
         "# Architectures",
         "",
-        f"Made by `{COMMAND}` from `megasched/verify/matrix.json`, which `make matrix` fills; do not edit.",
+        f"Made by `{COMMAND}`",
+        "from `megasched/verify/matrix.json`, which `make matrix` fills.",
         "",
-        "Each architecture that the installed transformers has a causal language model for is built small (4 layers,",
-        "hidden size 64, noise on every weight, multipliers away from 1, windows that bite) and trained for one step by",
-        "Megatron's own trainer, rehearsed on CPUs, in float32. *yes*: loss, logits, every gradient and the gradient norm",
-        "equal those of the unscheduled HF model in one process within 1e-5. *cut* says what decided how its linears",
-        "are sharded: HF's plan, what megasched inferred, or an adapter.",
+        "Each architecture is built small (4 layers, hidden size 64, noise on every weight, multipliers away from 1,",
+        "windows that bite) and trained for one step by Megatron's own trainer, rehearsed on CPUs, in float32.",
+        "*yes*: loss, logits, every gradient and the gradient norm equal those of the unscheduled HF model in one",
+        "process within 1e-5. *cut* says what decided how its linears are sharded: HF's plan, what megasched",
+        "inferred, or an adapter. `megasched archs NAME --run` does it again on your machine.",
         "",
         summary(matrix),
         "",
