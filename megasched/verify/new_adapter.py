@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,9 +84,11 @@ def new_adapter(
     from megasched.verify.small_models import small_copy
 
     config = load_config(hf_model, trust_remote_code=trust_remote_code)
-    small_config = small_copy(config)
+    small_config = small = None
+    with suppress() if check else suppress(ConfigError):
+        small_config = small_copy(config)
+        small = _definition(small_config, trust_remote_code)
     model = _definition(config, trust_remote_code)
-    small = _definition(small_config, trust_remote_code)
     roles = found_roles(model)
     proposal = propose(model, roles, small)
     source = write_source(proposal, transformers=version("transformers"))

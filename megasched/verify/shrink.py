@@ -176,7 +176,7 @@ def _is_kept(config_class: type[PretrainedConfig], name: str, value: Any) -> boo
 
 def _same_grouping(given: PretrainedConfig, small: Mapping[str, Any]) -> dict[str, int]:
     """Heads of k and v: as many as query heads, or one, where the given config has it so."""
-    heads, groups = (getattr(given, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    heads, groups = (vars(given).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if groups is None or "num_key_value_heads" not in small:
         return {}
     if groups == heads:
