@@ -27,7 +27,7 @@ def print_new_adapter(found: NewAdapter, written: Path | None, console: Console)
         console.print(f"{written}: an Adapter of {found.lines} lines", markup=False, soft_wrap=True)
     console.print("\n[bold]still open[/]" if found.still_open else "\n[bold]still open[/]: nothing")
     for sentence in found.still_open:
-        console.print(Padding(escape(sentence), (0, 0, 0, 2)))
+        console.print(Padding(escape(sentence), (0, 0, 0, 2), expand=False))
     if found.outcomes:
         console.print("\n[bold]a small copy under this adapter, against HF alone[/]")
         console.print(_verdicts(found.outcomes))

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +85,7 @@ def new_adapter(
 
     config = load_config(hf_model, trust_remote_code=trust_remote_code)
     small_config = small = None
-    with suppress() if check else suppress(ConfigError):
+    with nullcontext() if check else suppress(ConfigError):
         small_config = small_copy(config)
         small = _definition(small_config, trust_remote_code)
     model = _definition(config, trust_remote_code)

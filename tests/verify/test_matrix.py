@@ -2,11 +2,20 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
 from megasched.verify import matrix
-from megasched.verify.matrix import LAYOUT_NAMES, check_type, load_matrix, missing, run_matrix, save_matrix, versions
+from megasched.verify.matrix import (
+    LAYOUT_NAMES,
+    check_type,
+    load_matrix,
+    missing,
+    run_matrix,
+    save_matrix,
+    versions,
+)
 
 
 def result(verdict="equal"):
@@ -81,7 +90,9 @@ def test_results_of_other_versions_are_dropped(checks, file):
 
 
 def test_verdicts_are_checked_again_when_asked_for(checks, file):
-    write(file, {"a": {"tp2": result("failed"), "pp2": result("refused")}, "b": {"tp2": result(), "pp2": result()}})
+    write(
+        file, {"a": {"tp2": result("failed"), "pp2": result("refused")}, "b": {"tp2": result(), "pp2": result()}}
+    )
     run_matrix(file, ["a", "b"], ["tp2", "pp2"], again=["failed", "wrong"])
     assert checks.asked == [("a", ["tp2"])]
     assert load_matrix(file)["types"]["a"] == {"tp2": result(), "pp2": result("refused")}
@@ -116,7 +127,7 @@ def test_the_file_is_replaced_in_one_step(file, monkeypatch):
     seen, real = [], os.replace
 
     def replace(source, target):
-        seen.append((os.path.dirname(source), json.loads(open(source).read())["types"], os.fspath(target)))
+        seen.append((os.path.dirname(source), json.loads(Path(source).read_text())["types"], os.fspath(target)))
         real(source, target)
 
     monkeypatch.setattr(os, "replace", replace)
