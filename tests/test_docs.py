@@ -3,7 +3,8 @@
 Fenced blocks are read by their language:
 
 * ``python`` in library.md, adapters.md, add-an-architecture.md and graphs.md runs, block after block in one
-  namespace; a ``text`` block right after it is what it prints. With ``ranks=2`` it runs on so many ranks, by itself.
+  namespace; a ``text`` block right after it is what it prints. With ``ranks=2`` it runs on so many ranks, by
+  itself.
 * ``python`` in schedules.md is a schedule: it is planned for a small Qwen3 at TP 2. A first line ``# name.py``
   saves it under this name for the commands below.
 * ``console`` is a ``megasched`` command and what it prints, where ``...`` stands for anything.
