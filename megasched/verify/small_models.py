@@ -44,10 +44,15 @@ def small_copy(config: Any) -> Any:
         ConfigError: its sizes do not go together when they are small.
     """
     try:
-        return shrink_copy(config, CHANGES.get(config.model_type))
+        small = shrink_copy(config, CHANGES.get(config.model_type))
     except Exception as error:  # each class validates in its own way
         what = f"no small copy of this {type(config).__name__} can be made: {type(error).__name__}: {error}"
         raise ConfigError(what) from error
+    # Where transformers finds the classes of a model that brings its own code.
+    vars(small).update(
+        {name: vars(config)[name] for name in ("auto_map", "_name_or_path") if name in vars(config)}
+    )
+    return small
 
 
 def write_small_model(model_type: str, folder: str | Path) -> str:

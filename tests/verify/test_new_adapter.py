@@ -141,6 +141,36 @@ def test_a_config_of_which_no_small_copy_can_be_made(tmp_path):
         new_adapter(str(tmp_path))
 
 
+REMOTE = {
+    "configuration_mine.py": "from transformers import LlamaConfig\n"
+    'class MineConfig(LlamaConfig):\n    model_type = "mine_remote"\n',
+    "modeling_mine.py": "from transformers import LlamaForCausalLM\n"
+    "from .configuration_mine import MineConfig\n"
+    "class MineForCausalLM(LlamaForCausalLM):\n    config_class = MineConfig\n",
+    "config.json": '{"model_type": "mine_remote", "auto_map": {"AutoConfig": "configuration_mine.MineConfig", '
+    '"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}, "hidden_size": 128, "num_hidden_layers": 6, '
+    '"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 256, "pad_token_id": 0}',
+}
+
+
+def test_code_that_comes_with_a_model_goes_along_with_its_copy(tmp_path, monkeypatch):
+    seen = []
+
+    def check(ranks, folder, layout, *, adapter, trust_remote_code):
+        model = build_definition(
+            AutoConfig.from_pretrained(folder, trust_remote_code=True), trust_remote_code=True
+        )
+        seen.append((type(model).__name__, model.config.hidden_size, load_adapter(adapter).model_types))
+        assert trust_remote_code
+        return Outcome("equal", {})
+
+    monkeypatch.setattr(module, "check_layout", check)
+    for name, text in REMOTE.items():
+        (tmp_path / name).write_text(text)
+    assert new_adapter(str(tmp_path), trust_remote_code=True).right
+    assert seen == [("MineForCausalLM", 64, ("mine_remote",))] * 3
+
+
 # ---- the file ---------------------------------------------------------------------------------------
 
 
