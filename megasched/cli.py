@@ -248,6 +248,39 @@ def new_adapter(
 
 
 @app.command()
+def archs(
+    name: Annotated[str | None, typer.Argument(help="Print all about this model type.")] = None,
+    run: Annotated[bool, typer.Option("--run", help="Check it here and now; a minute or so.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the page of the documentation.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print which architectures are known to compute what HF computes, at which layouts."""
+    from megasched.report.console import quiet_imports, report_console
+
+    with quiet_imports():
+        from megasched.report import archs as report
+        from megasched.verify.matrix import check_here, load_matrix
+
+    if run and name is None:
+        raise typer.BadParameter("--run needs the name of an architecture")
+    if name is None:
+        if as_json:
+            print(json.dumps(load_matrix(), indent=1))
+        elif as_markdown:
+            print(report.markdown(load_matrix()), end="")
+        else:
+            report.print_matrix(report_console())
+        return
+    results = check_here(name) if run else report.known_results(name)
+    if as_json:
+        print(json.dumps(results, indent=1))
+    else:
+        report.print_architecture(name, results, report_console())
+    good = all(outcome["verdict"] == "equal" for kind, outcome in results.items() if kind != "facts")
+    raise typer.Exit(0 if good else 1)
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Check versions, devices and patches.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -94,6 +95,15 @@ def apply_override(config: PretrainedConfig, override: str) -> None:
         target[field] = value
     else:
         setattr(target, field, value)
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of the decoder's part of a config; of sizes that differ by layer, the one for all layers."""
+    text = copy.deepcopy(config.get_text_config(decoder=True))
+    if getattr(text, "is_heterogeneous", False):
+        # Megatron has one number for each size, for its bookkeeping.
+        text.allow_global_per_layer_attribute_access = True
+    return text
 
 
 def build_definition(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:

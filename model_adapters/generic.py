@@ -75,8 +75,9 @@ def read_plan(model: nn.Module) -> Roles:
 
     config: Any = model.config
     plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if style is not None}
+    paths = [path for path, _ in model.named_modules()]
     for pattern, style in plan.items():
-        if style not in STYLES:
+        if style not in STYLES and any(_matches(pattern, path) for path in paths):
             raise ConfigError(
                 f"{config.model_type}: HF's plan gives {pattern!r} the style {style!r}, which is not known; "
                 f'add it to STYLES in model_adapters/generic.py: "{style}": "column" | "row" | None'
@@ -87,7 +88,7 @@ def read_plan(model: nn.Module) -> Roles:
     tied = _tied_elsewhere(model)
     for path, module in model.named_modules():
         pattern = next((pattern for pattern in plan if _matches(pattern, path)), None)
-        cut = None if pattern is None else STYLES[plan[pattern]]
+        cut = STYLES[plan[pattern]] if pattern is not None else None
         name = _role(path, module, cut, model)
         told = f"HF's plan: {pattern} is {plan[pattern]}" if pattern is not None else "end of every model"
         if name in ("embed.tokens", "head") and tied:

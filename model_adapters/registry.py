@@ -17,6 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasched.definition import text_config
 from megasched.errors import ConfigError
 from megasched.model_adapters.blocks import block_of
 from megasched.roles import Block, Roles
@@ -79,6 +80,7 @@ class Adapter:
 
 def head_counts(role: Mapping[str, str], config: Any) -> dict[str, int]:
     """Heads in the output of each projection to q, k or v, as HF configs count them."""
+    config = text_config(config)
     queries = getattr(config, "num_attention_heads", None)
     keys = getattr(config, "num_key_value_heads", None) or queries
     counts = {"qkv.q": queries, "attn.out": queries, "qkv.k": keys, "qkv.v": keys, "qkv.packed": keys}

@@ -103,7 +103,7 @@ def _left_of(group: Group, derived: Derived, tp: int, declined: dict[str, str]) 
     for column in group.columns:
         uneven = [size for size in derived.cut_sizes.get(column, ()) if size % tp]
         if uneven:
-            declined[column] = f"TP {tp} does not divide {uneven[0]} heads or features of its output"
+            declined[column] = f"TP {tp} does not divide {min(uneven)} heads or features of its output"
     columns = {column for column in group.columns if column not in declined}
     if not columns or group.row in derived.scatter:
         for path in group.members:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 NAME = "megasched"
-EXPLICIT = "megasched_explicit_mask"
-NAMES = (NAME, EXPLICIT)
+EAGER_MASK = "megasched_eager_mask"
+NAMES = (NAME, EAGER_MASK)
 log = logging.getLogger(__name__)
 
 
@@ -68,6 +68,7 @@ def attention_forward(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     sliding_window: int | None = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention core in HF's calling convention.
@@ -76,10 +77,16 @@ def attention_forward(
         query: [b, heads, s, head_dim]; key and value may have fewer heads (GQA).
         attention_mask: [b or 1, 1, s, s], boolean (True attends) or additive; None is causal or full
             attention, as ``module.is_causal`` says.
+        indices: [b, s, k] of the keys that each query attends to, of those that the mask leaves it (DeepSeek's
+            sparse attention, arXiv 2512.02556); None for all.
 
     Returns:
         [b, s, heads, value_head_dim] and no attention weights.
+
+    Raises:
+        MegaschedError: more heads than this rank holds, or a tensor argument whose meaning is not known.
     """
+    _refuse_unknown(module, kwargs)
     settings: AttentionSettings | None = getattr(module, "megasched_attention", None)
     if settings is not None and query.shape[1] != settings.local_heads:
         raise MegaschedError(
@@ -90,6 +97,9 @@ def attention_forward(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal = bool(is_causal) and attention_mask is None and query.shape[2] > 1
+    if indices is not None:
+        attention_mask, causal = _of_selected(attention_mask, causal, indices, key.shape[2]), False
+        sliding_window = None  # the mask says it
 
     plain = softcap is None and s_aux is None and position_bias is None
     window = window_of(sliding_window, query.shape[2])
@@ -132,6 +142,31 @@ def attention_forward(
         else:
             output = core(query, key, value)
     return output.transpose(1, 2).contiguous(), None  # some definitions view it
+
+
+# Tensor arguments that say nothing about attention itself.
+_HARMLESS = frozenset(["position_ids", "cache_position", "input_ids", "token_type_ids"])
+
+
+def _refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:
+    unknown = [n for n, value in arguments.items() if isinstance(value, torch.Tensor) and n not in _HARMLESS]
+    if unknown:
+        raise MegaschedError(
+            f"{type(module).__name__} calls attention with {', '.join(unknown)}, which megasched's attention does "
+            "not know; to leave it out would compute something else. Add it in megasched/lowering/attention.py"
+        )
+
+
+def _of_selected(mask: torch.Tensor | None, causal: bool, indices: torch.Tensor, length: int) -> torch.Tensor:
+    """A mask [b, 1, s, s] of the selected keys among those that the mask (or causality) leaves."""
+    batch, queries, _ = indices.shape
+    selected = torch.zeros(batch, queries, length, dtype=torch.bool, device=indices.device)
+    selected = selected.scatter(-1, indices.long(), True).unsqueeze(1)
+    if mask is None:
+        return selected.tril() if causal else selected
+    if mask.dtype == torch.bool:
+        return mask & selected
+    return mask.masked_fill(~selected, torch.finfo(mask.dtype).min)
 
 
 def fused_attention(
@@ -195,20 +230,14 @@ def _repeat_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def register() -> None:
-    """Makes ``megasched`` an attention implementation of transformers, with HF's own masks for SDPA."""
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    """Makes ours an attention implementation of transformers, with HF's own masks for SDPA or eager attention."""
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
     from transformers.modeling_utils import AttentionInterface
 
     for name in NAMES:
         AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    AttentionMaskInterface.register(EXPLICIT, _explicit_mask)
-
-
-def _explicit_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    from transformers.masking_utils import sdpa_mask
-
-    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    AttentionMaskInterface.register(EAGER_MASK, eager_mask)
 
 
 @contextmanager
@@ -228,10 +257,10 @@ def stand_in(function: Callable[..., Any]) -> Iterator[None]:
 def name_for(model: Any) -> str:
     """The name under which a definition is to call our attention.
 
-    A class that HF runs with its eager attention alone may not say of a module that it is causal: its masks are
-    always made.
+    A class that HF runs with its eager attention alone gets the masks of that: it may not say of a module that it
+    is causal, and may widen a mask as only an additive one can be.
     """
-    return NAME if getattr(model, "_supports_sdpa", True) else EXPLICIT
+    return NAME if getattr(model, "_supports_sdpa", True) else EAGER_MASK
 
 
 def switch_on(model: Any) -> bool:

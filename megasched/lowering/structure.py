@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
+from megasched.lowering.crossing import UsesRun
 from megasched.lowering.meta_call import (
-    DefaultScalars,
     call_hooks,
     meta_copy,
     run_on_meta,
@@ -103,7 +103,7 @@ class Structure:
         after: paths of modules with parameters of their own that run after the layers, in call order.
         calls_loss: whether the forward computes its loss by ``loss_function``; one that does it by itself gets no
             labels, and its logits are taken.
-        extra_outputs: whether the layers return tensors beside the hidden state that are read later.
+        crosses: whether layers read more of what comes before them than the hidden state.
     """
 
     layers: str
@@ -111,7 +111,7 @@ class Structure:
     slot: Slot
     before: dict[str, Shape] = field(default_factory=dict)
     after: tuple[str, ...] = ()
-    extra_outputs: bool = False
+    crosses: bool = False
     calls_loss: bool = True
 
     def trial_inputs(self) -> dict[str, torch.Tensor]:
@@ -138,50 +138,35 @@ class _Call:
     kwargs: dict[str, Any]
     output: Any = None
     end: int = -1
-    operations: int = 0
-
-
-class _LastUses(DefaultScalars):
-    """Counts operations, and knows which was the last to read each tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-        self.last: dict[int, int] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.count += 1
-        self.last.update((id(tensor), self.count) for tensor in tensors_in((args, kwargs)))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+    began: int = 0
+    ended: int = 0
 
 
 class _Enough(BaseException):
     """Ends a trial call early. No error, so nothing that catches errors may catch it."""
 
 
-def _record(model: nn.Module, batch: int, length: int, limit: int | None = None) -> tuple[list[_Call], _LastUses]:
+def _record(model: nn.Module, batch: int, length: int, limit: int | None = None) -> tuple[list[_Call], UsesRun]:
     """Every module call of one forward, in order; holds the tensors, so that identities stay comparable.
 
     Args:
         limit: the forward ends after this many calls.
     """
-    uses = _LastUses()
+    uses = UsesRun(model.parameters())
     calls: list[_Call] = []
     open_calls: list[_Call] = []
 
     def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if len(calls) == limit:
             raise _Enough
-        call = _Call(path, args, kwargs)
+        call = _Call(path, args, kwargs, began=uses.count)
         calls.append(call)
         open_calls.append(call)
 
     def after(path: str, module: nn.Module, output: Any) -> None:
         call = open_calls.pop()
         call.output = output
-        call.end, call.operations = len(calls), uses.count
+        call.end, call.ended = len(calls), uses.count
 
     inputs = {"input_ids": token_inputs(batch, length)["input_ids"]}
     with suppress(_Enough), call_hooks(model, before, after):
@@ -220,7 +205,8 @@ def find_structure(model: nn.Module) -> Structure:
     paths = {f"{layers}.{i}" for i in range(count)}
     calls = [c for c in first if c.path in paths]
     slot = _find_slot(calls)
-    extra = any(_used_later(call, slot, first, uses) for call in calls)
+    hidden = [slot.result(call.output) for call in calls]
+    crosses = uses.crosses([(call.began, call.ended) for call in calls], hidden)
     owners = {path for path, m in probe.named_modules() if next(m.parameters(recurse=False), None) is not None}
     start, end = first.index(calls[0]), calls[-1].end
     outside = {path for path in owners if not path.startswith(layers + ".")}
@@ -228,7 +214,7 @@ def find_structure(model: nn.Module) -> Structure:
     second, _ = _record(probe, *_SIZES[1], limit=max((c.end for c in leading), default=0))
     shapes = {c.path: _shape(c, _at(second, c.path)) for c in leading}
     after = tuple(dict.fromkeys(c.path for c in first[end:] if c.path in outside))
-    return Structure(layers, count, slot, shapes, after, extra, calls_loss)
+    return Structure(layers, count, slot, shapes, after, crosses, calls_loss)
 
 
 def _find_layers(model: nn.Module, calls: list[_Call]) -> str:
@@ -249,16 +235,6 @@ def _find_layers(model: nn.Module, calls: list[_Call]) -> str:
         remedy = "pipeline stages and sequence parallelism need a ModuleList called layer by layer, each once"
         raise ScheduleError(Problem("no list of layers found in the model", remedy=remedy))
     return best
-
-
-def _used_later(call: _Call, slot: Slot, calls: list[_Call], uses: _LastUses) -> bool:
-    """Whether anything reads a tensor that a layer returned beside the hidden state."""
-    hidden = slot.result(call.output)
-    beside = {id(tensor) for tensor in tensors_in(call.output) if tensor is not hidden}
-    if any(uses.last.get(tensor, 0) > call.operations for tensor in beside):
-        return True
-    later = (other for other in calls[call.end :] if beside)
-    return any(id(tensor) in beside for other in later for tensor in tensors_in((other.args, other.kwargs)))
 
 
 def _find_slot(calls: list[_Call]) -> Slot:

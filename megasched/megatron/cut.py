@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from megasched.definition import text_config
 from megasched.errors import Problem, ScheduleError
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def layer_costs(
     4 s heads head_dim for attention scores and values, halved where they are causal. Parameters weigh in
     through the matrices, which hold nearly all of them.
     """
+    config = text_config(config)
     heads = getattr(config, "num_attention_heads", 0) or 0
     head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
     attention = 2.0 * sequence_length * heads * head_dim

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megasched.definition import text_config
 from megasched.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def derive(config: PretrainedConfig, *, trust_remote_code: bool = False) -> dict
     whoever builds the ``TransformerConfig`` must not leave that decision to it.
     """
     model = build_on_meta(config, trust_remote_code=trust_remote_code)
-    text = _text_config(config)
+    text = text_config(config)
     found = dict(_sizes(text))
     found |= _heads(text, model, found)
     found["vocab_size"] = _required(text, "vocab_size", ("vocab_size", "n_vocab"))
@@ -134,15 +135,6 @@ def build_on_meta(config: PretrainedConfig, *, trust_remote_code: bool = False) 
 
 
 # ---- from the config --------------------------------------------------------------------------------
-
-
-def _text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The decoder's part of a multimodal config; of sizes that differ by layer, the one for all layers."""
-    text = copy.deepcopy(config.get_text_config(decoder=True))
-    if getattr(text, "is_heterogeneous", False):
-        # Megatron has one number for each size, for its bookkeeping.
-        text.allow_global_per_layer_attribute_access = True
-    return text
 
 
 def _read(config: PretrainedConfig, names: tuple[str, ...]) -> Derived | None:

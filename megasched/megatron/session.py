@@ -61,8 +61,9 @@ class Session:
         for new, old in self.renamed.items():
             canonical = plan.canonical[new]
             plan.placements[canonical] = replace(plan.placements[canonical], name=old)
-        if plan.layout.pp > 1 and plan.structure is not None and plan.structure.extra_outputs:
-            what = "the layers return tensors beside the hidden state, and Megatron's wire carries one"
+        if plan.layout.pp > 1 and plan.structure is not None and plan.structure.crosses:
+            what = "layers read more of what earlier ones made than the hidden state, and Megatron's wire carries "
+            what += "that alone"
             raise ScheduleError(Problem(what, plan.structure.layers, remedy="run it without pipeline stages"))
         return plan
 

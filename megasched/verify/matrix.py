@@ -11,9 +11,11 @@ import os
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from megasched.errors import ConfigError
 from megasched.verify.parity import LAYOUTS, Outcome, check_layout
 from megasched.verify.rank_pool import RankError, RankPool
 from megasched.verify.small_models import causal_lm_types, write_small_model
@@ -70,6 +72,20 @@ def check_type(
     return found
 
 
+def check_here(model_type: str) -> dict[str, dict[str, Any]]:
+    """``check_type`` on this machine, with ranks of its own.
+
+    Raises:
+        ConfigError: the installed transformers has no such causal language model.
+    """
+    if model_type not in causal_lm_types():
+        close = get_close_matches(model_type, causal_lm_types())
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ConfigError(f"the installed transformers has no causal language model {model_type!r}{hint}")
+    with RankPool() as ranks, tempfile.TemporaryDirectory() as folder:
+        return check_type(ranks, model_type, folder)
+
+
 def facts(folder: str) -> dict[str, Any]:
     """In a rank: what is cut of a model at TP 2, by what, and what of its linears stays whole."""
     from megasched.layout import Layout
@@ -89,6 +105,7 @@ def facts(folder: str) -> dict[str, Any]:
     inferred = [d.parameter for d in decisions if d.decided_by.startswith("inferred")]
     return {
         "class": type(session.definition).__name__,
+        "plan": any(d.decided_by.startswith("HF's plan") for d in decisions if "layers" in d.parameter),
         "adapter": find_adapter(session.definition.config.model_type) is not None,
         "inferred": [name for name in inferred if name.endswith(".weight")],
         "whole": {d.parameter: d.declined for d in decisions if d.declined},

@@ -36,12 +36,12 @@ SIZES: tuple[tuple[str, int], ...] = (
     ("encoder_layers|num_encoder_layers|depth|conf_num_hidden_layers|num_global_layers", 2),
     (
         "num_attention_heads|n_heads?|num_heads|(de|en)coder_attention_heads|attention_heads|"
-        "num_(de|en)coder_attention_heads|swa_num_attention_heads|conf_num_attention_heads|num_query_groups",
+        "num_(de|en)coder_attention_heads|conf_num_attention_heads|num_query_groups",
         4,
     ),
-    ("num_key_value_heads|num_kv_heads|kv_n_heads|swa_num_key_value_heads|num_global_key_value_heads", 2),
+    ("num_key_value_heads|num_kv_heads|kv_n_heads|num_global_key_value_heads", 2),
     (
-        "head_dim|d_kv|d_head|(swa|swa_v|linear|linear_key|linear_value|global|index)_head_dim|kv_channels|"
+        "head_dim|d_kv|d_head|(v|linear|linear_key|linear_value|global|index)_head_dim|kv_channels|"
         "dim_head|attention_head_size",
         16,
     ),
@@ -208,7 +208,8 @@ def _small(name: str, default: Any) -> Any:
     if isinstance(default, float) and default == 1 and _MULTIPLIER.fullmatch(name):
         return MULTIPLIER
     if isinstance(default, int) and default > 0:
-        return next((value for names, value in _SIZES if names.fullmatch(name)), None)
+        plain = name.removeprefix("swa_")  # the same size of sliding layers
+        return next((value for names, value in _SIZES if names.fullmatch(plain)), None)
     return None
 
 

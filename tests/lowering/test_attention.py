@@ -131,3 +131,25 @@ def test_whether_a_definition_asks_for_attention_at_all():
     model = AutoModelForCausalLM.from_config(config)
     assert not is_used(model)
     assert model.config._attn_implementation != "megasched"
+
+
+def test_selected_keys_alone_are_attended_to():
+    """DeepSeek's sparse attention: of the keys that causality leaves, those whose indices are given."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 6, 4) for _ in range(3))
+    indices = torch.stack([torch.randperm(6)[:2] for _ in range(12)]).view(2, 6, 2)
+    indices[..., 0] = torch.arange(6)  # each query keeps itself
+    found, _ = attention_forward(nn.Module(), q, k, v, None, indices=indices.int())
+    logits = q @ k.transpose(2, 3) / 2
+    allowed = torch.zeros(2, 6, 6, dtype=torch.bool).scatter(-1, indices, True).tril().unsqueeze(1)
+    expected = logits.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+
+
+def test_a_tensor_argument_that_is_not_known_is_refused():
+    q = torch.zeros(1, 1, 2, 4)
+    attention_forward(nn.Module(), q, q, q, None, position_ids=torch.zeros(1, 2), output_attentions=False)
+    with pytest.raises(
+        MegaschedError, match="Module calls attention with block_table, which megasched's attention"
+    ):
+        attention_forward(nn.Module(), q, q, q, None, block_table=torch.zeros(1))

@@ -156,7 +156,10 @@ PACKED = Along(2, components=(4, 2, 2))
         (lambda x: x.view(6, 8), [Along(1, components=(4, 2, 2))]),
         (lambda x: x.split(2, -1), NeedsWhole),
         (lambda x: x[..., 2:6], NeedsWhole),
-        (lambda x: x * x.new_zeros(2, 3, 8), NeedsWhole),
+        (lambda x: x * x.new_zeros(2, 3, 8), [PACKED]),
+        (lambda x: x.new_empty(2, 3, 8).copy_(x), [PACKED]),
+        (lambda x: x * torch.zeros(2, 3, 1, device="meta").expand(2, 3, 8), [PACKED]),
+        (lambda x: x * torch.zeros(2, 3, 8, device="meta"), NeedsWhole),
     ],
 )
 def test_components_are_taken_apart_at_their_boundaries(make, places):

@@ -37,7 +37,7 @@ def test_layers_what_is_before_and_what_is_after(family):
     assert {path: shape.dims for path, shape in structure.before.items()} == before
     assert structure.after == AFTER.get(family, ("model.norm", "lm_head"))
     assert structure.slot.argument in (0, "hidden_states")
-    assert not structure.extra_outputs
+    assert not structure.crosses
     path = structure.layer_path(2)
     assert structure.index_of(path) == structure.index_of(path + ".mlp.deep") == 2
     assert structure.index_of(structure.layers) is None
@@ -65,7 +65,9 @@ class Layer(nn.Module):
 
     def forward(self, mask, *, hidden_states):
         y = self.linear(hidden_states)
-        return {"tensor": y, "tuple": ("word", y, None), "list": [y], "extra": (y, y.sum(-1))}[self.form]
+        return {"tensor": y, "tuple": ("word", y, None), "list": [y], "extra": (y, y.sum(-1)), "read": (y, y + 1)}[
+            self.form
+        ]
 
 
 class Model(nn.Module):
@@ -83,6 +85,7 @@ class Model(nn.Module):
             for layer in self.layers:
                 y = layer(input_ids > 0, hidden_states=x)
                 x = y if self.form == "tensor" else y[1] if self.form == "tuple" else y[0]
+                x = x * y[1] if self.form == "read" else x
         return self.out(x)
 
 
@@ -92,12 +95,13 @@ class Model(nn.Module):
         ("tensor", Slot("hidden_states", None), False),
         ("tuple", Slot("hidden_states", 1, ("word", None, None)), False),
         ("list", Slot("hidden_states", 0, (None,), as_list=True), False),
-        ("extra", Slot("hidden_states", 0, (None, None)), True),
+        ("extra", Slot("hidden_states", 0, (None, None)), False),
+        ("read", Slot("hidden_states", 0, (None, None)), True),
     ],
 )
 def test_where_the_hidden_state_stands(form, slot, extra):
     structure = find_structure(Model(form))
-    assert (structure.layers, structure.slot, structure.extra_outputs) == ("layers", slot, extra)
+    assert (structure.layers, structure.slot, structure.crosses) == ("layers", slot, extra)
     assert (structure.before, structure.after) == ({"embed": Shape(("b", "s", 8), torch.float32)}, ("out",))
 
 

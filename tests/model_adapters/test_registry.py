@@ -58,6 +58,11 @@ def test_an_installed_adapter_comes_before_hfs_plan(points, llama):
             "model.layers.0.mlp": ("intermediate_size",),
             "model.layers.1.mlp": ("intermediate_size",),
         },
+        origin={
+            f"model.layers.{index}.{name}": f"adapter: model.layers.*.{name} is {role}"
+            for index in range(2)
+            for name, role in (("mlp.up_proj", "mlp.up"), ("self_attn.q_proj", "qkv.q"))
+        },
         block="not tried",
     )
 
@@ -87,6 +92,9 @@ class Planned(nn.Module):
         self.embed = nn.Embedding(3, 2)
         self.out = nn.Linear(2, 3)
 
+    def get_input_embeddings(self):
+        return self.embed
+
     def get_output_embeddings(self):
         return self.out
 
@@ -112,6 +120,14 @@ def test_hfs_plan_is_read_by_style():
             "out": "head",
         },
         heads={"layers.0.q_proj": 4, "layers.0.o_proj": 4, "layers.1.q_proj": 4},
+        origin={
+            "layers.0.q_proj": "HF's plan: layers.*.q_proj is colwise",
+            "layers.0.o_proj": "HF's plan: layers.*.o_proj is rowwise_rep",
+            "layers.0.mystery": "HF's plan: layers.*.mystery is colwise_gather_output",
+            "layers.1.q_proj": "HF's plan: layers.*.q_proj is colwise",
+            "embed": "HF's plan: embed is embedding_rowwise",
+            "out": "HF's plan: out is colwise_rep",
+        },
     )
 
 
@@ -136,26 +152,32 @@ def test_a_style_that_is_not_known_and_matches_nothing_is_nobodys_problem():
     assert generic.read_plan(Planned({"layers.*.q_proj": "colwise", "layers.*.gone": "diagonal"})).role
 
 
-@pytest.mark.parametrize("plan", [None, {}, {"out": "colwise_gather_output"}, {"layers.*.q_proj": None}])
-def test_neither_adapter_nor_plan(plan):
-    with pytest.raises(
-        ConfigError, match="no adapter for model type 'llama', and transformers has no tensor-parallel"
-    ):
-        generic.read_plan(Planned(plan))
+@pytest.mark.parametrize("plan", [None, {}, {"layers.*.q_proj": None}])
+def test_without_a_plan_the_ends_have_their_roles(plan):
+    roles = generic.read_plan(Planned(plan))
+    assert roles.role == {"embed": "embed.tokens", "out": "head"}
+    assert roles.origin == {"embed": "end of every model", "out": "end of every model"}
 
 
-def test_every_style_of_transformers_plans_is_known_or_listed_here():
-    """A new version's new style shows here first. What is listed is refused by name when a model uses it."""
+def test_ends_that_share_a_parameter_with_a_third_module_stay_whole():
+    model = Planned({"embed": "embedding_rowwise"})
+    model.layers[0]["norm"].bias = model.out.bias
+    roles = generic.read_plan(model)
+    assert roles.role == {}
+    assert set(roles.declined) == {"embed", "out"}
+
+
+def test_what_a_plan_asks_for_and_is_not_done_is_told():
+    roles = generic.read_plan(Planned({"layers.*.mystery": "moe_tp_experts", "layers.*.norm": "replicate"}))
+    assert roles.declined == {"layers.0.mystery": "HF's plan: layers.*.mystery is moe_tp_experts"}
+
+
+def test_every_style_of_transformers_plans_is_known():
+    """A new version's new style shows here first."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     styles: set[str] = set()
     for config in MODEL_FOR_CAUSAL_LM_MAPPING:
         styles |= {s for s in (getattr(config, "base_model_tp_plan", None) or {}).values() if s is not None}
     assert {"colwise", "rowwise", "replicated_with_grad_allreduce"} <= styles & set(generic.STYLES)
-    experts = {"packed_colwise", "packed_rowwise", "moe_tp_experts", "moe_identity_expert"}
-    assert styles - set(generic.STYLES) <= experts | {
-        "all_reduce",
-        "embedding_colwise",
-        "local_params",
-        "mla_kv_a_proj",
-    }
+    assert styles <= set(generic.STYLES)

@@ -1,0 +1,121 @@
+"""What is inferred of definitions without a plan: roles, packed parts, attributes, and what is declined."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
+
+from megasched.definition import build_definition
+from megasched.inference.infer import infer_roles
+from megasched.lowering import attention
+from megasched.model_adapters.generic import read_plan
+from megasched.roles import Roles
+from megasched.verify.small_models import small_config
+
+
+def inferred(model_type, **options):
+    model = build_definition(small_config(model_type))
+    attention.switch_on(model)
+    return model, infer_roles(model, read_plan(model), **{"tp": 2, **options})
+
+
+def by_pattern(values):
+    return {re.sub(r"\.\d+\.", ".*.", path): value for path, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attributes"),
+    [
+        ("gptj", ("num_attention_heads",)),
+        ("gpt_neo", ("num_heads",)),
+        ("stablelm", ("num_heads", "num_key_value_heads")),
+        ("persimmon", ("num_heads",)),
+    ],
+)
+def test_every_linear_of_a_layer_is_cut_and_its_heads_are_counted(model_type, attributes):
+    model, roles = inferred(model_type)
+    linears = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert linears <= roles.role.keys()
+    assert set(roles.local_attributes.values()) == {attributes}
+    assert roles.declined == {}
+
+
+def test_what_decided_is_told():
+    _, roles = inferred("gptj")
+    assert by_pattern(roles.origin) == {
+        "transformer.wte": "end of every model",
+        "lm_head": "end of every model",
+        "transformer.h.*.attn.q_proj": "inferred: feeds out_proj",
+        "transformer.h.*.attn.k_proj": "inferred: feeds out_proj",
+        "transformer.h.*.attn.v_proj": "inferred: feeds out_proj",
+        "transformer.h.*.attn.out_proj": "inferred: takes what stems from k_proj, q_proj, v_proj",
+        "transformer.h.*.mlp.fc_in": "inferred: feeds fc_out",
+        "transformer.h.*.mlp.fc_out": "inferred: takes what stems from fc_in",
+    }
+
+
+def test_a_plan_is_kept_and_only_what_it_lacks_is_added():
+    model, roles = inferred("deepseek_v3")
+    plan = read_plan(model)
+    assert plan.role.items() <= roles.role.items()
+    added = by_pattern({path: role for path, role in roles.role.items() if path not in plan.role})
+    assert added == {
+        "model.layers.*.self_attn.q_b_proj": "column",
+        "model.layers.*.self_attn.kv_b_proj": "column",
+        "model.layers.*.self_attn.o_proj": "row",
+    }
+    assert by_pattern(roles.declined) == {
+        "model.layers.*.self_attn.q_a_proj": "no other linear was found that it could be cut with",
+        "model.layers.*.self_attn.kv_a_proj_with_mqa": "no other linear was found that it could be cut with",
+        "model.layers.*.mlp.experts": "HF's plan: model.layers.*.mlp.experts is moe_tp_experts",
+    }
+
+
+def test_heads_that_tp_does_not_divide_leave_attention_whole():
+    _, two = inferred("gptj", tp=2)
+    _, three = inferred("gptj", tp=3)
+    assert two.role.keys() - three.role.keys() >= {"transformer.h.0.attn.q_proj", "transformer.h.0.attn.out_proj"}
+    assert (
+        three.declined["transformer.h.0.attn.q_proj"] == "TP 3 does not divide 4 heads or features of its output"
+    )
+    assert three.declined["transformer.h.0.attn.out_proj"] == "the other side of it stays whole"
+
+
+class Mixing(nn.Module):
+    """Up to two parts, one a gate, and down; and a linear on the residual, which can't be paired."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(6, 8)
+        self.odd = nn.Linear(8, 8)
+
+    def forward(self, hidden_states):
+        gate, up = self.up(hidden_states).split([6, 6], dim=-1)
+        return hidden_states + self.down(gate.sigmoid() * up) + self.odd(hidden_states * 2)
+
+
+class Toy(nn.Module):
+    main_input_name = "input_ids"
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 8)
+        self.layers = nn.ModuleList(Mixing() for _ in range(2))
+        self.head = nn.Linear(8, 9)
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return CausalLMOutput(logits=self.head(x))
+
+
+def test_parts_that_lie_side_by_side_are_cut_one_by_one():
+    with torch.device("meta"):
+        roles = infer_roles(Toy(), Roles(), tp=2)
+    assert by_pattern(roles.role) == {"layers.*.up": "column", "layers.*.down": "row"}
+    assert by_pattern(roles.components) == {"layers.*.up": (6, 6)}
+    assert by_pattern(roles.declined) == {"layers.*.odd": "no other linear was found that it could be cut with"}

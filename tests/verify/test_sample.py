@@ -1,0 +1,48 @@
+"""A sample of architectures without a line of code of their own, at layouts that ask the most of each."""
+
+import pytest
+
+from megasched.model_adapters.registry import find_adapter
+from megasched.verify.parity import TOLERANCE, check_layout
+from megasched.verify.small_models import write_small_model
+
+# Model type -> what it is here for.
+SAMPLE = {
+    "bert": "encoder, post-norm, tuples, a head whose bias is tied elsewhere",
+    "bart": "decoder of two stacks, a loss of its own, parameters that are not used",
+    "bloom": "positions by ALiBi, layers that return tensors, residuals as arguments",
+    "gptj": "parallel attention and MLP, heads counted by an attribute",
+    "gpt_neo": "attention of its own, local layers",
+    "stablelm": "two attributes that count heads, partial rotary",
+    "falcon": "a subclass of Linear, outputs changed in place",
+    "deepseek_v3": "latent attention, experts beside shared ones",
+    "deepseek_v32": "sparse attention",
+    "mixtral": "experts",
+    "mamba": "no attention",
+    "olmo2": "a norm over all heads",
+}
+LAYOUTS = ("tp2-sp", "pp2-vpp2", "tp2-pp2")
+
+
+@pytest.fixture(scope="module")
+def small(ranks, tmp_path_factory):
+    made = {}
+
+    def get(model_type):
+        if model_type not in made:
+            (made[model_type],) = ranks.run(
+                1, write_small_model, model_type, str(tmp_path_factory.mktemp(model_type))
+            )
+        return made[model_type]
+
+    return get
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_a_step_equals_the_unscheduled_model(ranks, small, model_type, layout):
+    assert find_adapter(model_type) is None
+    outcome = check_layout(ranks, small(model_type), layout)
+    assert (outcome.verdict, outcome.why) == ("equal", "")
+    assert outcome.errors.keys() == {"loss", "logits", "gradient", "grad_norm"}
+    assert max(outcome.errors.values()) <= TOLERANCE
