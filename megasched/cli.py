@@ -212,6 +212,41 @@ def explain(
         print_explanation(explanation, report_console())
 
 
+@app.command("new-adapter")
+def new_adapter(
+    hf_model: HfModel,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the adapter there instead of printing it.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+    no_check: Annotated[bool, typer.Option("--no-check", help="Do not run it on a small copy.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Propose an adapter for an architecture, and check it on a small copy.
+
+    The copy has random weights; it runs one step of Megatron's trainer at TP2, TP2 with SP, and PP2, and is
+    compared with the plain Hugging Face model. The exit status is 0 when all are equal, or nothing was checked.
+    """
+    from megasched.report.console import quiet_imports, report_console
+
+    with quiet_imports():
+        from megasched.report.new_adapter_view import print_new_adapter
+        from megasched.verify import new_adapter as proposing
+
+    if output is not None:
+        proposing.refuse_existing(output, force=force)
+    found = proposing.new_adapter(
+        hf_model,
+        check=not no_check,
+        trust_remote_code=trust_remote_code,
+        progress=lambda layout: print(f"checking {layout} ...", file=sys.stderr),
+    )
+    if output is not None:
+        proposing.write_new(found.source, output, force=force)
+    print_new_adapter(found, output, report_console())
+    raise typer.Exit(0 if found.right else 1)
+
+
 @app.command()
 def archs(
     name: Annotated[str | None, typer.Argument(help="Print all about this model type.")] = None,

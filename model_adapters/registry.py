@@ -8,10 +8,13 @@ the HF config. Third parties register theirs through the entry point group ``meg
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+import runpy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.definition import text_config
@@ -85,31 +88,101 @@ def head_counts(role: Mapping[str, str], config: Any) -> dict[str, int]:
 
 
 @cache
-def _adapters() -> dict[str, tuple[Adapter, str]]:
-    found: dict[str, tuple[Adapter, str]] = {}
+def _adapters() -> dict[str, tuple[Adapter, EntryPoint]]:
+    found: dict[str, tuple[Adapter, EntryPoint]] = {}
     for point in entry_points(group=GROUP):
-        loaded = point.load()
-        for adapter in [loaded] if isinstance(loaded, Adapter) else loaded:
+        for adapter in _load(point):
             for model_type in adapter.model_types:
                 if model_type in found:
                     raise ConfigError(
-                        f"two adapters for model type {model_type!r}: {found[model_type][1]} and {point.value}"
+                        f"two adapters for model type {model_type!r}: {_origin(found[model_type][1])} and "
+                        f"{_origin(point)}; uninstall one of the two packages, or take the model type out of one"
                     )
-                found[model_type] = (adapter, point.value)
+                found[model_type] = (adapter, point)
     return found
 
 
+def _load(point: EntryPoint) -> list[Adapter]:
+    """The adapters that an entry point names.
+
+    Raises:
+        ConfigError: it can't be imported, or is no adapter; the message names the package.
+    """
+    try:
+        loaded = point.load()
+    except Exception as error:  # whatever another package's module raises
+        raise ConfigError(
+            f"the adapter {_origin(point)} can't be imported: {type(error).__name__}: {error}; "
+            "repair or uninstall that package"
+        ) from error
+    adapters = [loaded] if isinstance(loaded, Adapter) else loaded
+    if not (isinstance(adapters, list | tuple) and all(isinstance(adapter, Adapter) for adapter in adapters)):
+        raise ConfigError(
+            f"the adapter {_origin(point)} is a {type(loaded).__name__}; an entry point of the group {GROUP} "
+            "names an Adapter, or a list of them"
+        )
+    return list(adapters)
+
+
+def _origin(point: EntryPoint) -> str:
+    """An entry point and its package, as errors name it."""
+    package = "a package without metadata" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+    return f"{point.name} = {point.value} of {package}"
+
+
+def load_adapter(file: str | Path) -> Adapter:
+    """``ADAPTER`` of a Python file that no package registers.
+
+    Raises:
+        ConfigError: the file can't be run, or has none.
+    """
+    try:
+        found = runpy.run_path(str(file)).get("ADAPTER")
+    except Exception as error:  # whatever the file's code raises
+        raise ConfigError(f"{file} can't be run: {type(error).__name__}: {error}") from error
+    if not isinstance(found, Adapter):
+        raise ConfigError(f"{file} has no ADAPTER = Adapter(...) at module level")
+    return found
+
+
+# Adapters that stand before the installed ones, the last first.
+_USED: list[Adapter] = []
+
+
+@contextmanager
+def using(adapter: Adapter) -> Iterator[None]:
+    """Has an adapter found for its model types, whatever is installed, while the block lasts."""
+    _USED.append(adapter)
+    try:
+        yield
+    finally:
+        _USED.pop()
+
+
 def find_adapter(model_type: str) -> Adapter | None:
-    """The adapter made by hand for this model type; None if there is none and the generic one serves."""
+    """The adapter for this model type; None if there is none and the generic one serves.
+
+    Raises:
+        ConfigError: a package's adapter can't be imported, or two are for one model type.
+    """
+    for adapter in reversed(_USED):
+        if model_type in adapter.model_types:
+            return adapter
     found = _adapters().get(model_type)
     return found[0] if found else None
+
+
+def adapter_origin(model_type: str) -> str:
+    """Which package has the adapter for this model type: ``gpt2 = module:NAME of megasched 0.1.0``; or empty."""
+    found = _adapters().get(model_type)
+    return _origin(found[1]) if found else ""
 
 
 def roles_of(model: nn.Module) -> Roles:
     """What is known of a definition: by its own adapter, or else by HF's plan (see ``generic.py``).
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: the adapter does not fit the definition, or HF's plan has a style that is not known.
     """
     from megasched.model_adapters.generic import read_plan
 

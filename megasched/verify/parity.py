@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -62,7 +63,15 @@ class Outcome:
         return asdict(self)
 
 
-def check_layout(ranks: RankPool, folder: str, name: str, timeout: float = 240) -> Outcome:
+def check_layout(
+    ranks: RankPool,
+    folder: str,
+    name: str,
+    timeout: float = 240,
+    *,
+    adapter: str = "",
+    trust_remote_code: bool = False,
+) -> Outcome:
     """One step at a layout against the unscheduled model.
 
     Args:
@@ -70,16 +79,19 @@ def check_layout(ranks: RankPool, folder: str, name: str, timeout: float = 240) 
         folder: an HF folder with weights, e.g. by ``write_small_model``.
         name: a key of ``LAYOUTS``.
         timeout: seconds for the step.
+        adapter: file with an ``ADAPTER`` that is used whatever is installed; empty for what a run would use.
+        trust_remote_code: run Python code that lies in the folder.
     """
     from megasched.verify.rank_pool import RankError
 
     layout, started = LAYOUTS[name], time.monotonic()
     flags = [*layout.flags.split(), "--vocab-size", str(VOCABULARY)]
+    flags += ["--trust-remote-code"] if trust_remote_code else []
     options: dict[str, Any] = {"iterations": 1, "random_init": False, "tokens": TOKENS}
     try:
-        reports = ranks.run(layout.world_size, trainer_run.train, folder, flags, timeout=timeout, **options)
+        reports = ranks.run(layout.world_size, train_step, adapter, folder, flags, timeout=timeout, **options)
         batches = trainer_run.batches_of(reports)
-        (expected,) = ranks.run(1, reference_step, folder, batches, timeout=timeout)
+        (expected,) = ranks.run(1, reference_step, folder, batches, trust_remote_code, timeout=timeout)
     except RankError as error:
         outcome = _failure(str(error))
     else:
@@ -88,11 +100,19 @@ def check_layout(ranks: RankPool, folder: str, name: str, timeout: float = 240) 
     return outcome
 
 
-def reference_step(folder: str, batches: Any) -> HfStep:
+def train_step(adapter: str, folder: str, flags: list[str], **options: Any) -> trainer_run.RankReport:
+    """In a rank: ``trainer_run.train``, under the adapter in a file where one is named."""
+    from megasched.model_adapters.registry import load_adapter, using
+
+    with using(load_adapter(adapter)) if adapter else nullcontext():
+        return trainer_run.train(folder, flags, **options)
+
+
+def reference_step(folder: str, batches: Any, trust_remote_code: bool = False) -> HfStep:
     """In a rank: the batches through the unscheduled model with the folder's weights."""
     from megasched.verify.reference import hf_step
 
-    return hf_step(folder, batches, random_init=False)
+    return hf_step(folder, batches, random_init=False, trust_remote_code=trust_remote_code)
 
 
 def compare(reports: list[trainer_run.RankReport], expected: HfStep, tp: int) -> Outcome:

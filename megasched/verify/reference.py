@@ -18,17 +18,19 @@ class HfStep:
     grad_norm: float
 
 
-def hf_model(folder: str, seed: int = 1234, *, random_init: bool = True, **changes: Any) -> Any:
+def hf_model(
+    folder: str, seed: int = 1234, *, random_init: bool = True, trust_remote_code: bool = False, **changes: Any
+) -> Any:
     """The unscheduled HF model with the weights of the folder, or those that ``--hf-random-init`` gives it."""
     from megasched.definition import build_definition, load_config
     from megasched.weights.hf_folder import HFFolder
     from megasched.weights.materialize import materialize
     from megasched.weights.random_init import RandomInit
 
-    config = load_config(folder)
+    config = load_config(folder, trust_remote_code=trust_remote_code)
     for name, value in changes.items():
         setattr(config, name, value)
-    definition = build_definition(config)
+    definition = build_definition(config, trust_remote_code=trust_remote_code)
     source = RandomInit(definition, seed) if random_init else HFFolder(folder, definition)
     return materialize(definition, source).train()
 
@@ -39,9 +41,15 @@ def hf_loss(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[tor
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()), logits
 
 
-def hf_step(folder: str, batches: list[tuple[torch.Tensor, torch.Tensor]], *, random_init: bool = True) -> HfStep:
+def hf_step(
+    folder: str,
+    batches: list[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    random_init: bool = True,
+    trust_remote_code: bool = False,
+) -> HfStep:
     """One global batch through the unscheduled definition in plain torch."""
-    model = hf_model(folder, random_init=random_init)
+    model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
     total, logits = 0.0, []
     for tokens, labels in batches:
         loss, out = hf_loss(model, tokens, labels)

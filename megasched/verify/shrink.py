@@ -95,6 +95,8 @@ _SIZES = tuple((re.compile(names), value) for names, value in SIZES)
 _MULTIPLIER = re.compile(r".*(multiplier|logits?_scal(ing|e)|scale_emb|embedding_scale|scale_depth)$")
 _TOKEN = re.compile(r".*(_token_id|_token_index|_id)$")
 _LAYER_KINDS = ("layer_types", "mlp_layer_types")
+# Of the fields that all config classes have, those that a copy takes over.
+_SHARED_FLAGS = ("tie_word_embeddings",)
 
 
 def shrink(config_class: type[PretrainedConfig], changes: Mapping[str, Any] | None = None) -> PretrainedConfig:
@@ -119,10 +121,31 @@ def shrink(config_class: type[PretrainedConfig], changes: Mapping[str, Any] | No
     return config_class(**{**arguments, part: type(_text(small))(**_arguments(type(_text(small)), own))})
 
 
-def _arguments(config_class: type[PretrainedConfig], changes: dict[str, Any]) -> dict[str, Any]:
-    """What to construct the small config with."""
+def shrink_copy(config: PretrainedConfig, changes: Mapping[str, Any] | None = None) -> PretrainedConfig:
+    """A small config like a given one: its flags, choices and kinds of layers, in small sizes.
+
+    Args:
+        config: of the model as it is; it is not changed.
+        changes: as for ``shrink``.
+
+    Raises:
+        Exception: as ``shrink``.
+    """
+    return type(config)(**_arguments(type(config), dict(changes or {}), config))
+
+
+def _arguments(
+    config_class: type[PretrainedConfig], changes: dict[str, Any], given: PretrainedConfig | None = None
+) -> dict[str, Any]:
+    """What to construct the small config with; ``given`` has the values to shrink instead of the defaults."""
     defaults = _defaults(config_class)
-    found = {name: value for name, default in defaults.items() if (value := _small(name, default)) is not None}
+    found: dict[str, Any] = {}
+    if given is not None:
+        defaults |= {name: value for name, value in vars(given).items() if name in defaults}
+        found = {name: value for name, value in defaults.items() if _is_kept(config_class, name, value)}
+    found |= {name: value for name, default in defaults.items() if (value := _small(name, default)) is not None}
+    if given is not None:
+        found |= _same_grouping(given, found) | _every_kind(defaults)
     if "kv_lora_rank" in defaults and "num_key_value_heads" in found:
         found["num_key_value_heads"] = found.get("num_attention_heads", 4)  # latent attention has no groups
     special = [name for name, default in defaults.items() if _is_special(name, default)]
@@ -133,10 +156,42 @@ def _arguments(config_class: type[PretrainedConfig], changes: dict[str, Any]) ->
         if not isinstance(changes.get(name, {}), dict):
             continue
         own = changes.pop(name, {})
-        found[name] = part(**_arguments(part, own))
+        values = vars(given).get(name) if given is not None else None
+        part = part if values is None else type(values)
+        found[name] = part(**_arguments(part, dict(own), values))
         if not ("text" in name or "decoder" in name):
-            found[name] = part(**{**_arguments(part, own), **_two_layers(part)})
+            found[name] = part(**{**_arguments(part, dict(own), values), **_two_layers(part)})
     return {**found, **changes}
+
+
+def _is_kept(config_class: type[PretrainedConfig], name: str, value: Any) -> bool:
+    """Whether a field of a given config is taken over: flags, choices and numbers; lists follow the depth."""
+    from transformers import PretrainedConfig
+
+    if name in _defaults(PretrainedConfig) and name not in _SHARED_FLAGS:
+        return False
+    values = list(value.values()) if isinstance(value, dict) else [value]
+    return all(one is None or isinstance(one, bool | int | float | str) for one in values)
+
+
+def _same_grouping(given: PretrainedConfig, small: Mapping[str, Any]) -> dict[str, int]:
+    """Heads of k and v: as many as query heads, or one, where the given config has it so."""
+    heads, groups = (vars(given).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if groups is None or "num_key_value_heads" not in small:
+        return {}
+    if groups == heads:
+        return {"num_key_value_heads": small.get("num_attention_heads", groups)}
+    return {"num_key_value_heads": 1} if groups == 1 else {}
+
+
+def _every_kind(values: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Every kind of layer that a given config has, in turn."""
+    found = {}
+    for name in _LAYER_KINDS:
+        kinds = list(dict.fromkeys(values.get(name) or ()))
+        if kinds:
+            found[name] = [kinds[index % len(kinds)] for index in range(LAYERS)]
+    return found
 
 
 def _two_layers(part: type[PretrainedConfig]) -> dict[str, int]:

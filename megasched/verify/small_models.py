@@ -7,7 +7,7 @@ from typing import Any
 
 from megasched.errors import ConfigError
 from megasched.verify.quirks import CHANGES, PART
-from megasched.verify.shrink import shrink
+from megasched.verify.shrink import shrink, shrink_copy
 
 SEED = 1
 # Added to every weight: norms of exactly 1 and biases of exactly 0 would hide mistakes.
@@ -37,7 +37,30 @@ def small_config(model_type: str) -> Any:
     return shrink(config_class, CHANGES.get(model_type))
 
 
+def small_copy(config: Any) -> Any:
+    """A small config like a given one; see ``shrink_copy``.
+
+    Raises:
+        ConfigError: its sizes do not go together when they are small.
+    """
+    try:
+        small = shrink_copy(config, CHANGES.get(config.model_type))
+    except Exception as error:  # each class validates in its own way
+        what = f"no small copy of this {type(config).__name__} can be made: {type(error).__name__}: {error}"
+        raise ConfigError(what) from error
+    # Where transformers finds the classes of a model that brings its own code.
+    vars(small).update(
+        {name: vars(config)[name] for name in ("auto_map", "_name_or_path") if name in vars(config)}
+    )
+    return small
+
+
 def write_small_model(model_type: str, folder: str | Path) -> str:
+    """``write_model`` of the small config of a model type."""
+    return write_model(small_config(model_type), folder)
+
+
+def write_model(config: Any, folder: str | Path, *, trust_remote_code: bool = False) -> str:
     """Writes ``config.json`` and ``model.safetensors`` (float32, HF's initialisation and noise on top).
 
     Tensors have the names and shapes of the model's parameters; a tie is written once.
@@ -49,9 +72,8 @@ def write_small_model(model_type: str, folder: str | Path) -> str:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
-    config = small_config(model_type)
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     noise = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -67,13 +67,6 @@ def test_an_installed_adapter_comes_before_hfs_plan(points, llama):
     )
 
 
-def test_two_adapters_for_one_model_type(points):
-    points(f"{__name__}:MINE", f"{__name__}:MORE", f"{__name__}:MINE")
-    with pytest.raises(ConfigError) as raised:
-        find_adapter("gpt2")
-    assert str(raised.value) == f"two adapters for model type 'llama': {__name__}:MINE and {__name__}:MINE"
-
-
 @pytest.mark.parametrize("kind", ["roles", "local_attributes"])
 def test_a_glob_that_matches_nothing(llama, kind):
     wrong = {"model.blocks.*.mlp": "mlp.up" if kind == "roles" else ("width",)}

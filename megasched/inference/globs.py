@@ -1,0 +1,36 @@
+"""Module paths folded over layers: the globs of an adapter."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+
+_INDEX = re.compile(r"\.\d+(?=\.|$)")
+
+
+def pattern_of(path: str) -> str:
+    """A path with every index as ``*``: ``model.layers.*.mlp``."""
+    return _INDEX.sub(".*", path)
+
+
+def fold_paths[Value](values: Mapping[str, Value], paths: Iterable[str]) -> dict[str, Value]:
+    """Glob -> value, so that each path is matched by what says its value and nothing else is matched.
+
+    Paths that a glob would not tell from others keep their indices.
+
+    Args:
+        values: path -> what is said of it.
+        paths: all there are.
+    """
+    groups: dict[str, list[str]] = {}
+    for path in values:
+        groups.setdefault(pattern_of(path), []).append(path)
+    everything, found = list(paths), {}
+    for pattern, members in groups.items():
+        matched = {path for path in everything if fnmatch.fnmatchcase(path, pattern)}
+        if matched == set(members) and all(values[path] == values[members[0]] for path in members):
+            found[pattern] = values[members[0]]
+        else:
+            found |= {path: values[path] for path in members}
+    return found

@@ -1,0 +1,123 @@
+"""Adapters of installed packages: what goes wrong with them is told with the package's name and version."""
+
+from importlib.metadata import Distribution, EntryPoint
+
+import pytest
+
+from megasched.errors import ConfigError
+from megasched.model_adapters import registry
+from megasched.model_adapters.registry import Adapter, adapter_origin, find_adapter, load_adapter, using
+
+FIRST = Adapter(model_types=("mine", "ours"), roles={"*": "norm"})
+SECOND = [Adapter(model_types=("theirs",), roles={}), Adapter(model_types=("ours",), roles={})]
+NO_ADAPTER = {"model_types": ("mine",)}
+
+
+class Package(Distribution):
+    """As much of an installed package as errors name."""
+
+    def __init__(self, name, version):
+        self.text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+
+    def read_text(self, filename):
+        return self.text if filename == "METADATA" else None
+
+    def locate_file(self, path):
+        return path
+
+
+def entry(name, value, package=None, version="1.0"):
+    point = EntryPoint(name, value, registry.GROUP)
+    if package is not None:
+        vars(point).update(dist=Package(package, version))
+    return point
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Installed packages' entry points, instead of the real ones."""
+
+    def install(*points):
+        monkeypatch.setattr(registry, "entry_points", lambda group: points if group == registry.GROUP else ())
+        registry._adapters.cache_clear()
+
+    yield install
+    registry._adapters.cache_clear()
+
+
+def refusal():
+    with pytest.raises(ConfigError) as raised:
+        find_adapter("mine")
+    return str(raised.value)
+
+
+def test_a_model_type_taken_twice_names_both_packages(installed):
+    installed(
+        entry("a", f"{__name__}:FIRST", "acme-models", "1.2.0"), entry("b", f"{__name__}:SECOND", "other", "0.3")
+    )
+    assert refusal() == (
+        f"two adapters for model type 'ours': a = {__name__}:FIRST of acme-models 1.2.0 and "
+        f"b = {__name__}:SECOND of other 0.3; uninstall one of the two packages, or take the model type out of one"
+    )
+
+
+def test_an_adapter_that_can_not_be_imported_names_its_package(installed):
+    installed(entry("broken", "acme_models.nowhere:ADAPTER", "acme-models", "1.2.0"))
+    assert refusal() == (
+        "the adapter broken = acme_models.nowhere:ADAPTER of acme-models 1.2.0 can't be imported: "
+        "ModuleNotFoundError: No module named 'acme_models'; repair or uninstall that package"
+    )
+
+
+def test_an_entry_point_without_the_name_it_gives(installed):
+    installed(entry("gone", f"{__name__}:GONE", "acme-models"))
+    assert refusal().startswith(
+        f"the adapter gone = {__name__}:GONE of acme-models 1.0 can't be imported: AttributeError: "
+    )
+
+
+def test_an_entry_point_that_is_no_adapter(installed):
+    installed(entry("odd", f"{__name__}:NO_ADAPTER"))
+    assert refusal() == (
+        f"the adapter odd = {__name__}:NO_ADAPTER of a package without metadata is a dict; an entry point of the "
+        "group megasched.model_adapters names an Adapter, or a list of them"
+    )
+
+
+def test_where_an_adapter_comes_from(installed):
+    installed(entry("a", f"{__name__}:SECOND", "other", "0.3"))
+    assert adapter_origin("theirs") == f"a = {__name__}:SECOND of other 0.3"
+    assert adapter_origin("mine") == ""
+
+
+def test_our_own_adapters_are_those_of_megasched():
+    assert adapter_origin("gpt2") == "gpt2 = megasched.model_adapters.gpt2:ADAPTER of megasched 0.1.0"
+
+
+def test_an_adapter_in_use_stands_before_the_installed_ones(installed):
+    installed(entry("a", f"{__name__}:FIRST", "acme-models"))
+    with using(SECOND[1]):
+        assert find_adapter("ours") is SECOND[1]
+        assert find_adapter("mine") is FIRST
+        with using(SECOND[0]):
+            assert find_adapter("theirs") is SECOND[0]
+            assert find_adapter("ours") is SECOND[1]
+    assert find_adapter("ours") is FIRST
+    assert find_adapter("theirs") is None
+
+
+def test_the_adapter_of_a_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from megasched.model_adapters.registry import Adapter\n"
+        'ADAPTER = Adapter(model_types=("mine",), roles={"a": "norm"})\n'
+    )
+    assert load_adapter(file) == Adapter(model_types=("mine",), roles={"a": "norm"})
+    file.write_text("ADAPTER = 3\n")
+    with pytest.raises(ConfigError) as raised:
+        load_adapter(file)
+    assert str(raised.value) == f"{file} has no ADAPTER = Adapter(...) at module level"
+    file.write_text("1 / 0\n")
+    with pytest.raises(ConfigError) as raised:
+        load_adapter(file)
+    assert str(raised.value) == f"{file} can't be run: ZeroDivisionError: division by zero"
