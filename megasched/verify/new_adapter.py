@@ -171,9 +171,7 @@ def unusual_calls(model: nn.Module) -> list[str]:
     except ScheduleError as error:
         return [*found, f"its layers were not found, so nothing was inferred: {error.problems[0].what}"]
     if structure.crosses:
-        found.append(
-            f"later layers read more of earlier ones in {structure.layers} than the hidden state: no pipeline stages"
-        )
+        found.append(f"later layers of {structure.layers} read more than the hidden state: no pipeline stages")
     if not structure.calls_loss:
         found.append("its forward does not call loss_function: the loss is computed from its logits")
     return found
