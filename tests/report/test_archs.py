@@ -46,8 +46,11 @@ def test_the_page_says_yes_no_and_why_not():
     page = archs.markdown(MATRIX)
     assert "3 architectures; equal to HF within 1e-5: tp2 1 of 2, pp2 0 of 1. transformers 5.23.0." in page
     rows = {line.split(" | ")[0]: line for line in page.splitlines() if line.startswith("| `")}
-    assert rows["| `good`"].startswith("| `good` | yes |") and rows["| `good`"].endswith("| plan and inferred |")
-    assert "WRONG" in rows["| `half`"] and "refused" in rows["| `half`"] and rows["| `half`"].endswith("| whole |")
+    assert rows["| `good`"].startswith("| `good` | yes |")
+    assert rows["| `good`"].endswith("| plan and inferred |")
+    assert "WRONG" in rows["| `half`"]
+    assert "refused" in rows["| `half`"]
+    assert rows["| `half`"].endswith("| whole |")
     assert rows["| `none`"].count("no model") == len(LAYOUT_NAMES)
     assert "- `half`, tp2: loss differ\n- `half`, pp2: no /\n- `none`, model: ImportError: timm\n" in page
 
