@@ -36,6 +36,7 @@ LAYOUTS: dict[str, CheckedLayout] = {
     "tp2-sp": CheckedLayout(2, 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "pp2": CheckedLayout(2, 1, "--pipeline-model-parallel-size 2"),
     "pp2-vpp2": CheckedLayout(2, 1, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "ep2": CheckedLayout(2, 1, "--expert-model-parallel-size 2"),
     "tp2-pp2": CheckedLayout(4, 2, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
 }
 
