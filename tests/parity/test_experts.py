@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasched.verify.parity import TOLERANCE, CheckedLayout, compare, reference_step
+from megasched.verify.parity import TOLERANCE, CheckedLayout, check_layout, compare, reference_step
 from megasched.verify.rank_pool import RankError
 from megasched.verify.shrink import TOKENS, VOCABULARY
 from megasched.verify.small_models import write_small_model
@@ -162,3 +162,14 @@ def test_the_auxiliary_loss_equals_hfs(ranks, folders, balanced, name):
 def test_an_auxiliary_loss_that_would_differ_is_refused(ranks, balanced, flags, said):
     with pytest.raises(RankError, match=f"output_router_logits.*{said}"):
         run(ranks, balanced, CheckedLayout(2, 1, flags))
+
+
+def test_the_layout_of_the_matrix(ranks, folders):
+    """Llama 4 has experts, called in a way of their own; Llama has none."""
+    found = {name: check_layout(ranks, folders(name), "ep2") for name in ("qwen3_moe", "llama4_text", "llama")}
+    assert {name: outcome.verdict for name, outcome in found.items()} == {
+        "qwen3_moe": "equal",
+        "llama4_text": "refused",
+        "llama": "not applicable",
+    }
+    assert "no module of the form that HF gives experts" in found["llama4_text"].why
