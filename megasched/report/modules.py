@@ -165,6 +165,8 @@ class _View:
             return "Megatron's TransformerLayer"
         if self.plan.in_block(path):
             return "in Megatron's layer"
+        if path in self.plan.experts:
+            return f"{name} of one EP rank"
         if kind == "vocab":
             return f"VocabParallel{name}"
         if kind == "replicated":
