@@ -102,6 +102,7 @@ HfModel = Annotated[str, typer.Option(metavar="DIR", help="The Hugging Face mode
 Tp = Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="TP ranks.")]
 Sp = Annotated[bool, typer.Option("--sp", "--sequence-parallel", help="Sequence parallelism.")]
 Pp = Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="Pipeline ranks.")]
+Ep = Annotated[int, typer.Option("--ep", "--expert-model-parallel-size", help="Ranks that share out experts.")]
 HfOverride = Annotated[
     list[str] | None, typer.Option(metavar="FIELD=VALUE ...", help="Change fields of the HF config.")
 ]
@@ -124,6 +125,7 @@ def show(
         int,
         typer.Option("--vp", "--num-virtual-stages-per-pipeline-rank", help="Model chunks per pipeline rank."),
     ] = 1,
+    ep: Ep = 1,
     dp: Annotated[int, typer.Option("--dp", help="Replicas of the whole.")] = 1,
     micro_batch_size: Annotated[int, typer.Option(help="Sequences in one forward.")] = 1,
     fp8_recipe: Annotated[
@@ -152,6 +154,7 @@ def show(
         sequence_parallel=sp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vp if vp != 1 else None,
+        expert_model_parallel_size=ep,
         data_parallel_size=dp,
         micro_batch_size=micro_batch_size,
         fp8=Fp8(fp8_recipe=fp8_recipe) if fp8_recipe is not None else None,
@@ -186,6 +189,7 @@ def explain(
     tp: Tp = 2,
     sp: Sp = False,
     pp: Pp = 1,
+    ep: Ep = 1,
     hf_override: HfOverride = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
@@ -197,7 +201,12 @@ def explain(
     from megasched.layout import Layout
     from megasched.report.console import quiet_imports, report_console
 
-    layout = Layout(tensor_model_parallel_size=tp, sequence_parallel=sp, pipeline_model_parallel_size=pp)
+    layout = Layout(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+    )
     with quiet_imports():
         from megasched.report.explain import explain_schedule
 
@@ -276,7 +285,7 @@ def archs(
         print(json.dumps(results, indent=1))
     else:
         report.print_architecture(name, results, report_console())
-    good = all(outcome["verdict"] == "equal" for kind, outcome in results.items() if kind != "facts")
+    good = all(outcome["verdict"] in report.FINE for kind, outcome in results.items() if kind != "facts")
     raise typer.Exit(0 if good else 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megasched.errors import ConfigError
+from megasched.placement import Group
 
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
@@ -81,6 +82,10 @@ class Layout:
         return self.pipeline_model_parallel_size
 
     @property
+    def ep(self) -> int:
+        return self.expert_model_parallel_size
+
+    @property
     def vpp(self) -> int:
         """Model chunks per pipeline rank (1 without interleaving)."""
         return self.virtual_pipeline_model_parallel_size or 1
@@ -90,13 +95,17 @@ class Layout:
         """Whether sequence parallelism is on and does something (Megatron ignores it at TP 1)."""
         return self.sequence_parallel and self.tp > 1
 
+    def size_of(self, group: Group) -> int:
+        """Ranks in one group of that kind."""
+        return self.ep if group == "ep" else self.tp
+
     def __str__(self) -> str:
         parts = [f"TP{self.tp}"] if self.tp > 1 else []
         parts += ["SP"] if self.sp else []
         parts += [f"PP{self.pp}"] if self.pp > 1 else []
         parts += [f"VPP{self.vpp}"] if self.vpp > 1 else []
         parts += [f"CP{self.context_parallel_size}"] if self.context_parallel_size > 1 else []
-        parts += [f"EP{self.expert_model_parallel_size}"] if self.expert_model_parallel_size > 1 else []
+        parts += [f"EP{self.ep}"] if self.ep > 1 else []
         parts += [f"DP{self.data_parallel_size}"] if self.data_parallel_size > 1 else []
         text = " x ".join(parts) or "one rank"
         return text if self.fp8 is None else f"{text}, 8 bits ({self.fp8.fp8_recipe})"

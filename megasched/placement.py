@@ -1,4 +1,4 @@
-"""How one parameter lies over the tensor-parallel ranks: the one truth for lowering, weights and checkpoint.
+"""How one parameter lies over the ranks that share it: the one truth for lowering, weights and checkpoint.
 
 A placement speaks of the *HF* tensor: its name, its global shape, the axis that is cut. What a rank
 holds of it follows by arithmetic alone; nobody else decides it again.
@@ -15,22 +15,26 @@ if TYPE_CHECKING:
     import torch
 
 TpGradient = Literal["complete", "partial"]
+Group = Literal["tp", "ep"]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One HF parameter over the TP group.
+    """One HF parameter over the group of ranks that share it.
+
+    ``rank`` and ``size`` are everywhere those in ``group``.
 
     Attributes:
         name: HF name, e.g. ``model.layers.0.mlp.up_proj.weight``; the key in checkpoints.
         shape: global HF shape, without padding.
-        axis: axis of the HF tensor that is cut over TP; None when every rank holds all of it.
+        axis: axis of the HF tensor that is cut over ``group``; None when every rank holds all of it.
         components: sizes along ``axis`` of the projections packed into the tensor, e.g. ``(q, k, v)``;
             each is cut on its own and the rank holds the pieces side by side. Empty: one component.
         padded: size of ``axis`` after padding with zero rows (a vocabulary); None without padding.
         transposed: the rank holds its piece transposed (HF ``Conv1D`` keeps [in, out], Megatron [out, in]).
         tp_gradient: ``partial`` when each TP rank computes a part of the gradient of a replicated
             parameter, so that the parts must be summed; ``complete`` otherwise.
+        group: ``tp``, or ``ep`` for a tensor whose axis counts experts.
     """
 
     name: str
@@ -40,6 +44,7 @@ class Placement:
     padded: int | None = None
     transposed: bool = False
     tp_gradient: TpGradient = "complete"
+    group: Group = "tp"
 
     def __post_init__(self) -> None:
         if self.axis is not None and not 0 <= self.axis < len(self.shape):
@@ -52,6 +57,8 @@ class Placement:
             raise ValueError(f"{self.name}: packed projections can't be padded")
         if self.transposed and len(self.shape) > 2:
             raise ValueError(f"{self.name}: only a matrix can be transposed, not {list(self.shape)}")
+        if self.group == "ep" and (self.axis is None or self.tp_gradient == "partial"):
+            raise ValueError(f"{self.name}: what is not cut by experts is no matter of EP")
 
     @property
     def sharded(self) -> bool:
@@ -64,14 +71,14 @@ class Placement:
         return self.components or (self.padded or self.shape[self.axis],)
 
     def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """Half-open ranges along ``axis`` of the global (unpadded) tensor that TP rank ``rank`` holds.
+        """Half-open ranges along ``axis`` of the global (unpadded) tensor that rank ``rank`` holds.
 
         One range for each component; a range that lies in the padding alone is empty (start == stop).
         ValueError when the axis does not divide by ``size``, or there is no such rank.
         """
         assert self.axis is not None
         if not 0 <= rank < size:
-            raise ValueError(f"{self.name}: no rank {rank} in TP {size}")
+            raise ValueError(f"{self.name}: no rank {rank} in {self.group.upper()} {size}")
         limit = self.shape[self.axis]
         starts = [0, *accumulate(self.component_sizes)]
         found = []
@@ -81,14 +88,15 @@ class Placement:
         return found
 
     def _piece_sizes(self, size: int) -> list[int]:
-        """What one of ``size`` TP ranks holds of each component, along ``axis``."""
+        """What one of ``size`` ranks holds of each component, along ``axis``."""
         for length in self.component_sizes:
             if length % size:
-                raise ValueError(f"{self.name}: {length} along axis {self.axis} does not divide by TP {size}")
+                where = f"{length} along axis {self.axis}"
+                raise ValueError(f"{self.name}: {where} does not divide by {self.group.upper()} {size}")
         return [length // size for length in self.component_sizes]
 
     def local_shape(self, size: int) -> tuple[int, ...]:
-        """Shape of what each of ``size`` TP ranks holds; ValueError when the axis does not divide."""
+        """Shape of what each of ``size`` ranks holds; ValueError when the axis does not divide."""
         shape = list(self.shape)
         if self.axis is not None:
             shape[self.axis] = sum(self._piece_sizes(size))
@@ -109,7 +117,7 @@ class Placement:
         return whole.t() if self.transposed else whole
 
     def shard(self, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """The piece of the full HF tensor that TP rank ``rank`` of ``size`` holds (a view where possible)."""
+        """The piece of the full HF tensor that rank ``rank`` of ``size`` holds (a view where possible)."""
         if tuple(full.shape) != self.shape:
             raise ValueError(f"{self.name}: got shape {list(full.shape)}, expected {list(self.shape)}")
         if self.axis is None:
@@ -118,7 +126,7 @@ class Placement:
         return self.assemble(cuts, size)
 
     def unshard(self, local: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The full HF tensor from what all TP ranks hold (padding dropped); the inverse of ``shard``."""
+        """The full HF tensor from what all ranks hold (padding dropped); the inverse of ``shard``."""
         import torch
 
         size = len(local)

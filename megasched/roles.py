@@ -23,6 +23,8 @@ ROLES: Mapping[str, Cut | None] = {
     "mlp.down": "row",
     "norm": None,
     "head": "column",
+    # all experts of a layer; cut between experts over EP, if there is any
+    "moe.experts": None,
     # leaves whose plan says how they are cut, but whose place in the block is not known by name
     "column": "column",
     "row": "row",

@@ -16,6 +16,9 @@ def schedule(sch: Schedule, layout: Layout) -> None:
     """Shards all that the adapter gives a role; stages are balanced and recompute follows Megatron's flags."""
     for path, role in sch.roles.role.items():
         cut = ROLES[role]
+        if role == "moe.experts" and layout.ep > 1:
+            name, _ = next(sch[path].mod.named_parameters())
+            sch[path].shard(name, axis=0)
         if cut is None:
             continue
         output = 1 if type(sch[path].mod).__name__ == "Conv1D" else 0

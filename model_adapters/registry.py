@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.definition import text_config
 from megasched.errors import ConfigError
+from megasched.experts import find_experts
 from megasched.model_adapters.blocks import block_of
 from megasched.roles import Block, Roles
 
@@ -187,4 +188,7 @@ def roles_of(model: nn.Module) -> Roles:
     from megasched.model_adapters.generic import read_plan
 
     adapter = find_adapter(getattr(model.config, "model_type", ""))
-    return adapter.bind(model) if adapter is not None else replace(read_plan(model), block=block_of(model))
+    roles = adapter.bind(model) if adapter is not None else replace(read_plan(model), block=block_of(model))
+    experts = dict.fromkeys(find_experts(model), "moe.experts")
+    origin = dict.fromkeys(experts, "has the form of HF's experts")
+    return replace(roles, role={**roles.role, **experts}, origin={**roles.origin, **origin})

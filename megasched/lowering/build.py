@@ -70,6 +70,9 @@ def _check_place(schedule: Schedule) -> None:
         what = f"the schedule is for TP {wanted.tp}, and this process stands in a TP group of {here.tp}"
         remedy = f"megatron.core.parallel_state.initialize_model_parallel(tensor_model_parallel_size={wanted.tp})"
         problem = Problem(what, remedy=remedy)
+    elif wanted.ep > 1:
+        what = f"build makes models with all their experts, and the layout has EP {wanted.ep}"
+        problem = Problem(what, remedy="train it through Megatron's trainer: python -m megasched pretrain_gpt.py")
     elif wanted.pp > 1:
         what = f"build makes whole models, and the layout has {wanted.pp} pipeline stages"
         problem = Problem(what, remedy="train it through Megatron's trainer: python -m megasched pretrain_gpt.py")

@@ -32,6 +32,7 @@ class Context:
         config: Megatron's config; linears and embeddings get copies of it.
         source: where values come from; None takes those that the model holds.
         device: where parameters are made.
+        expert_group: Megatron's EP group; None where experts are not shared out.
         megatron_finalizes: Megatron's ``finalize_model_grads`` will run, which sums the gradients of parameters
             marked ``sequence_parallel`` over TP; otherwise a hook on the parameter does.
         assemblies: name in the lowered model -> HF tensors, for parameters of blocks.
@@ -46,6 +47,7 @@ class Context:
     megatron_finalizes: bool
     assemblies: dict[str, Assembly] = field(default_factory=dict)
     made: dict[str, nn.Parameter] = field(default_factory=dict)
+    expert_group: Any = None
 
     @property
     def rank(self) -> int:
@@ -54,6 +56,11 @@ class Context:
     @property
     def size(self) -> int:
         return self.group.size()
+
+    def place(self, placement: Placement) -> tuple[int, int]:
+        """(rank, size) in the group that a parameter is cut over."""
+        group = self.expert_group if placement.group == "ep" else self.group
+        return group.rank(), group.size()
 
     def config_with(self, **changes: Any) -> ModelParallelConfig:
         """A copy of Megatron's config for one layer; values are filled in by us, so it initialises nothing."""
@@ -83,9 +90,9 @@ class Context:
     def _local(self, placement: Placement, held: torch.Tensor) -> torch.Tensor | None:
         """What this rank holds of an HF tensor; None while there is nothing to take values from."""
         if self.source is not None:
-            return self.source.local(placement, self.rank, self.size)
+            return self.source.local(placement, *self.place(placement))
         if held.device.type != "meta":
-            return placement.shard(held, self.rank, self.size)
+            return placement.shard(held, *self.place(placement))
         return None  # deferred by init_empty_weights
 
     def _fill(self, parameter: nn.Parameter, assembly: Assembly, held: Sequence[torch.Tensor]) -> None:
@@ -94,7 +101,7 @@ class Context:
         found = [piece for piece in pieces if piece is not None]
         if len(found) == len(pieces):
             with torch.no_grad():
-                parameter.copy_(assembly.join(found, self.size))
+                parameter.copy_(assembly.join(found, self.place(assembly.parts[0])[1]))
 
     def settle(self, owner: nn.Module, name: str, placement: Placement, held: nn.Parameter) -> None:
         """Adopts a parameter that a layer just made, or puts in its place the one that it is tied to."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem
+from megasched.experts import is_experts
 from megasched.lowering.dims import Along, NeedsWhole, follow
 from megasched.lowering.entries import ColumnCall
 from megasched.lowering.labels import Derived, Label
@@ -221,6 +222,8 @@ class Labelling(DefaultScalars):
             changed = self._enter_region(path, args, kwargs)
         if changed is not None:
             self.stack[-1] = (path, *changed)
+        if is_experts(module):
+            self.derived.experts[path] = self.label(tensors_in(self.stack[-1][1:])[0]).region
         if path in self.cuts:
             if not self.silent:
                 self._enter_cut(path, args, kwargs)

@@ -69,6 +69,7 @@ class Derived:
         shared: columns in one module that read the very same tensor.
         forked: ``nn.Dropout`` modules on T activations.
         attention: attention module path -> (query heads, whether they are T).
+        experts: module of experts -> region of the tokens that it takes.
         problems: what can't be made right.
     """
 
@@ -87,4 +88,5 @@ class Derived:
     shared: list[tuple[str, ...]] = field(default_factory=list)
     forked: set[str] = field(default_factory=set)
     attention: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    experts: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)

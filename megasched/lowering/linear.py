@@ -186,7 +186,7 @@ def make_parameter(
 ) -> nn.Parameter:
     """Registers this rank's part of an HF parameter, its values filled in."""
     dtype = context.config.params_dtype if context.source is not None else held.dtype
-    shape = placement.local_shape(context.size)
+    shape = context.plan.local_shape(placement)
     with context.making(held):
         owner.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=context.device)))
     context.settle(owner, name, placement, held)

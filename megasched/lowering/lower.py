@@ -14,6 +14,7 @@ from megasched.lowering.attention_te import TeCore, uses_transformer_engine
 from megasched.lowering.carry import carry_hooks, module_places
 from megasched.lowering.context import Context
 from megasched.lowering.embedding import lower_embedding
+from megasched.lowering.experts import lower_experts
 from megasched.lowering.graphs import trace_modules
 from megasched.lowering.joining import fused_paths
 from megasched.lowering.joint import JointColumns
@@ -49,6 +50,8 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
             lowered = _lower_cut(path, module, context, path in entered)
             for parent, name in places[module]:
                 setattr(parent, name, lowered)
+        elif path in plan.experts:
+            lower_experts(path, module, context)
         else:
             _lower_whole(path, module, context)
     _join(model, plan, alone)

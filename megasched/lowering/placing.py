@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem
+from megasched.experts import is_experts
 from megasched.graph.intercept import is_conv1d
 from megasched.lowering.plan import Plan
 from megasched.lowering.replicated_heads import find_replicated_heads
@@ -70,6 +71,8 @@ def _place_one(
     param, axis = record.arguments["param"], record.arguments["axis"]
     if param == "bias" and is_linear(module):
         return _check_bias(module, plan, record)
+    if axis == 0 and is_experts(module):
+        return _place_experts(module, plan, record)
     cut = _cut_of(module, param, axis)
     if cut is None:
         return [_unsupported(module, record)]
@@ -100,6 +103,20 @@ def _place_one(
     return problems
 
 
+def _place_experts(module: nn.Module, plan: Plan, record: Record) -> list[Problem]:
+    """All parameters of a module of experts are shared out, whichever of them the record names."""
+    path, ep = record.path, plan.layout.ep
+    if ep == 1:
+        return []
+    problems = []
+    for name, parameter in module.named_parameters(recurse=False):
+        placement = Placement(plan.canonical[f"{path}.{name}"], tuple(parameter.shape), axis=0, group="ep")
+        plan.placements[placement.name] = placement
+        problems += _uneven(placement, name, ep, record)
+    plan.experts.add(path)
+    return problems[:1]
+
+
 def _check_bias(module: nn.Module, plan: Plan, record: Record) -> list[Problem]:
     """A bias follows its weight; to shard it says nothing new, and is wrong where the weight says otherwise."""
     weight = [r for r in plan.records_of("shard") if r.path == record.path and r.arguments["param"] == "weight"]
@@ -124,13 +141,21 @@ def _unsupported(module: nn.Module, record: Record) -> Problem:
     return Problem(what, record.path, record.source, remedy)
 
 
-def _uneven(placement: Placement, name: str, tp: int, record: Record) -> list[Problem]:
-    uneven = [n for n in (placement.component_sizes if placement.sharded else ()) if n % tp]
+def _uneven(placement: Placement, name: str, size: int, record: Record) -> list[Problem]:
+    uneven = [n for n in (placement.component_sizes if placement.sharded else ()) if n % size]
     if not uneven:
         return []
-    what = f"TP {tp} does not divide {name} {list(placement.shape)} along axis {placement.axis}"
+    what = f"{placement.group.upper()} {size} does not divide {name} {list(placement.shape)}"
+    what += f" along axis {placement.axis}"
     what += f" (component of {uneven[0]})" if placement.components else ""
-    return [Problem(what, record.path, record.source, f"a tensor parallel size that divides {uneven[0]}")]
+    return [
+        Problem(
+            what,
+            record.path,
+            record.source,
+            f"a{' tensor' if placement.group == 'tp' else 'n expert'} parallel size that divides {uneven[0]}",
+        )
+    ]
 
 
 def _cut_of(module: nn.Module, param: str, axis: int) -> Cut | None:

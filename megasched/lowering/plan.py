@@ -20,6 +20,7 @@ class Plan:
     Attributes:
         layout: how the job is spread.
         cuts: module path -> column, row or vocab.
+        experts: paths of modules of experts (``megasched.experts``) that are shared out over EP.
         replicated_heads: path of a projection to k or v with fewer heads than TP ranks -> how its heads are
             replicated; such a projection stays whole.
         placements: canonical parameter name -> placement; total over the definition.
@@ -35,6 +36,7 @@ class Plan:
     layout: Layout
     records: list[Record]
     cuts: dict[str, Cut] = field(default_factory=dict)
+    experts: set[str] = field(default_factory=set)
     replicated_heads: dict[str, ReplicatedHeads] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)
     canonical: dict[str, str] = field(default_factory=dict)
@@ -47,6 +49,10 @@ class Plan:
     def placement(self, path: str, param: str) -> Placement:
         """The placement of the parameter ``param`` of the module at ``path``."""
         return self.placements[self.canonical[f"{path}.{param}" if path else param]]
+
+    def local_shape(self, placement: Placement) -> tuple[int, ...]:
+        """Shape of what a rank holds of a parameter."""
+        return placement.local_shape(self.layout.size_of(placement.group))
 
     def in_block(self, path: str) -> bool:
         """Whether the module at ``path`` is inside a layer of ``blocks``."""

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
+from megasched.experts import find_experts
 from megasched.lowering.blocks import choose_blocks, overlap_problems
 from megasched.lowering.fp8 import choose_fp8
 from megasched.lowering.joining import join_columns
@@ -57,6 +58,7 @@ def make_plan(
     plan.canonical = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     problems, shards = _check_records(schedule, model)
     problems += place(schedule, model, plan, shards, vocab_multiple or schedule.layout.tp)
+    problems += _check_expert_parallel(plan, model)
     if not problems:
         problems += _derive(model, plan, inputs, causal_lm)
         problems += _with_sources(plan, check_local_attributes(schedule.roles, model, plan))
@@ -99,6 +101,20 @@ def _check_record(schedule: Schedule, record: Record, paths: Container[str]) -> 
         return [Problem(what, record.path, record.source, "call it on a module that stays")]
     node = schedule.root[record.path] if record.path else schedule.root
     return primitive.check(node, record.arguments, record.source)
+
+
+def _check_expert_parallel(plan: Plan, model: nn.Module) -> list[Problem]:
+    """Expert parallelism with nothing to share out is a mistake."""
+    ep, experts = plan.layout.ep, find_experts(model)
+    if ep == 1 or plan.experts:
+        return []
+    what = f"EP {ep}, and no experts are shared out"
+    if not experts:
+        what += ": the model has no module of the form that HF gives experts"
+        return [Problem(what, remedy="leave --expert-model-parallel-size at 1")]
+    first = next(iter(experts))
+    name = next(name for name, _ in model.get_submodule(first).named_parameters())
+    return [Problem(what, first, remedy=f'sch["{first}"].shard("{name}", axis=0), for every layer')]
 
 
 def _derive(model: nn.Module, plan: Plan, inputs: Mapping[str, Any] | None, causal_lm: bool) -> list[Problem]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megasched.errors import ConfigError
 from megasched.layout import Layout
 from megasched.megatron.derive import Derived, derive
+from megasched.megatron.expert_flags import expert_arguments, expert_misfits
 from megasched.megatron.te_flags import fp8_from_args, te_misfits
 
 if TYPE_CHECKING:
@@ -38,9 +39,8 @@ _REASONS = {
     "context parallelism is not available under a schedule yet": (
         "context_parallel_size hierarchical_context_parallel_sizes hybrid_context_parallel"
     ),
-    "expert parallelism is not available under a schedule yet": (
-        "expert_model_parallel_size expert_tensor_parallel_size overlap_moe_expert_parallel_comm"
-    ),
+    "it reorders the steps of Megatron's own layers": "overlap_moe_expert_parallel_comm",
+    "whole experts are shared out, their features are not": "expert_tensor_parallel_num_weight_shards",
     "4-bit training is not available under a schedule yet": "fp4*",
     "parameters are kept in 16 bits; 8-bit ones are not available under a schedule yet": (
         "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag"
@@ -220,6 +220,8 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
     if derived["num_attention_heads"].value == 1:  # TP splits nothing of it, and Megatron wants a multiple of TP
         heads = replace(derived["num_attention_heads"], value=args.tensor_model_parallel_size)
         derived.update(num_attention_heads=heads, num_query_groups=heads)
+    if args.expert_model_parallel_size > 1:
+        derived |= expert_arguments(config, derived, trust_remote_code=bool(args.trust_remote_code))
     positions = derived["position_embedding_type"]
     derived["use_rotary_position_embeddings"] = Derived(positions.value == "rope", positions.source)
     sequence = args.seq_length or args.encoder_seq_length
@@ -231,6 +233,7 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
         _report("Flags that contradict the HF config", _contradictions(derived, given), _CONTRADICTION_REMEDY),
         _report(_REFUSED_TITLE, _refusals(given)),
         _report("Sizes that do not fit the model", _misfits(args, sequence, vocab, derived)),
+        _report("Flags of expert parallelism that do not fit", expert_misfits(args)),
         _report("Flags that Transformer Engine can't carry out here", te_misfits(args)),
     ]
     if any(problems):

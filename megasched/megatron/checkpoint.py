@@ -7,7 +7,7 @@ builds them from the model's entries.
 from __future__ import annotations
 
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -22,19 +22,32 @@ class CheckpointMismatch(SystemExit):
     (``load_model_state_dict`` in megatron/training/checkpointing.py)."""
 
 
+class Place(NamedTuple):
+    """Where a rank stands among those that share a parameter.
+
+    Attributes:
+        rank, size: in the group that it is cut over.
+        replica: among the ranks that hold the same piece by data parallelism (context parallel ranks included).
+    """
+
+    rank: int
+    size: int
+    replica: int
+
+
 def sharded_entry(
-    parameter: torch.Tensor, assembly: Assembly, rank: int, size: int, dp_rank: int, *, copy: bool = False
+    parameter: torch.Tensor, assembly: Assembly, place: Place, *, copy: bool = False
 ) -> ShardedTensor | ShardedTensorFactory:
     """The checkpoint entry of what this rank holds in one parameter.
 
     Args:
         parameter: the local parameter itself; Megatron's optimizers find their states by its identity.
         assembly: which HF tensors it is made of; gives the keys.
-        rank, size: in the TP group.
-        dp_rank: in the data-parallel group (with context parallel ranks).
+        place: of this rank.
         copy: it is the copy of a tied parameter that another stage writes.
     """
-    parts = [_Part(placement, rank, size, (int(copy), dp_rank)) for placement in assembly.parts]
+    rank, size, replica = place
+    parts = [_Part(placement, rank, size, (int(copy), replica)) for placement in assembly.parts]
     if len(parts) == 1 and parts[0].regular:
         return parts[0].tensor(parts[0].placement.name, parameter)
 

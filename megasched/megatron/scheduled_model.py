@@ -17,7 +17,7 @@ from megasched.assembly import Assembly
 from megasched.lowering.context import Context
 from megasched.lowering.fp8 import enter_fp8, fp8_pass
 from megasched.lowering.lower import lower, lower_sequence_boundaries
-from megasched.megatron.checkpoint import refuse_mismatch, sharded_entry
+from megasched.megatron.checkpoint import Place, refuse_mismatch, sharded_entry
 from megasched.megatron.loss import VocabParallelLoss
 from megasched.megatron.recompute_flags import apply_recompute_flags
 from megasched.megatron.stage import Stage, StageEnd, Wire, make_stage, set_entry, set_exit
@@ -66,6 +66,7 @@ class ScheduledModel(MegatronModule):
         context = Context(
             plan=plan,
             group=self.pg_collection.tp,
+            expert_group=self.pg_collection.ep,
             config=self.config,
             source=source,
             device=self._device,
@@ -231,19 +232,29 @@ class ScheduledModel(MegatronModule):
     def _assembly_of(self, name: str) -> Assembly:
         return Assembly((self.plan.placements[self.plan.canonical[name]],))
 
+    def place(self, assembly: Assembly, dp_rank: int) -> Place:
+        """Where this rank stands among those that share a parameter.
+
+        Args:
+            dp_rank: among the replicas of what is no expert.
+        """
+        groups = self.pg_collection
+        if assembly.parts[0].group == "ep":
+            return Place(groups.ep.rank(), groups.ep.size(), groups.expt_dp.rank())
+        return Place(groups.tp.rank(), groups.tp.size(), dp_rank)
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Entries under HF names with global shapes."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        group, dp_rank = self.pg_collection.tp, metadata["dp_cp_group"].rank()
+        dp_rank = metadata["dp_cp_group"].rank()
         entries: dict[str, Any] = {}
         shared = self.share_embeddings_and_output_weights and not self.stage.first
         for name, (parameter, assembly) in self.local_parameters().items():
             copy = shared and parameter is self.shared_embedding_or_output_weight()
-            entries[prefix + _PREFIX + name] = sharded_entry(
-                parameter, assembly, group.rank(), group.size(), dp_rank, copy=copy
-            )
+            place = self.place(assembly, dp_rank)
+            entries[prefix + _PREFIX + name] = sharded_entry(parameter, assembly, place, copy=copy)
         return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -57,6 +57,7 @@ class Session:
         Raises:
             ScheduleError: with every problem found.
         """
+        _refuse_router_losses(self.definition.config, self.schedule.layout)
         plan = make_plan(self.schedule, model=self.replaced, causal_lm=True, vocab_multiple=self.vocab_multiple)
         for new, old in self.renamed.items():
             canonical = plan.canonical[new]
@@ -133,6 +134,19 @@ def open_session(args: Namespace, layout: Layout) -> Session:
         renamed = replace_modules(schedule, replaced)
     multiple = args.make_vocab_size_divisible_by * layout.tp
     return Session(definition, schedule, replaced, renamed, multiple)
+
+
+def _refuse_router_losses(config: Any, layout: Layout) -> None:
+    """HF's auxiliary loss is made of the router's logits of all layers and tokens, in one process."""
+    if not getattr(config.get_text_config(decoder=True), "output_router_logits", False):
+        return
+    if layout.pp == 1 and not layout.sp:
+        return
+    where = "of the layers of its own stage alone" if layout.pp > 1 else "inside of tensor-parallel regions"
+    what = f"output_router_logits: the auxiliary loss would be made of the router's logits {where}"
+    cause = "pipeline stages" if layout.pp > 1 else "sequence parallelism"
+    remedy = f"run it without {cause}, or say --hf-override output_router_logits=false"
+    raise ScheduleError(Problem(what, remedy=remedy))
 
 
 def _refuse_computed_weights(schedule: Schedule) -> None:

@@ -11,8 +11,9 @@ from rich.text import Text
 from megasched.errors import ConfigError
 from megasched.verify.matrix import LAYOUT_NAMES, load_matrix
 
-MARKS = {"equal": "yes", "wrong": "WRONG", "refused": "refused", "failed": "fails"}
-COLOURS = {"equal": "green", "wrong": "bold red", "refused": "yellow", "failed": "red"}
+MARKS = {"equal": "yes", "wrong": "WRONG", "refused": "refused", "failed": "fails", "not applicable": "–"}
+COLOURS = {"equal": "green", "wrong": "bold red", "refused": "yellow", "failed": "red", "not applicable": "dim"}
+FINE = ("equal", "not applicable")
 COMMAND = "megasched archs --markdown > docs/architectures.md"
 
 
@@ -62,6 +63,7 @@ def summary(matrix: dict[str, Any]) -> str:
     counts = []
     for name in LAYOUT_NAMES:
         checked = [results[name]["verdict"] for results in types if name in results]
+        checked = [verdict for verdict in checked if verdict != "not applicable"]
         if checked:
             counts.append(f"{name} {checked.count('equal')} of {len(checked)}")
     versions = ", ".join(f"{name} {version}" for name, version in matrix["versions"].items())
@@ -96,7 +98,7 @@ def markdown(matrix: dict[str, Any]) -> str:
     for model_type, results in matrix["types"].items():
         reasons: dict[str, list[str]] = {}
         for name, outcome in results.items():
-            if name != "facts" and outcome["verdict"] != "equal":
+            if name != "facts" and outcome["verdict"] not in FINE:
                 reasons.setdefault(_plain(outcome["why"]), []).append(name)
         for why, names in reasons.items():
             lines.append(f"- `{model_type}`, {', '.join(names)}: {why}")

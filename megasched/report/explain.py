@@ -25,7 +25,7 @@ class Decision:
     Attributes:
         parameter: HF name; indices of layers that are decided alike are folded: ``model.layers.0-3.mlp...``.
         shape: in the HF checkpoint.
-        local_shape: on one TP rank, padding included.
+        local_shape: on one rank, padding included.
         placement: in words: cut along an axis, or whole.
         decided_by: the schedule's line, the adapter's glob, the entry of HF's plan, or what was inferred.
         gradient: how it comes about on a rank.
@@ -95,12 +95,12 @@ def decisions_of(session: Session, *, by_user: bool) -> list[Decision]:
         asked = f"schedule, {lines[module]}" if module in lines else roles.origin.get(module, "")
         decided = tied or (asked if placement.sharded or module in plan.cuts else "") or NOBODY
         # A bias that a row linear keeps whole was decided on with its weight; nothing of it is declined.
-        declined = "" if module in plan.cuts else _declined(roles, module)
+        declined = "" if module in plan.cuts or module in plan.experts else _declined(roles, module)
         made.append(
             Decision(
                 name,
                 placement.shape,
-                placement.local_shape(plan.layout.tp),
+                plan.local_shape(placement),
                 _words(placement),
                 decided,
                 _gradient(placement),
@@ -122,6 +122,8 @@ def _declined(roles: Roles, module: str) -> str:
 def _words(placement: Placement) -> str:
     if placement.axis is None:
         return "whole"
+    if placement.group == "ep":
+        return f"experts along axis {placement.axis} shared out over EP"
     words = f"cut along axis {placement.axis}"
     if placement.components:
         words += f", {' + '.join(map(str, placement.components))} each on its own"
@@ -129,6 +131,8 @@ def _words(placement: Placement) -> str:
 
 
 def _gradient(placement: Placement) -> str:
+    if placement.group == "ep":
+        return "of its experts, by the tokens of all ranks"
     if placement.sharded:
         return "of its part"
     return "partial, summed over TP" if placement.tp_gradient == "partial" else "the same on every TP rank"

@@ -165,6 +165,8 @@ class _View:
             return "Megatron's TransformerLayer"
         if self.plan.in_block(path):
             return "in Megatron's layer"
+        if path in self.plan.experts:
+            return f"{name} of one EP rank"
         if kind == "vocab":
             return f"VocabParallel{name}"
         if kind == "replicated":
@@ -181,7 +183,7 @@ class _View:
         return ParameterReport(
             name,
             placement.shape,
-            placement.local_shape(self.tp),
+            self.plan.local_shape(placement),
             placement.padded if placement.padded != placement.shape[placement.axis or 0] else None,
             placement.components,
             placement.transposed,
@@ -201,6 +203,8 @@ class _View:
         others = [other.rpartition(".")[2] for other in self.joint.get(path, ()) if other != path]
         if others:
             notes.append(f"by one matrix product with {', '.join(others)}")
+        if path in self.plan.experts:
+            notes.append(f"experts shared out over EP {self.plan.layout.ep}, tokens sent to them")
         fp8 = self.plan.layout.fp8
         if fp8 is not None and (path in self.plan.blocks or path in self.plan.te_linears):
             notes.append(f"in 8 bits ({fp8.fp8_recipe})" if self.plan.in_8_bits(path) else "in 16 bits")

@@ -88,4 +88,4 @@ def _parameters(session: Session, stage: Stage) -> int:
     held = {
         canonical for name, canonical in plan.canonical.items() if stage.holds(structure, name.rpartition(".")[0])
     }
-    return sum(math.prod(plan.placements[name].local_shape(plan.layout.tp)) for name in held)
+    return sum(math.prod(plan.local_shape(plan.placements[name])) for name in held)

@@ -24,11 +24,12 @@ REFUSALS = ("ConfigError: ", "ScheduleError: ")
 
 @dataclass(frozen=True)
 class CheckedLayout:
-    """A layout of the checks: ranks it takes, its TP, and Megatron's flags for it."""
+    """A layout of the checks: ranks it takes, its TP, Megatron's flags, and whether it shares experts out."""
 
     world_size: int
     tp: int
     flags: str
+    of_experts: bool = False
 
 
 LAYOUTS: dict[str, CheckedLayout] = {
@@ -37,6 +38,7 @@ LAYOUTS: dict[str, CheckedLayout] = {
     "tp2-sp": CheckedLayout(2, 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "pp2": CheckedLayout(2, 1, "--pipeline-model-parallel-size 2"),
     "pp2-vpp2": CheckedLayout(2, 1, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "ep2": CheckedLayout(2, 1, "--expert-model-parallel-size 2", of_experts=True),
     "tp2-pp2": CheckedLayout(4, 2, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
 }
 
@@ -47,13 +49,13 @@ class Outcome:
 
     Attributes:
         verdict: ``equal``; ``wrong`` (numbers differ); ``refused`` (megasched says why it can't); ``failed``
-            (anything else went wrong).
+            (anything else went wrong); ``not applicable`` (a layout of experts, and the model has none).
         errors: of ``loss``, ``logits``, ``gradient`` and ``grad_norm``, relative.
         worst: the parameter whose gradient differs most.
         why: of whatever is not equal.
     """
 
-    verdict: Literal["equal", "wrong", "refused", "failed"]
+    verdict: Literal["equal", "wrong", "refused", "failed", "not applicable"]
     errors: dict[str, float]
     worst: str = ""
     why: str = ""
@@ -89,6 +91,8 @@ def check_layout(
     flags += ["--trust-remote-code"] if trust_remote_code else []
     options: dict[str, Any] = {"iterations": 1, "random_init": False, "tokens": TOKENS}
     try:
+        if layout.of_experts and not ranks.run(1, routes_to_experts, folder, timeout=timeout)[0]:
+            return Outcome("not applicable", {}, why="its tokens go through no experts")
         reports = ranks.run(layout.world_size, train_step, adapter, folder, flags, timeout=timeout, **options)
         batches = trainer_run.batches_of(reports)
         (expected,) = ranks.run(1, reference_step, folder, batches, trust_remote_code, timeout=timeout)
@@ -98,6 +102,15 @@ def check_layout(
         outcome = compare(reports, expected, layout.tp)
     outcome.seconds = round(time.monotonic() - started, 1)
     return outcome
+
+
+def routes_to_experts(folder: str) -> bool:
+    """In a rank: whether a model's tokens are routed to some of several experts, by its config."""
+    from megasched.definition import load_config
+    from megasched.megatron.derive import EXPERTS_PER_TOKEN
+
+    config = load_config(folder).get_text_config(decoder=True)
+    return any(getattr(config, name, None) for name in EXPERTS_PER_TOKEN)
 
 
 def train_step(adapter: str, folder: str, flags: list[str], **options: Any) -> trainer_run.RankReport:

@@ -36,9 +36,16 @@ def hf_model(
 
 
 def hf_loss(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean cross entropy over all tokens, computed from HF's logits; and the logits."""
-    logits = model(input_ids=tokens).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()), logits
+    """Mean cross entropy over all tokens, computed from HF's logits; and the logits.
+
+    What a router adds (``output_router_logits``) is added as the definition's own forward does it.
+    """
+    output = model(input_ids=tokens)
+    loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1).float(), labels.flatten())
+    of_router = getattr(output, "aux_loss", None)
+    if of_router is not None:
+        loss = loss + model.router_aux_loss_coef * of_router
+    return loss, output.logits
 
 
 def hf_step(

@@ -38,6 +38,7 @@ class RankReport:
         gradients: HF name -> (shard of the first iteration's gradient, its placement); no copies of ties.
         weights: HF name -> (shard after the last iteration, placement).
         logits: [b, s, v] of each micro-batch of the first iteration (last stage only).
+        ep_rank, expert_dp_rank: among the ranks that share out experts, and that hold the same ones.
         batches: (iteration, tokens, labels) of each micro-batch, where this rank has them.
     """
 
@@ -51,6 +52,8 @@ class RankReport:
     logits: list[torch.Tensor] = field(default_factory=list)
     batches: list[tuple[int, torch.Tensor | None, torch.Tensor | None]] = field(default_factory=list)
     iterations: int = 0
+    ep_rank: int = 0
+    expert_dp_rank: int = 0
 
 
 def train(
@@ -100,6 +103,8 @@ def train(
     report.tp_rank = parallel_state.get_tensor_model_parallel_rank()
     report.dp_rank = parallel_state.get_data_parallel_rank()
     report.pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    report.ep_rank = parallel_state.get_expert_model_parallel_rank()
+    report.expert_dp_rank = parallel_state.get_expert_data_parallel_rank()
     report.weights = _shards(_chunks, lambda parameter: parameter.detach().clone())
     _chunks.clear()
     return report
@@ -189,20 +194,23 @@ def _shards(chunks: list[Any], take: Callable[[Any], torch.Tensor]) -> dict[str,
         for parameter, assembly in chunk.local_parameters().values()
         if not getattr(parameter, "shared", False)
         for placement, piece in zip(
-            assembly.parts, assembly.split(take(parameter), chunk.pg_collection.tp.size()), strict=True
+            assembly.parts, assembly.split(take(parameter), chunk.place(assembly, 0).size), strict=True
         )
     }
 
 
 def gather(reports: list[RankReport], what: str, tp: int) -> dict[str, torch.Tensor]:
-    """Whole tensors under HF names from the shards of DP rank 0."""
+    """Whole tensors under HF names from the shards of DP rank 0; of experts from one rank that holds each."""
     found: dict[str, list[torch.Tensor | None]] = {}
     placements = {}
+    ep = 1 + max(report.ep_rank for report in reports)
     for report in reports:
-        if report.dp_rank:
-            continue
         for name, (shard, placement) in getattr(report, what).items():
-            found.setdefault(name, [None] * tp)[report.tp_rank] = shard
+            expert = placement.group == "ep"
+            if report.expert_dp_rank if expert else report.dp_rank:
+                continue
+            rank, size = (report.ep_rank, ep) if expert else (report.tp_rank, tp)
+            found.setdefault(name, [None] * size)[rank] = shard
             placements[name] = placement
     return {name: placements[name].unshard(shards) for name, shards in found.items()}
 

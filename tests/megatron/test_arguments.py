@@ -433,7 +433,7 @@ def test_legacy_rope_flag_contradicts_learned_positions(gpt2_model: str) -> None
         "--use-torch-fsdp2",
         "--mtp-num-layers 1",
         "--context-parallel-size 2",
-        "--expert-model-parallel-size 2",
+        "--overlap-moe-expert-parallel-comm",
         "--init-model-with-meta-device",
         "--spec local x",
         "--distribute-saved-activations",

@@ -1,0 +1,40 @@
+"""Experts of a mixture: the module of HF's that holds all of a layer's experts in one tensor each.
+
+transformers gives such a class one form (``use_experts_implementation`` in transformers/integrations/moe.py): it
+counts ``num_experts``, each parameter has an entry for each expert along its first axis, and it is called with
+tokens [t, h], their experts [t, k] and the weights of these [t, k]. Modules are known by that form, not by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# What the decorator leaves on every instance.
+MARKER = "_is_expert_parallel"
+# tokens, experts of each, weights of these
+ARGUMENTS = 3
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module has the form of HF's experts, so that some of them can be computed by themselves."""
+    own: Any = dict(module.named_parameters(recurse=False))
+    count = getattr(module, "num_experts", None)
+    if not hasattr(module, MARKER) or not own or not isinstance(count, int):
+        return False
+    shared = any(True for child in module.children() for _ in child.parameters())
+    arguments = inspect.signature(type(module).forward).parameters
+    return (
+        not shared
+        and all(parameter.shape[0] == count for parameter in own.values())
+        and any(parameter.dim() == 3 for parameter in own.values())
+        and len(arguments) == 1 + ARGUMENTS
+    )
+
+
+def find_experts(model: nn.Module) -> dict[str, int]:
+    """Path of each module of experts in a model -> how many experts it has."""
+    return {path: module.num_experts for path, module in model.named_modules() if is_experts(module)}  # type: ignore[misc]

@@ -1,0 +1,56 @@
+"""What Megatron must be told for expert parallelism, and which of its forms there is none of under a schedule."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from megasched.experts import find_experts
+from megasched.megatron.derive import Derived, build_on_meta
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def expert_misfits(args: Namespace) -> list[str]:
+    """Flags of expert parallelism that can't be used as they are; nothing needs to be validated yet."""
+    ep, given = args.expert_model_parallel_size, args.expert_tensor_parallel_size
+    lines = []
+    if (given or 1) > 1 or (ep > 1 and given is None and args.tensor_model_parallel_size > 1):
+        said = f"{given}" if given else f"not given, so it is {args.tensor_model_parallel_size} as TP is"
+        lines.append(
+            f"--expert-tensor-parallel-size: {said}, and experts are shared out whole, not cut by features: say "
+            "--expert-tensor-parallel-size 1"
+        )
+    stages = args.pipeline_model_parallel_size
+    ranks = args.world_size // stages
+    if ranks % ep:
+        lines.append(
+            f"--expert-model-parallel-size {ep}: each of the {stages} pipeline stages has {ranks} ranks, "
+            f"which is no multiple of {ep}"
+        )
+    return lines
+
+
+def expert_arguments(
+    config: PretrainedConfig, derived: Mapping[str, Derived], *, trust_remote_code: bool
+) -> dict[str, Derived]:
+    """``args`` that Megatron's own checks want for expert parallelism (``training/arguments.py:1600``).
+
+    The router is HF's. So no loss of Megatron's router is named for it to report, and for its FLOPs count there is
+    one expert as wide as all that a token goes through, as without expert parallelism (``derive.py``).
+    """
+    experts = find_experts(build_on_meta(config, trust_remote_code=trust_remote_code))
+    if not experts:  # the plan says so, with the reason
+        return {}
+    path, count = next(iter(experts.items()))
+    found = {
+        "num_experts": Derived(count, f"{path} has {count}"),
+        "moe_router_topk": Derived(1, "FLOPs are counted as of one expert"),
+        "moe_router_pre_softmax": Derived(True, "Megatron wants it with one expert"),
+        "moe_router_load_balancing_type": Derived("none", "the router is HF's"),
+    }
+    if "ffn_hidden_size" in derived:
+        found["moe_ffn_hidden_size"] = derived["ffn_hidden_size"]
+    return found

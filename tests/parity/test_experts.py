@@ -1,0 +1,175 @@
+"""Expert parallelism: Megatron's trainer computes what HF computes in one process, whoever holds the experts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megasched.verify.parity import TOLERANCE, CheckedLayout, check_layout, compare, reference_step
+from megasched.verify.rank_pool import RankError
+from megasched.verify.shrink import TOKENS, VOCABULARY
+from megasched.verify.small_models import write_small_model
+from megasched.verify.trainer_run import batches_of, gather, losses, train
+
+TYPES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
+EP2 = "--expert-model-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
+LAYOUTS = {
+    "ep2": CheckedLayout(2, 1, EP2),
+    "ep2-dp4": CheckedLayout(4, 1, EP2),
+    "ep2-tp2": CheckedLayout(2, 2, f"{EP2} {TP2}"),
+    "ep4-tp2": CheckedLayout(4, 2, f"--expert-model-parallel-size 4 {TP2}"),
+    "ep2-tp2-sp-dp2": CheckedLayout(4, 2, f"{EP2} {TP2} --sequence-parallel"),
+    "ep2-pp2": CheckedLayout(4, 1, f"{EP2} --pipeline-model-parallel-size 2"),
+}
+RUN = ["--vocab-size", str(VOCABULARY)]
+
+
+@pytest.fixture(scope="module")
+def folders(ranks, tmp_path_factory):
+    """Folder with a small model's config and weights, made when first asked for."""
+    made = {}
+
+    def get(model_type: str) -> str:
+        if model_type not in made:
+            folder = str(tmp_path_factory.mktemp(model_type))
+            made[model_type] = ranks.run(1, write_small_model, model_type, folder)[0]
+        return made[model_type]
+
+    return get
+
+
+def run(ranks, folder, layout: CheckedLayout, *more: str, iterations: int = 1):
+    flags = [*layout.flags.split(), *RUN, *more]
+    return ranks.run(
+        layout.world_size, train, folder, flags, iterations=iterations, random_init=False, tokens=TOKENS
+    )
+
+
+def assert_first_step_equals_hf(ranks, folder, reports, tp):
+    (expected,) = ranks.run(1, reference_step, folder, batches_of(reports))
+    outcome = compare(reports, expected, tp)
+    assert outcome.verdict == "equal", outcome.why
+    assert max(outcome.errors.values()) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [(model_type, name) for model_type in TYPES for name in ("ep2", "ep2-pp2", "ep2-tp2-sp-dp2")]
+    + [(model_type, name) for model_type in ("mixtral", "gpt_oss") for name in ("ep2-dp4", "ep2-tp2", "ep4-tp2")],
+)
+def test_first_step_equals_hf(ranks, folders, model_type, name):
+    """Loss, logits, every gradient and the norm, of all micro-batches; each rank holds its experts alone."""
+    layout = LAYOUTS[name]
+    reports = run(ranks, folders(model_type), layout)
+    ep = 4 if name.startswith("ep4") else 2
+    shares = [shard.shape[0] for r in reports for shard, p in r.gradients.values() if p.group == "ep"]
+    assert shares
+    assert set(shares) == {4 // ep}
+    assert_first_step_equals_hf(ranks, folders(model_type), reports, layout.tp)
+
+
+ADAM = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_the_distributed_optimizer_takes_the_same_steps(ranks, folders, model_type):
+    """Three steps: weights, losses and norms of one process, from a state that lies over the expert groups."""
+    one = run(ranks, folders(model_type), CheckedLayout(1, 1, ""), iterations=3)
+    for name in ("ep2", "ep2-dp4"):
+        reports = run(ranks, folders(model_type), LAYOUTS[name], *ADAM, iterations=3)
+        assert_same_run(reports, one)
+
+
+def assert_same_run(reports, expected, skip: int = 0):
+    torch.testing.assert_close(losses(reports), losses(expected)[skip:], rtol=2e-6, atol=0)
+    for report in reports:
+        torch.testing.assert_close(report.grad_norms, expected[0].grad_norms[skip:], rtol=1e-5, atol=0)
+    weights, wanted = gather(reports, "weights", 1), gather(expected, "weights", 1)
+    assert weights.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=2e-6, msg=name)
+
+
+SAVE = ["--use-distributed-optimizer", "--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable"]
+SAVE += ["--override-opt-param-scheduler"]
+
+
+def test_a_checkpoint_of_shared_out_experts_resumes(ranks, folders, tmp_path):
+    """Written at EP2 x DP4, with the optimizer's states; EP2 x DP2 goes on as one process would.
+
+    Without expert parallelism Megatron has one optimizer instead of two, and refuses the states of the other.
+    """
+    folder, one, kept = folders("gpt_oss"), CheckedLayout(1, 1, ""), ["--load", str(tmp_path)]
+    whole = run(ranks, folder, one, *SAVE, iterations=4)
+    run(ranks, folder, LAYOUTS["ep2-dp4"], *SAVE, "--save", str(tmp_path), "--save-interval", "2", iterations=2)
+    assert_same_run(run(ranks, folder, LAYOUTS["ep2"], *SAVE, *kept, iterations=4), whole, skip=2)
+    weights_alone = run(ranks, folder, one, *SAVE, *kept, "--no-load-optim", iterations=3)
+    assert weights_alone[0].losses[0] == pytest.approx(whole[0].losses[2], rel=2e-6)
+    assert weights_alone[0].grad_norms[0] == pytest.approx(whole[0].grad_norms[2], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            f"{EP2} --tensor-model-parallel-size 2",
+            "not given, so it is 2 as TP is.*--expert-tensor-parallel-size 1",
+        ),
+        ("--expert-tensor-parallel-size 2", "experts are shared out whole, not cut by features"),
+        ("--expert-model-parallel-size 3", "each of the 1 pipeline stages has 2 ranks, which is no multiple of 3"),
+    ],
+)
+def test_what_there_is_none_of_is_refused(ranks, folders, flags, said):
+    with pytest.raises(RankError, match=said):
+        run(ranks, folders("mixtral"), CheckedLayout(2, 1, flags))
+
+
+def test_a_model_without_experts_is_refused(ranks, folders):
+    with pytest.raises(RankError, match="no module of the form that HF gives experts"):
+        run(ranks, folders("llama"), CheckedLayout(2, 1, EP2))
+
+
+@pytest.fixture(scope="module")
+def balanced(ranks, folders, tmp_path_factory):
+    """A model whose loss has HF's auxiliary part, with a weight that makes it a good part of the gradient."""
+    folder = tmp_path_factory.mktemp("balanced")
+    ranks.run(1, write_small_model, "qwen3_moe", str(folder))
+    path = Path(folder) / "config.json"
+    changed = {**json.loads(path.read_text()), "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    path.write_text(json.dumps(changed))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["ep2", "ep2-tp2"])
+def test_the_auxiliary_loss_equals_hfs(ranks, folders, balanced, name):
+    reports = run(ranks, balanced, LAYOUTS[name])
+    assert_first_step_equals_hf(ranks, balanced, reports, LAYOUTS[name].tp)
+    without = run(ranks, folders("qwen3_moe"), LAYOUTS[name])
+    assert losses(reports)[0] - losses(without)[0] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "inside of tensor-parallel regions"),
+        ("--pipeline-model-parallel-size 2", "of the layers of its own stage alone"),
+    ],
+)
+def test_an_auxiliary_loss_that_would_differ_is_refused(ranks, balanced, flags, said):
+    with pytest.raises(RankError, match=f"output_router_logits.*{said}"):
+        run(ranks, balanced, CheckedLayout(2, 1, flags))
+
+
+def test_the_layout_of_the_matrix(ranks, folders):
+    """Llama 4 has experts, called in a way of their own; Llama has none."""
+    found = {name: check_layout(ranks, folders(name), "ep2") for name in ("qwen3_moe", "llama4_text", "llama")}
+    assert {name: outcome.verdict for name, outcome in found.items()} == {
+        "qwen3_moe": "equal",
+        "llama4_text": "refused",
+        "llama": "not applicable",
+    }
+    assert "no module of the form that HF gives experts" in found["llama4_text"].why

@@ -1,0 +1,93 @@
+"""Modules of experts are known by their form, whatever the architecture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megasched import create_schedule
+from megasched.errors import ScheduleError
+from megasched.experts import find_experts
+from megasched.layout import Layout
+from megasched.lowering.planning import make_plan
+from megasched.model_adapters.default_schedule import schedule as default_schedule
+from megasched.model_adapters.registry import roles_of
+from megasched.verify.small_models import small_config
+
+
+def on_meta(model_type: str):
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(small_config(model_type))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layers"),
+    [("mixtral", 4), ("qwen3_moe", 4), ("olmoe", 4), ("deepseek_v3", 3), ("gpt_oss", 4), ("qwen2_moe", 4)],
+)
+def test_found_in_every_layer_that_has_them(model_type, layers):
+    found = find_experts(on_meta(model_type))
+    assert list(found.values()) == [4] * layers
+    assert all(path.endswith(".mlp.experts") for path in found)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "llama4_text", "jetmoe"])
+def test_not_found_where_there_are_none_of_that_form(model_type):
+    """Llama 4's and JetMoE's experts are called otherwise."""
+    assert find_experts(on_meta(model_type)) == {}
+
+
+def test_a_parameter_that_all_experts_share_excludes_a_module():
+    model = on_meta("mixtral")
+    model.model.layers[1].mlp.experts.norm = nn.LayerNorm(4, device="meta")
+    model.model.layers[2].mlp.experts.scale = nn.Parameter(torch.empty(3, device="meta"))
+    assert list(find_experts(model)) == ["model.layers.0.mlp.experts", "model.layers.3.mlp.experts"]
+
+
+def planned(model_type: str, layout: Layout, schedule=default_schedule):
+    model = on_meta(model_type)
+    sch = create_schedule(model, layout, roles_of(model))
+    schedule(sch, layout)
+    return make_plan(sch, causal_lm=True)
+
+
+def test_auto_shares_out_every_parameter_of_the_experts():
+    plan = planned("gpt_oss", Layout(expert_model_parallel_size=2, data_parallel_size=2))
+    assert plan.experts == {f"model.layers.{index}.mlp.experts" for index in range(4)}
+    shared = {name: plan.local_shape(p) for name, p in plan.placements.items() if p.group == "ep"}
+    assert len(shared) == 16
+    layer = "model.layers.0.mlp.experts."
+    assert shared[layer + "gate_up_proj"] == (2, 64, 256)
+    assert shared[layer + "gate_up_proj_bias"] == (2, 256)
+    assert shared[layer + "down_proj"] == (2, 128, 64)
+    assert shared[layer + "down_proj_bias"] == (2, 64)
+
+
+def test_without_expert_parallelism_experts_stay_whole():
+    plan = planned("mixtral", Layout(tensor_model_parallel_size=2))
+    assert not plan.experts
+    assert {p.group for p in plan.placements.values()} == {"tp"}
+    assert plan.placement("model.layers.0.mlp.experts", "down_proj").axis is None
+
+
+def test_a_size_that_divides_no_experts_is_refused():
+    with pytest.raises(ScheduleError, match=r"EP 3 does not divide gate_up_proj \[4, 256, 64\] along axis 0"):
+        planned("mixtral", Layout(expert_model_parallel_size=3))
+
+
+def test_expert_parallelism_without_experts_is_refused():
+    with pytest.raises(ScheduleError, match="no module of the form that HF gives experts"):
+        planned("llama", Layout(expert_model_parallel_size=2))
+    with pytest.raises(ScheduleError, match=r'shard\("gate_up_proj", axis=0\)'):
+        planned("mixtral", Layout(expert_model_parallel_size=2), lambda sch, layout: None)
+
+
+@pytest.mark.parametrize(("sequence_parallel", "region"), [(False, "R"), (True, "P")])
+def test_what_tokens_the_ranks_of_tensor_parallelism_have(sequence_parallel, region):
+    """All have all of them; under SP the layer's whole mixture is one region, gathered at its entry."""
+    layout = Layout(
+        tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, expert_model_parallel_size=2
+    )
+    assert set(planned("mixtral", layout).derived.experts.values()) == {region}
