@@ -145,7 +145,7 @@ def attention_forward(
 
 
 # Tensor arguments that say nothing about attention itself.
-_HARMLESS = frozenset(["position_ids", "cache_position", "input_ids", "token_type_ids"])
+_HARMLESS = frozenset(["position_ids", "cache_position", "input_ids", "token_type_ids", "labels"])
 
 
 def _refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:
