@@ -62,6 +62,7 @@ class Labelling(DefaultScalars):
         self.column_calls: list[ColumnCall] = []
         self.other_uses: dict[int, set[str]] = defaultdict(set)
         self.summed_outputs: dict[int, str] = {}
+        self.batch = 1
         self.silent = 0
         for name, parameter in model.named_parameters():
             self._set(parameter, Label(params=frozenset([name])))
@@ -271,6 +272,7 @@ class Labelling(DefaultScalars):
         if not (self.sequence_parallel and self.structure) or path != self.structure.layer_path(0):
             return None
         hidden = self.structure.slot.get(args, kwargs)
+        self.batch = hidden.shape[0]
         split = self._view(hidden, Label("S", active=True, fed=True, along=Along(1)))
         return self.structure.slot.put(split, args, kwargs)
 
@@ -363,7 +365,9 @@ class Labelling(DefaultScalars):
             return Label("P", active=True, fed=True)
         split = split and cut == "row"
         rows = frozenset([path]) if cut == "row" else frozenset()
-        return Label("S" if split else "R", rows=rows, active=True, fed=True, along=Along(1) if split else None)
+        # Tokens may be flattened: [b*s, h].
+        place = Along(1) if last > 1 else Along(0, outer=self.batch)
+        return Label("S" if split else "R", rows=rows, active=True, fed=True, along=place if split else None)
 
     def attend(self, real: Any, module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Attention is heads apart: it takes q, k and v [b, heads, s, d] that are cut along their heads."""
