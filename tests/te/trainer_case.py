@@ -20,7 +20,7 @@ def main(port: str, folder: Path, runs: list[dict[str, Any]]) -> None:
     import torch
 
     from megasched.patches import apply, host_cuda
-    from tests import rank_worker
+    from megasched.verify import rank_worker
 
     torch.set_num_threads(1)
     host_cuda.install(force=True)
