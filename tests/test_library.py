@@ -33,7 +33,7 @@ def test_a_model_that_no_adapter_knows_is_scheduled_by_hand():
         "gpt_bigcode", vocab_size=9, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0
     )
     sch = megasched.create_schedule(AutoModelForCausalLM.from_config(config))
-    with pytest.raises(ScheduleError, match="roles here: embed.tokens, head"):
+    with pytest.raises(ScheduleError, match=r"roles here: embed\.tokens, head"):
         sch.role("mlp.up")
     assert sch["transformer.h.0.mlp"].role_of("transformer.h.0.mlp.c_fc") is None
 
