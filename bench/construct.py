@@ -21,7 +21,6 @@ import json
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from typing import Any
 
 import machine
@@ -65,7 +64,7 @@ def measure_one(shape: str, layers: int, tp: int, pp: int, pp_rank: int, values:
     folder = model_folder(shape, num_hidden_layers=layers)
     layout = Layout(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, pipeline_model_parallel_size=pp)
     start = time.process_time()
-    session = open_session(_arguments(folder), layout)
+    session = open_session("auto", folder, layout)
     counts = session.stage_layers(SHAPES[shape]["max_position_embeddings"]) or [layers]
     assert session.plan.placements
     found["plan_seconds"] = time.process_time() - start
@@ -131,16 +130,6 @@ def _build(session: Any, counts: list[int], shape: str, layout: Any, pp_rank: in
         "shard_bytes": shards,
         "largest_parameter_bytes_float32": max(whole) * 4,
     }
-
-
-def _arguments(folder: str) -> Namespace:
-    return Namespace(
-        model_schedule="auto",
-        hf_model=folder,
-        hf_override=[],
-        trust_remote_code=False,
-        make_vocab_size_divisible_by=128,
-    )
 
 
 def growth(rows: list[dict[str, Any]], key: str) -> dict[str, float]:

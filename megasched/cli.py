@@ -267,8 +267,9 @@ def archs(
     from megasched.report.console import quiet_imports, report_console
 
     with quiet_imports():
+        from megasched.compatibility import load_matrix
         from megasched.report import archs as report
-        from megasched.verify.matrix import check_here, load_matrix
+        from megasched.verify.matrix import check_here
 
     if run and name is None:
         raise typer.BadParameter("--run needs the name of an architecture")

@@ -145,6 +145,11 @@ def add_megasched_arguments(parser: argparse.ArgumentParser) -> argparse.Argumen
         help="Run the job on this machine's CPU, with CUDA emulated and gloo: the real trainer and "
         "schedules, to find mistakes before a GPU is held. Same as MEGASCHED_REHEARSE=1.",
     )
+    group.add_argument(
+        "--allow-unverified",
+        action="store_true",
+        help="Run an architecture at a layout where no check has shown that it computes what the definition does.",
+    )
     # Megatron has the flag for its tokenizers; here it covers the model as well.
     if "--trust-remote-code" not in parser._option_string_actions:
         group.add_argument(

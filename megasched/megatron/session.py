@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import sys
 from argparse import Namespace
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasched.compatibility import refuse_unverified
 from megasched.errors import NAMED_MODULES, ConfigError, Problem, ScheduleError
 from megasched.layout import Layout
 from megasched.lowering.fp8 import left_in_16_bits
@@ -104,12 +105,24 @@ class Session:
         return copy.deepcopy(self.replaced)
 
 
-def open_session(args: Namespace, layout: Layout) -> Session:
+def open_session(
+    schedule: str,
+    hf_model: str,
+    layout: Layout,
+    *,
+    overrides: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    make_vocab_size_divisible_by: int = 128,
+) -> Session:
     """Config, definition, adapter and schedule of a run.
 
     Args:
-        args: with ``hf_model``, ``hf_override``, ``trust_remote_code`` and ``model_schedule``.
+        schedule: what ``--model-schedule`` says.
+        hf_model: what ``--hf-model`` says; only its config is read.
         layout: what the flags say.
+        overrides: ``key=value`` for the HF config.
+        trust_remote_code: run Python code that comes with the model.
+        make_vocab_size_divisible_by: Megatron's flag; vocabularies are padded to a multiple of it times TP.
 
     Raises:
         ConfigError, ScheduleError: whatever can't be used as given.
@@ -119,21 +132,19 @@ def open_session(args: Namespace, layout: Layout) -> Session:
     from megasched.schedule import create_schedule
     from megasched.schedule_file import apply_schedule, find_schedule
 
-    function = find_schedule(args.model_schedule)
-    remote = bool(args.trust_remote_code)
-    config = load_config(args.hf_model, args.hf_override or (), trust_remote_code=remote)
-    definition = build_definition(config, trust_remote_code=remote)
+    function = find_schedule(schedule)
+    config = load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
+    definition = build_definition(config, trust_remote_code=trust_remote_code)
     attention.switch_on(definition)
-    schedule = create_schedule(definition, layout, _roles(definition, args.model_schedule, layout))
-    apply_schedule(schedule, function)
+    root = create_schedule(definition, layout, _roles(definition, schedule, layout))
+    apply_schedule(root, function)
     replaced: Any = definition
     renamed: dict[str, str] = {}
-    if any(r.primitive in ("replace", "replace_all") for r in schedule.records):
-        _refuse_computed_weights(schedule)
+    if any(r.primitive in ("replace", "replace_all") for r in root.records):
+        _refuse_computed_weights(root)
         replaced = copy.deepcopy(definition)
-        renamed = replace_modules(schedule, replaced)
-    multiple = args.make_vocab_size_divisible_by * layout.tp
-    return Session(definition, schedule, replaced, renamed, multiple)
+        renamed = replace_modules(root, replaced)
+    return Session(definition, root, replaced, renamed, make_vocab_size_divisible_by * layout.tp)
 
 
 def _refuse_router_losses(config: Any, layout: Layout) -> None:
@@ -203,8 +214,17 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     """
     from megasched.megatron.arguments import layout_from_args
 
-    session = open_session(args, layout_from_args(args))
+    session = open_session(
+        args.model_schedule,
+        args.hf_model,
+        layout_from_args(args),
+        overrides=args.hf_override or (),
+        trust_remote_code=bool(args.trust_remote_code),
+        make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
+    )
     plan = session.plan
+    if not args.allow_unverified:
+        refuse_unverified(session.definition, plan.layout)
     session.source = weight_source(args, session.definition)
     session.source.check({placement.name for placement in plan.placements.values()})
     if plan.structure is not None:  # of an encoder-decoder's config HF reads the other stack's depth

@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megasched.compatibility import load_matrix
 from megasched.errors import ConfigError
-from megasched.verify.matrix import LAYOUT_NAMES, load_matrix
+from megasched.verify.matrix import LAYOUT_NAMES
 
 MARKS = {"equal": "yes", "wrong": "WRONG", "refused": "refused", "failed": "fails", "not applicable": "–"}
 COLOURS = {"equal": "green", "wrong": "bold red", "refused": "yellow", "failed": "red", "not applicable": "dim"}
@@ -78,7 +79,7 @@ def markdown(matrix: dict[str, Any]) -> str:
         "# Architectures",
         "",
         f"Made by `{COMMAND}`",
-        "from `megasched/verify/matrix.json`, which `make matrix` fills.",
+        "from `megasched/compatibility.json`, which `make matrix` fills.",
         "",
         "Each architecture is built small (4 layers, hidden size 64, noise on every weight, multipliers away from",
         "1, windows that bite) and trained for one step by Megatron's own trainer, rehearsed on CPUs, in float32.",
@@ -106,9 +107,8 @@ def markdown(matrix: dict[str, Any]) -> str:
 
 
 def _plain(why: str) -> str:
-    """A reason without the line of the schedule that asked, and without what Markdown would take for its own."""
-    told = why.split(" asked for at:")[0].removeprefix("the schedule has a problem: - ")
-    return told.replace("|", "/").replace("<", "(").replace(">", ")")
+    """A reason without what Markdown would take for its own."""
+    return why.replace("|", "/").replace("<", "(").replace(">", ")")
 
 
 def _cell(results: dict[str, Any], name: str) -> Text:
@@ -122,7 +122,7 @@ def _cell(results: dict[str, Any], name: str) -> Text:
 
 def _decided(results: dict[str, Any]) -> str:
     facts = results.get("facts")
-    if not facts:
+    if not facts or "why" in facts:
         return ""
     if facts["adapter"]:
         return "adapter"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -68,14 +67,7 @@ def explain_schedule(
     Raises:
         ConfigError, ScheduleError: whatever a run would refuse about model, schedule and layout.
     """
-    arguments = Namespace(
-        hf_model=hf_model,
-        hf_override=list(overrides),
-        trust_remote_code=trust_remote_code,
-        model_schedule=schedule,
-        make_vocab_size_divisible_by=128,
-    )
-    session = open_session(arguments, layout)
+    session = open_session(schedule, hf_model, layout, overrides=overrides, trust_remote_code=trust_remote_code)
     return Explanation(type(session.definition).__name__, layout, decisions_of(session, by_user=schedule != AUTO))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -79,14 +78,12 @@ def inspect_schedule(
         ConfigError, ScheduleError: whatever a run would refuse about model, schedule and layout.
     """
     session = open_session(
-        Namespace(
-            hf_model=hf_model,
-            hf_override=list(overrides),
-            trust_remote_code=trust_remote_code,
-            model_schedule=schedule,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-        ),
+        schedule,
+        hf_model,
         layout,
+        overrides=overrides,
+        trust_remote_code=trust_remote_code,
+        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
     )
     if schedule == AUTO:
         _name_sources(session, "--model-schedule auto")

@@ -9,37 +9,30 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from megasched.compatibility import DATA, load_matrix
 from megasched.errors import ConfigError
-from megasched.verify.parity import LAYOUTS, Outcome, check_layout
+from megasched.verify.parity import LAYOUTS, check_layout, failure
 from megasched.verify.rank_pool import RankError, RankPool
 from megasched.verify.small_models import causal_lm_types, write_small_model
 
-DATA = Path(__file__).with_name("matrix.json")
 LAYOUT_NAMES = tuple(name for name in LAYOUTS if name != "one")
-
-
-def load_matrix(path: Path = DATA) -> dict[str, Any]:
-    """The results: ``versions``, and ``types``: model type -> layout -> outcome, with ``facts`` beside."""
-    if not path.is_file():
-        return {"versions": versions(), "types": {}}
-    return json.loads(path.read_text())
 
 
 def save_matrix(matrix: dict[str, Any], path: Path = DATA) -> None:
     """Writes the results; a reader finds the old file or the new one."""
     matrix = {**matrix, "types": dict(sorted(matrix["types"].items()))}
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w") as file:
-        json.dump(matrix, file, indent=1)
-        file.write("\n")
-    os.chmod(beside, 0o644)
-    os.replace(beside, path)
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(json.dumps(matrix, indent=1) + "\n")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def versions() -> dict[str, str]:
@@ -59,14 +52,12 @@ def check_type(
     try:
         ranks.run(1, write_small_model, model_type, folder)
     except RankError as error:
-        reason = [line for line in str(error).splitlines() if "Error" in line and not line.startswith(" ")]
-        outcome = Outcome("failed", {}, why=(reason or str(error).splitlines())[0][:400])
-        return {"model": outcome.as_dict()}
+        return {"model": failure(str(error)).as_dict()}
     found: dict[str, dict[str, Any]] = {}
     try:
         (found["facts"],) = ranks.run(1, facts, folder)
-    except RankError:
-        found["facts"] = {}
+    except RankError as error:
+        found["facts"] = {"why": failure(str(error)).why}
     for name in layouts:
         found[name] = check_layout(ranks, folder, name).as_dict()
     return found
@@ -93,14 +84,7 @@ def facts(folder: str) -> dict[str, Any]:
     from megasched.model_adapters.registry import find_adapter
     from megasched.report.explain import decisions_of
 
-    arguments = Namespace(
-        hf_model=folder,
-        hf_override=None,
-        trust_remote_code=False,
-        model_schedule="auto",
-        make_vocab_size_divisible_by=4,
-    )
-    session = open_session(arguments, Layout(tensor_model_parallel_size=2))
+    session = open_session("auto", folder, Layout(tensor_model_parallel_size=2))
     decisions = decisions_of(session, by_user=False)
     inferred = [d.parameter for d in decisions if d.decided_by.startswith("inferred")]
     return {
@@ -142,11 +126,12 @@ def run_matrix(path: Path, types: Sequence[str], layouts: Sequence[str], *, agai
             del results[layout]
     todo = missing(matrix, types, layouts)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with RankPool() as ranks, tempfile.TemporaryDirectory() as folder, Progress(*columns) as progress:
+    with RankPool() as ranks, Progress(*columns) as progress:
         task = progress.add_task("architectures", total=len(todo))
         for model_type, lacking in todo:
             progress.update(task, description=model_type)
-            found = check_type(ranks, model_type, str(Path(folder) / model_type), lacking)
+            with tempfile.TemporaryDirectory() as folder:
+                found = check_type(ranks, model_type, folder, lacking)
             matrix["types"].setdefault(model_type, {}).update(found)
             save_matrix(matrix, path)
             progress.advance(task)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from megasched.compatibility import load_matrix
 from megasched.verify import matrix
 from megasched.verify.matrix import (
     LAYOUT_NAMES,
     check_type,
-    load_matrix,
     missing,
     run_matrix,
     save_matrix,
@@ -116,10 +116,11 @@ def test_a_write_that_fails_leaves_the_old_file(file, monkeypatch):
     def full(*args, **kwargs):
         raise OSError("no space left")
 
-    monkeypatch.setattr(json, "dump", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="no space left"):
         write(file, {"b": {}})
     assert file.read_text() == before
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_the_file_is_replaced_in_one_step(file, monkeypatch):
@@ -166,5 +167,5 @@ def test_one_architecture(ranks, tmp_path):
 def test_a_model_that_can_not_be_made(ranks, tmp_path):
     found = check_type(ranks, "llama7", str(tmp_path / "llama7"), ["tp2"])
     assert list(found) == ["model"]
-    assert found["model"]["verdict"] == "failed"
+    assert found["model"]["verdict"] == "refused"
     assert "the installed transformers has no model type 'llama7'" in found["model"]["why"]

@@ -1,0 +1,89 @@
+"""What is known of each architecture: the results of ``make matrix``, and whether they speak for a run.
+
+Numbers that come out wrong look like any others, so a run that no check has covered is refused until the user
+says otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import ConfigError
+from megasched.layout import Layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DATA = Path(__file__).with_name("compatibility.json")
+
+# Verdict of a check -> what a run that it speaks for is told; other verdicts are fine.
+DOUBTS = {
+    "wrong": "computed wrong numbers",
+    "failed": "failed",
+    "refused": "was refused",
+}
+
+
+def load_matrix(path: Path = DATA) -> dict[str, Any]:
+    """The results: ``versions`` they were made with, and ``types``: model type -> layout -> outcome, with
+    ``facts`` beside; empty where there is no such file."""
+    return json.loads(path.read_text()) if path.is_file() else {"versions": {}, "types": {}}
+
+
+def checks_for(layout: Layout) -> list[str]:
+    """The layouts of the matrix that speak for a run's; none for a run without model parallelism."""
+    checks = []
+    if layout.tp > 1:
+        checks.append("tp2-sp" if layout.sp else "tp2")
+    if layout.pp > 1:
+        checks.append("pp2-vpp2" if layout.vpp > 1 else "pp2")
+    if layout.tp > 1 and layout.pp > 1:
+        checks.append("tp2-pp2")
+    if layout.ep > 1:
+        checks.append("ep2")
+    return checks
+
+
+def unverified(model: PreTrainedModel, layout: Layout, results: dict[str, Any]) -> list[str]:
+    """Why nobody knows that a run computes what the definition does; empty where a check says that it does.
+
+    Args:
+        model: the definition.
+        layout: the run's.
+        results: ``types`` of the matrix.
+    """
+    model_type = model.config.model_type
+    checks = checks_for(layout)
+    if not checks:
+        return []
+    if not type(model).__module__.startswith("transformers."):
+        return [f"{type(model).__name__} is not one of transformers' classes, which are all that was checked"]
+    known = results.get(model_type)
+    if known is None or "model" in known:
+        return [f"model type {model_type!r} has not been checked"]
+    doubts = []
+    for check in checks:
+        outcome = known.get(check)
+        if outcome is None:
+            doubts.append(f"{model_type} has not been checked at {check}")
+        elif outcome["verdict"] in DOUBTS:
+            doubts.append(f"{model_type} {DOUBTS[outcome['verdict']]} when checked at {check}: {outcome['why']}")
+    return doubts
+
+
+def refuse_unverified(model: PreTrainedModel, layout: Layout) -> None:
+    """Ends a run that no check has covered.
+
+    Raises:
+        ConfigError: with what is known of the architecture, and what can be done.
+    """
+    doubts = unverified(model, layout, load_matrix()["types"])
+    if doubts:
+        lines = "\n  - ".join(["not known to be right:", *doubts])
+        model_type = model.config.model_type
+        raise ConfigError(
+            f"{lines}\n`megasched archs {model_type}` shows what is known, with --run it checks this machine's "
+            "copy; --allow-unverified runs it as it is"
+        )

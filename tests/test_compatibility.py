@@ -1,0 +1,82 @@
+"""What the matrix says of a run, and what is refused because nothing is said."""
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megasched import compatibility
+from megasched.compatibility import checks_for, refuse_unverified, unverified
+from megasched.errors import ConfigError
+from megasched.layout import Layout
+
+EQUAL = {"verdict": "equal", "why": ""}
+TP2 = Layout(tensor_model_parallel_size=2)
+ALL = Layout(
+    tensor_model_parallel_size=4,
+    sequence_parallel=True,
+    pipeline_model_parallel_size=4,
+    virtual_pipeline_model_parallel_size=2,
+    expert_model_parallel_size=2,
+)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
+
+
+def test_the_checks_that_speak_for_a_layout():
+    assert checks_for(Layout(data_parallel_size=8)) == []
+    assert checks_for(TP2) == ["tp2"]
+    assert checks_for(Layout(pipeline_model_parallel_size=4)) == ["pp2"]
+    assert checks_for(ALL) == ["tp2-sp", "pp2-vpp2", "tp2-pp2", "ep2"]
+
+
+def test_one_rank_of_the_model_needs_no_check(llama):
+    assert unverified(llama, Layout(data_parallel_size=8), {}) == []
+
+
+def test_what_was_equal_is_verified(llama):
+    assert unverified(llama, TP2, {"llama": {"tp2": EQUAL}}) == []
+    applies = {"tp2-sp": EQUAL, "pp2-vpp2": EQUAL, "tp2-pp2": EQUAL, "ep2": {"verdict": "not applicable"}}
+    assert unverified(llama, ALL, {"llama": applies}) == []
+
+
+def test_every_doubt_is_told(llama):
+    results = {"tp2-sp": {"verdict": "wrong", "why": "loss differ"}, "pp2-vpp2": {"verdict": "failed", "why": "x"}}
+    results["ep2"] = {"verdict": "refused", "why": "experts cut"}
+    assert unverified(llama, ALL, {"llama": results}) == [
+        "llama computed wrong numbers when checked at tp2-sp: loss differ",
+        "llama failed when checked at pp2-vpp2: x",
+        "llama has not been checked at tp2-pp2",
+        "llama was refused when checked at ep2: experts cut",
+    ]
+
+
+def test_an_architecture_that_nobody_checked(llama):
+    assert unverified(llama, TP2, {}) == ["model type 'llama' has not been checked"]
+    assert unverified(llama, TP2, {"llama": {"model": {"verdict": "failed"}}}) == [
+        "model type 'llama' has not been checked"
+    ]
+
+
+def test_a_class_of_somebody_elses_is_not_what_was_checked(llama):
+    class Mine(LlamaForCausalLM):
+        """The same model type, other code."""
+
+    mine = Mine(llama.config)
+    (doubt,) = unverified(mine, TP2, {"llama": {"tp2": EQUAL}})
+    assert doubt.startswith("Mine is not one of transformers' classes")
+
+
+def test_the_refusal_says_what_can_be_done(llama, monkeypatch):
+    monkeypatch.setattr(compatibility, "load_matrix", lambda: {"types": {}})
+    with pytest.raises(ConfigError, match="not known to be right") as refused:
+        refuse_unverified(llama, TP2)
+    assert "model type 'llama' has not been checked" in str(refused.value)
+    assert "`megasched archs llama` shows" in str(refused.value)
+    assert "--allow-unverified" in str(refused.value)
+
+
+def test_the_families_of_the_readme_are_verified(llama):
+    refuse_unverified(llama, Layout(tensor_model_parallel_size=2, sequence_parallel=True))
