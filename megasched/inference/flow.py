@@ -118,7 +118,7 @@ def watch_flow(model: nn.Module, structure: Structure) -> Flow:
     prefix = structure.layers + "."
     watched = {path: m for path, m in probe.named_modules() if path.startswith(prefix) and is_linear(m)}
     run = _FlowRun(probe, watched)
-    starts = {structure.layer_path(index) for index in range(structure.count)}
+    starts = set(structure.layer_paths())
 
     def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if path in starts:

@@ -32,7 +32,7 @@ def choose_blocks(plan: Plan, block: Block | str, trained: Mapping[str, bool], b
         what = "Megatron's layers need the config of its trainer"
         remedy = "train through `python -m megasched pretrain_gpt.py`, or use level('fused')"
         return [Problem(what, path, record.source, remedy) for path, record in asked.items()]
-    layers = [plan.structure.layer_path(index) for index in range(plan.structure.count)]
+    layers = plan.structure.layer_paths()
     problems = []
     chosen = {}
     for layer in layers:
@@ -59,7 +59,7 @@ def overlap_problems(plan: Plan) -> list[Problem]:
     structure = plan.structure
     if not plan.layout.tp_comm_overlap or structure is None:
         return []
-    layers = [structure.layer_path(index) for index in range(structure.count)]
+    layers = structure.layer_paths()
     what = "--tp-comm-overlap: only Megatron's own layers overlap communication with their products"
     remedy = "call level('block') on the layer, where the model has it, or leave the flag out"
     return [Problem(what, layer, remedy=remedy) for layer in layers if layer not in plan.blocks]

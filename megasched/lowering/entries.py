@@ -31,10 +31,10 @@ def find_entries(
     cuts: Container[str],
     structure: Structure | None,
 ) -> dict[str, Region]:
-    """Module path -> the argument and the columns inside that read it.
+    """Module path -> the arguments and the columns inside that read them.
 
-    The outermost module below the layer that is handed the very tensor its columns read, and that does
-    nothing else with it.
+    The outermost module below the layer that is handed the very tensor its columns read (in one place or, as
+    query, key and value, in several), and that does nothing else with it.
 
     Args:
         calls: of column linears.
@@ -42,7 +42,7 @@ def find_entries(
         cuts: paths that are cut.
         structure: where the layers are, if that is known.
     """
-    places: dict[str, set[tuple[str, int | str] | None]] = {}
+    places: dict[str, set[tuple[str, tuple[int | str, ...]] | None]] = {}
     for call in calls:
         entry = _entry(call, other_uses.get(id(call.source), ()), cuts, structure)
         places.setdefault(call.path, set()).add(entry)
@@ -51,10 +51,10 @@ def find_entries(
         entry = next(iter(entries))
         if entry is None or len(entries) > 1:  # called in several ways: it reduces its gradient itself
             continue
-        path, slot = entry
-        slots, columns = found.get(path, Region((slot,), ()))
-        if slots == (slot,):
-            found[path] = Region(slots, (*columns, column))
+        path, slots = entry
+        known = found.get(path, Region(slots, ()))
+        if known.slots == slots:
+            found[path] = Region(slots, (*known.columns, column))
     return found
 
 
@@ -71,18 +71,12 @@ def columns_that_share(calls: Iterable[ColumnCall]) -> list[tuple[str, ...]]:
 
 def _entry(
     call: ColumnCall, used_in: Container[str], cuts: Container[str], structure: Structure | None
-) -> tuple[str, int | str] | None:
+) -> tuple[str, tuple[int | str, ...]] | None:
     for path, args, kwargs in call.stack:
-        slot = _slot_of(call.source, args, kwargs)
-        if slot is not None and path not in cuts and path not in used_in and _below_layer(path, structure):
-            return path, slot
+        slots = tuple(key for key, value in [*enumerate(args), *kwargs.items()] if value is call.source)
+        if slots and path not in cuts and path not in used_in and _below_layer(path, structure):
+            return path, slots
     return None
-
-
-def _slot_of(tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
-    """Where a tensor stands among a call's arguments; None if it is not there, or twice."""
-    slots = [key for key, value in [*enumerate(args), *kwargs.items()] if value is tensor]
-    return slots[0] if len(slots) == 1 else None
 
 
 def _below_layer(path: str, structure: Structure | None) -> bool:

@@ -20,6 +20,7 @@ from megasched.lowering.meta_call import DefaultScalars, tensors_in
 from megasched.lowering.structure import Structure
 from megasched.roles import Cut
 
+_SPLIT = Label("S", active=True, fed=True, along=Along(1))
 _RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform_")
 
 
@@ -49,6 +50,7 @@ class Labelling(DefaultScalars):
         self.model, self.cuts, self.structure = model, cuts, structure
         self.components = components
         self.sequence_parallel = sequence_parallel
+        self.layers = set(structure.layer_paths()) if sequence_parallel and structure else set()
         self.gather = gather
         self.forked_by_user = forked_by_user
         self.regions, self.not_regions = regions, set(not_regions)
@@ -62,7 +64,7 @@ class Labelling(DefaultScalars):
         self.column_calls: list[ColumnCall] = []
         self.other_uses: dict[int, set[str]] = defaultdict(set)
         self.summed_outputs: dict[int, str] = {}
-        self.batch = 1
+        self.tokens = torch.Size((1, 1))
         self.silent = 0
         for name, parameter in model.named_parameters():
             self._set(parameter, Label(params=frozenset([name])))
@@ -79,6 +81,8 @@ class Labelling(DefaultScalars):
             size = tensor.shape[label.along.dim] // label.along.outer
             for column in label.columns:
                 self.derived.cut_sizes[column].add(size)
+            if label.along.dim != tensor.dim() - 1:
+                self.derived.by_heads |= label.columns
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -235,7 +239,7 @@ class Labelling(DefaultScalars):
         _, args, kwargs = self.stack[-1]
         changed = output
         if path in self.regions:
-            changed = self._leave_region(output, args, kwargs)
+            changed = self._leave_region(output)
         elif path in self.wanted_regions:
             self._as_if_region(output)
         self.stack.pop()
@@ -268,13 +272,29 @@ class Labelling(DefaultScalars):
         return view
 
     def _enter_layer(self, path: str, args: Any, kwargs: Any) -> Any:
-        """Under sequence parallelism the hidden state is split when it enters the first layer."""
-        if not (self.sequence_parallel and self.structure) or path != self.structure.layer_path(0):
+        """Under sequence parallelism the hidden state is split when it enters the first layer, and what else was
+        made of the whole sequence before the layers when it enters any."""
+        if path not in self.layers:
             return None
-        hidden = self.structure.slot.get(args, kwargs)
-        self.batch = hidden.shape[0]
-        split = self._view(hidden, Label("S", active=True, fed=True, along=Along(1)))
-        return self.structure.slot.put(split, args, kwargs)
+        slot = self.structure.slot
+        hidden = slot.get(args, kwargs)
+        self.tokens = hidden.shape[:2]
+        found = dict([*enumerate(args), *kwargs.items()])
+        whole = [key for key, value in found.items() if value is not hidden and self._of_sequence(value, hidden)]
+        if whole:
+            self.derived.split_slots[path] = tuple(whole)
+        found.update({key: self._view(found[key], _SPLIT) for key in whole})
+        args, kwargs = tuple(found[index] for index in range(len(args))), {name: found[name] for name in kwargs}
+        if path == self.structure.layer_path(0):
+            return slot.put(self._view(hidden, _SPLIT), args, kwargs)
+        return (args, kwargs) if whole else None
+
+    def _of_sequence(self, value: Any, hidden: torch.Tensor) -> bool:
+        """Whether this is an activation [b, s, ...] that every TP rank has whole."""
+        if not isinstance(value, torch.Tensor) or value.shape[:2] != hidden.shape[:2]:
+            return False
+        label = self.label(value)
+        return value.is_floating_point() and label.active and label.region == "R"
 
     def _enter_region(self, path: str, args: Any, kwargs: Any) -> Any:
         """What a region takes over: the arguments that carry a gradient."""
@@ -284,7 +304,9 @@ class Labelling(DefaultScalars):
             for slot, value in found.items()
             if any(self.label(tensor).active and tensor.is_floating_point() for tensor in tensors_in(value))
         }
-        usable = all(isinstance(v, torch.Tensor) and self.label(v).region in "RS" for v in active.values())
+        known = ("S", Along(1)) if self.sequence_parallel else ("R", None)
+        labels = [self.label(v) if isinstance(v, torch.Tensor) else Label("T") for v in active.values()]
+        usable = all((label.region, label.along) == known for label in labels)
         slots = tuple(active) if usable else ()
         if self.slots.setdefault(path, slots) != slots:
             slots = self.slots[path] = ()
@@ -297,22 +319,25 @@ class Labelling(DefaultScalars):
         found.update({slot: self._view(active[slot], Label("P", active=True, fed=True)) for slot in slots})
         return tuple(found[index] for index in range(len(args))), {name: found[name] for name in kwargs}
 
-    def _leave_region(self, output: Any, args: Any, kwargs: Any) -> Any:
+    def _leave_region(self, output: Any) -> Any:
         """Whole tensors leave a region as they were before it: split, or whole with a gradient that is, too."""
         path = self.stack[-1][0]
         if not self.slots.get(path):
             return output
-        slot = self.slots[path][0]
-        hidden = args[slot] if isinstance(slot, int) else kwargs[slot]
-
         leaves, structure = torch.utils._pytree.tree_flatten(output)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and self.label(leaf).region == "P" and leaf.is_floating_point():
-                self.derived.exits[path].add(index)
-                split = self.sequence_parallel and leaf.shape[:2] == hidden.shape[:2]
-                label = Label("S" if split else "R", active=True, fed=True, along=Along(1) if split else None)
+                along = self._along_sequence(leaf) if self.sequence_parallel else None
+                self.derived.exits[path][index] = along
+                label = Label("R" if along is None else "S", active=True, fed=True, along=along)
                 leaves[index] = self._view(leaf, label)
         return torch.utils._pytree.tree_unflatten(leaves, structure)
+
+    def _along_sequence(self, leaf: torch.Tensor) -> Along | None:
+        """How [b, s, ...] and flattened [b*s, ...] are cut along the sequence; None for another shape."""
+        if leaf.shape[:2] == self.tokens:
+            return Along(1)
+        return Along(0, outer=self.tokens[0]) if leaf.shape[:1] == (self.tokens.numel(),) else None
 
     def _as_if_region(self, output: Any) -> None:
         """What comes of a module that will be a region in the next run, so that nothing after it asks for one."""
@@ -366,7 +391,7 @@ class Labelling(DefaultScalars):
         split = split and cut == "row"
         rows = frozenset([path]) if cut == "row" else frozenset()
         # Tokens may be flattened: [b*s, h].
-        place = Along(1) if last > 1 else Along(0, outer=self.batch)
+        place = Along(1) if last > 1 else Along(0, outer=self.tokens[0])
         return Label("S" if split else "R", rows=rows, active=True, fed=True, along=place if split else None)
 
     def attend(self, real: Any, module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

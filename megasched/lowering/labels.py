@@ -61,11 +61,16 @@ class Derived:
         regions: module path -> where a TP region begins for several columns, or for a whole module.
         needed_regions: those of them without which the numbers would be wrong: something inside that is whole
             meets shards, or the whole sequence. Whole tensors inside have partial gradients.
-        exits: needed region -> which leaves of what it returns are such tensors, and leave it.
+        exits: needed region -> which leaves of what it returns are such tensors, and leave it; how they are cut
+            along the sequence then, None for those that stay whole.
         inside: columns and rows that read a whole tensor inside of a needed region.
         rows_inside: rows whose output meets whole tensors inside of a needed region: it is one, too.
+        split_slots: layer path -> arguments beside the hidden state that come from before the layers, are made of
+            the whole sequence, and are split along it.
         overwritten: rows and embeddings whose output is changed in place.
         cut_sizes: column -> sizes of the dimensions along which what stems from it is cut; TP must divide them.
+        by_heads: columns whose output is viewed as heads [b, s, heads, d] or turned: the module that does so reads
+            the length of the sequence off its own input.
         shared: columns in one module that read the very same tensor.
         forked: ``nn.Dropout`` modules on T activations.
         attention: attention module path -> (query heads, whether they are T).
@@ -80,11 +85,13 @@ class Derived:
     complete: set[str] = field(default_factory=set)
     regions: dict[str, Region] = field(default_factory=dict)
     needed_regions: set[str] = field(default_factory=set)
-    exits: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    exits: dict[str, dict[int, Along | None]] = field(default_factory=lambda: defaultdict(dict))
     inside: set[str] = field(default_factory=set)
     rows_inside: set[str] = field(default_factory=set)
+    split_slots: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
     overwritten: set[str] = field(default_factory=set)
     cut_sizes: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    by_heads: set[str] = field(default_factory=set)
     shared: list[tuple[str, ...]] = field(default_factory=list)
     forked: set[str] = field(default_factory=set)
     attention: dict[str, tuple[int, bool]] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from megasched.lowering.local_attributes import divide_local_attributes
 from megasched.lowering.norms import fuse_norms
 from megasched.lowering.plan import Plan
 from megasched.lowering.record_lowerings import PLANNED, carry_out_record
-from megasched.lowering.region import enter_region, join_sequence, leave_region, split_sequence
+from megasched.lowering.region import enter_region, join_sequence, leave_region, split_arguments, split_sequence
 from megasched.lowering.sync import shared_regions
 from megasched.lowering.wrap import draw_forked
 from megasched.roles import Block
@@ -63,7 +63,7 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
             module, split = model.get_submodule(path), context.splits_sequence(path)
             enter_region(module, slots, context.group, split, whole=path in plan.derived.needed_regions)
             if path in plan.derived.exits:
-                leave_region(module, slots[0], plan.derived.exits[path], context.group, split)
+                leave_region(module, slots[0], plan.derived.exits[path], context.group)
     divide_local_attributes(schedule.roles, model, context, alone)
     _settle_attention(model, context, alone)
     for path in plan.derived.forked:
@@ -85,10 +85,11 @@ def lower_sequence_boundaries(
     structure = context.plan.structure
     if not context.plan.layout.sp or structure is None:
         return
-    paths = [structure.layer_path(index) for index in range(structure.count)]
-    for path in paths:
-        if here(path):
-            draw_forked(model.get_submodule(path))
+    paths = structure.layer_paths()
+    for path in filter(here, paths):
+        layer = model.get_submodule(path)
+        draw_forked(layer)
+        split_arguments(layer, context.plan.derived.split_slots.get(path, ()), context.group)
     if first:
         split_sequence(model.get_submodule(paths[0]), structure.slot, context.group)
     if last:

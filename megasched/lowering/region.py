@@ -6,7 +6,7 @@ Everything here wraps ``module.forward`` (``wrap.py``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 
 from megasched.graph import opaque
+from megasched.lowering.dims import Along
 from megasched.lowering.structure import Slot
 from megasched.lowering.wrap import Forward, wrap_forward
 
@@ -44,44 +45,50 @@ def enter_region(
 
     def wrapper(forward: Forward) -> Forward:
         def entered(*args: Any, **kwargs: Any) -> Any:
-            for slot in slots:
-                if isinstance(slot, int):
-                    args = (*args[:slot], take(args[slot]), *args[slot + 1 :])
-                else:
-                    kwargs = {**kwargs, slot: take(kwargs[slot])}
-            return forward(*args, **kwargs)
+            found = dict([*enumerate(args), *kwargs.items()])
+            given = {id(found[slot]): found[slot] for slot in slots}  # one tensor may stand in several
+            taken = {key: take(tensor) for key, tensor in given.items()}
+            found.update({slot: taken[id(found[slot])] for slot in slots})
+            return forward(*(found[index] for index in range(len(args))), **{name: found[name] for name in kwargs})
 
         return entered
 
     wrap_forward(module, wrapper)
 
 
-def leave_region(module: nn.Module, slot: int | str, leaves: Collection[int], group: Any, split: bool) -> None:
-    """Hands out whole what is whole inside a region, or this rank's part of the sequence [b, s / tp, ...].
+def leave_region(module: nn.Module, slot: int | str, leaves: Mapping[int, Along | None], group: Any) -> None:
+    """Hands out whole what is whole inside a region, or this rank's part of the sequence.
 
     Each rank then has a part of the gradient inside, as a region needs it: of its part of the sequence, or its
     share of the whole.
 
     Args:
-        slot: an argument that the region takes over.
-        leaves: which of the tensors that the module returns are whole.
+        slot: an argument [b, s, ...] that the region takes over.
+        leaves: which of the tensors that the module returns are whole inside -> how they are cut: [b, s, ...] or
+            flattened [b*s, ...]; None for those that stay whole.
     """
     share = functools.partial(opaque.call, "leave_region", functools.partial(_Share.apply, group.size()))
 
     def wrapper(forward: Forward) -> Forward:
         def left(*args: Any, **kwargs: Any) -> Any:
             returned, structure = torch.utils._pytree.tree_flatten(forward(*args, **kwargs))
-            part = (args[slot] if isinstance(slot, int) else kwargs[slot]).shape[1]
-            for index in leaves:
-                if not split:
-                    returned[index] = share(returned[index])
-                elif returned[index].dim() > 1 and returned[index].shape[1] == part * group.size():
-                    returned[index] = returned[index].narrow(1, part * group.rank(), part)
+            batch = (args[slot] if isinstance(slot, int) else kwargs[slot]).shape[0]
+            for index, along in leaves.items():
+                whole = returned[index]
+                returned[index] = share(whole) if along is None else _part(whole, along.dim, batch, group)
             return torch.utils._pytree.tree_unflatten(returned, structure)
 
         return left
 
     wrap_forward(module, wrapper)
+
+
+def _part(x: torch.Tensor, dim: int, batch: int, group: Any) -> torch.Tensor:
+    """[b, s, ...] -> [b, s / tp, ...] (``dim`` 1) or [b*s, ...] -> [b*s / tp, ...] (0), of this rank."""
+    tokens = x if dim == 1 else x.unflatten(0, (batch, -1))
+    size = tokens.shape[1] // group.size()
+    part = tokens.narrow(1, size * group.rank(), size)
+    return part if dim == 1 else part.flatten(0, 1)
 
 
 def sum_gradient(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -136,14 +143,32 @@ def split_sequence(layer: nn.Module, slot: Slot, group: Any) -> None:
 
     def wrapper(forward: Forward) -> Forward:
         def entered(*args: Any, **kwargs: Any) -> Any:
-            whole = slot.get(args, kwargs)
-            hidden = scatter_to_sequence_parallel_region(whole.transpose(0, 1).contiguous(), group=group)
-            args, kwargs = slot.put(hidden.transpose(0, 1), args, kwargs)
+            args, kwargs = slot.put(_split(slot.get(args, kwargs), group), args, kwargs)
             return forward(*args, **kwargs)
 
         return entered
 
     wrap_forward(layer, wrapper)
+
+
+def split_arguments(layer: nn.Module, slots: Collection[int | str], group: Any) -> None:
+    """What else was made of the whole sequence before the layers is split as it enters this one, too."""
+
+    def wrapper(forward: Forward) -> Forward:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(_split(value, group) if index in slots else value for index, value in enumerate(args))
+            kwargs = {name: _split(value, group) if name in slots else value for name, value in kwargs.items()}
+            return forward(*args, **kwargs)
+
+        return entered
+
+    if slots:
+        wrap_forward(layer, wrapper)
+
+
+def _split(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """[b, s, ...] -> [b, s / tp, ...]; the gradient is gathered."""
+    return scatter_to_sequence_parallel_region(x.transpose(0, 1).contiguous(), group=group).transpose(0, 1)
 
 
 def join_sequence(layer: nn.Module, slot: Slot, group: Any) -> None:

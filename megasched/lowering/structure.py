@@ -124,6 +124,9 @@ class Structure:
     def layer_path(self, index: int) -> str:
         return f"{self.layers}.{index}"
 
+    def layer_paths(self) -> list[str]:
+        return [self.layer_path(index) for index in range(self.count)]
+
     def index_of(self, path: str) -> int | None:
         """Index of the layer that the module at ``path`` is or lies in; None outside the layers."""
         if not path.startswith(self.layers + "."):

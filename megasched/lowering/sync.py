@@ -53,9 +53,9 @@ def check_syncs(plan: Plan) -> list[Problem]:
 def shared_regions(plan: Plan) -> dict[str, Region]:
     """Modules whose input is taken over to TP once for all columns inside: path -> arguments and columns.
 
-    It pays for several columns, unless one matrix product computes them all and communicates by itself; and
-    attention needs it under sequence parallelism, since it reads the sequence length off its input. Where
-    something whole inside meets shards it must be so.
+    It pays for several columns, unless one matrix product computes them all and communicates by itself. Under
+    sequence parallelism attention needs it, which reads the sequence length off its input, and so does whatever
+    views shards as heads. Where something whole inside meets shards it must be so.
     """
     split = plan.layout.sp
     joint = {frozenset(paths) for paths in plan.joint}
@@ -65,7 +65,7 @@ def shared_regions(plan: Plan) -> dict[str, Region]:
         for path, region in plan.derived.regions.items()
         if path in plan.derived.needed_regions
         or (len(region.columns) > 1 and frozenset(region.columns) not in joint)
-        or (split and path in attending)
+        or (split and (path in attending or not plan.derived.by_heads.isdisjoint(region.columns)))
     }
 
 

@@ -21,6 +21,13 @@ SAMPLE = {
     "mamba": "no attention",
     "olmo2": "a norm over all heads",
 }
+# The same under sequence parallelism alone.
+SPLIT = {
+    "ctrl": "attention that gets one tensor as query, key and value",
+    "megatron-bert": "attention of its own that reads the length of the sequence off its input",
+    "llama4_text": "flattened tokens leave a region",
+    "zamba2": "every layer reads an activation from before the layers",
+}
 LAYOUTS = ("tp2-sp", "pp2-vpp2", "tp2-pp2")
 
 
@@ -42,7 +49,16 @@ def small(ranks, tmp_path_factory):
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_a_step_equals_the_unscheduled_model(ranks, small, model_type, layout):
     assert find_adapter(model_type) is None
-    outcome = check_layout(ranks, small(model_type), layout)
+    check_equal(ranks, small(model_type), layout)
+
+
+@pytest.mark.parametrize("model_type", SPLIT)
+def test_a_step_on_split_sequences_equals_the_unscheduled_model(ranks, small, model_type):
+    check_equal(ranks, small(model_type), "tp2-sp")
+
+
+def check_equal(ranks, folder, layout):
+    outcome = check_layout(ranks, folder, layout)
     assert (outcome.verdict, outcome.why) == ("equal", "")
     assert outcome.errors.keys() == {"loss", "logits", "gradient", "grad_norm"}
     assert max(outcome.errors.values()) <= TOLERANCE
