@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +16,11 @@ from megasched.verify.matrix import LAYOUT_NAMES
 MARKS = {"equal": "yes", "wrong": "WRONG", "refused": "refused", "failed": "fails", "not applicable": "–"}
 COLOURS = {"equal": "green", "wrong": "bold red", "refused": "yellow", "failed": "red", "not applicable": "dim"}
 FINE = ("equal", "not applicable")
+FACTS = ("tied", "fused", "cut")
+ROUNDING = (
+    "Where float32 itself is not good to 1e-5 (decays of long products, say), a step counts as equal if it is at",
+    "most four times as far from float64 as the unscheduled model in float32 is:",
+)
 COMMAND = "megasched archs --markdown > docs/architectures.md"
 
 
@@ -22,17 +28,18 @@ def print_matrix(console: Console) -> None:
     """A row for each architecture, a column for each layout."""
     matrix = load_matrix()
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("architecture", *LAYOUT_NAMES, "cut"):
+    for name in ("architecture", *LAYOUT_NAMES, *FACTS):
         table.add_column(name)
     for model_type, results in matrix["types"].items():
-        table.add_row(model_type, *(_cell(results, name) for name in LAYOUT_NAMES), _decided(results))
+        table.add_row(model_type, *(_cell(results, name) for name in LAYOUT_NAMES), *_facts(results))
     console.print(table)
     console.print(Text(summary(matrix), "dim"))
 
 
 def print_architecture(model_type: str, results: dict[str, Any], console: Console) -> None:
     """Everything that is known of one."""
-    console.print(Text(model_type, "bold"), _decided(results))
+    facts = (f"{name} {value}" for name, value in zip(FACTS, _facts(results), strict=True) if value)
+    console.print(Text(model_type, "bold"), Text(", ".join(facts), "dim"))
     if "model" in results:
         console.print(f"  no small model of it can be made: {results['model']['why']}")
     for name in (name for name in LAYOUT_NAMES if name in results):
@@ -84,26 +91,34 @@ def markdown(matrix: dict[str, Any]) -> str:
         "Each architecture is built small (4 layers, hidden size 64, noise on every weight, multipliers away from",
         "1, windows that bite) and trained for one step by Megatron's own trainer, rehearsed on CPUs, in float32.",
         "*yes*: loss, logits, every gradient and the gradient norm equal those of the unscheduled HF model in one",
-        "process within 1e-5. *cut* says what decided how its linears are sharded: HF's plan, what megasched",
-        "inferred, or an adapter. `megasched archs NAME --run` does it again on your machine.",
+        "process within 1e-5 (what is beyond that by rounding is listed [below](#rounding)). *tied*: the copy",
+        "that was checked ties its embeddings. *fused*: *joint* where projections of one activation are one",
+        "matrix product, *block* where Megatron's own transformer layer can stand for the definition's",
+        "([schedules.md](schedules.md#level)). *cut*: what decided how linears are sharded: HF's plan, what",
+        "megasched inferred, or an adapter. `megasched archs NAME --run` does it again on your machine.",
         "",
         summary(matrix),
         "",
-        f"| architecture | {' | '.join(LAYOUT_NAMES)} | cut |",
-        f"| --- |{' --- |' * len(LAYOUT_NAMES)} --- |",
+        f"| architecture | {' | '.join((*LAYOUT_NAMES, *FACTS))} |",
+        f"| --- |{' --- |' * len((*LAYOUT_NAMES, *FACTS))}",
     ]
     for model_type, results in matrix["types"].items():
         cells = (_cell(results, name).plain for name in LAYOUT_NAMES)
-        lines.append(f"| `{model_type}` | {' | '.join(cells)} | {_decided(results)} |")
-    lines += ["", "## Why not", ""]
+        lines.append(f"| `{model_type}` | {' | '.join((*cells, *_facts(results)))} |")
+    lines += ["", "## Why not", "", *_reasons(matrix, lambda verdict: verdict not in FINE)]
+    lines += ["", "## Rounding", "", *ROUNDING, "", *_reasons(matrix, lambda verdict: verdict == "equal")]
+    return "\n".join(lines) + "\n"
+
+
+def _reasons(matrix: dict[str, Any], meant: Callable[[str], bool]) -> Iterator[str]:
+    """What is told of outcomes with such verdicts, a line for each architecture and reason."""
     for model_type, results in matrix["types"].items():
         reasons: dict[str, list[str]] = {}
         for name, outcome in results.items():
-            if name != "facts" and outcome["verdict"] not in FINE:
+            if name != "facts" and outcome["why"] and meant(outcome["verdict"]):
                 reasons.setdefault(_plain(outcome["why"]), []).append(name)
         for why, names in reasons.items():
-            lines.append(f"- `{model_type}`, {', '.join(names)}: {why}")
-    return "\n".join(lines) + "\n"
+            yield f"- `{model_type}`, {', '.join(names)}: {why}"
 
 
 def _plain(why: str) -> str:
@@ -120,10 +135,15 @@ def _cell(results: dict[str, Any], name: str) -> Text:
     return Text(MARKS[verdict], COLOURS[verdict])
 
 
-def _decided(results: dict[str, Any]) -> str:
+def _facts(results: dict[str, Any]) -> tuple[str, ...]:
+    """What ``FACTS`` name."""
     facts = results.get("facts")
     if not facts or "why" in facts:
-        return ""
+        return ("",) * len(FACTS)
+    return "yes" if facts["tied"] else "", ", ".join(facts["fused"]), _decided(facts)
+
+
+def _decided(facts: dict[str, Any]) -> str:
     if facts["adapter"]:
         return "adapter"
     kinds = ["plan"] if facts["plan"] else []

@@ -78,11 +78,14 @@ def check_here(model_type: str) -> dict[str, dict[str, Any]]:
 
 
 def facts(folder: str) -> dict[str, Any]:
-    """In a rank: what is cut of a model at TP 2, by what, and what of its linears stays whole."""
+    """In a rank: what is cut of a model at TP 2, by what, what of its linears stays whole, whether it ties
+    weights, and what of it is fused: ``block`` where Megatron's own layer can stand for its layers, ``joint``
+    where projections share one matrix product."""
     from megasched.layout import Layout
     from megasched.megatron.session import open_session
     from megasched.model_adapters.registry import find_adapter
     from megasched.report.explain import decisions_of
+    from megasched.roles import Block
 
     session = open_session("auto", folder, Layout(tensor_model_parallel_size=2))
     decisions = decisions_of(session, by_user=False)
@@ -92,6 +95,11 @@ def facts(folder: str) -> dict[str, Any]:
         "plan": any(d.decided_by.startswith("HF's plan") for d in decisions if "layers" in d.parameter),
         "adapter": find_adapter(session.definition.config.model_type) is not None,
         "inferred": [name for name in inferred if name.endswith(".weight")],
+        "tied": any(name != canonical for name, canonical in session.plan.canonical.items()),
+        "fused": [
+            *(["joint"] if session.plan.joint else []),
+            *(["block"] if isinstance(session.schedule.roles.block, Block) else []),
+        ],
         "whole": {d.parameter: d.declined for d in decisions if d.declined},
     }
 

@@ -37,6 +37,16 @@ _INDEXED: dict[str, Any] = {
     "indexer_compress_ratio": 4,
     "eos_token_id": 2,
 }
+_SLIDING_LATENT: dict[str, Any] = {
+    "sliding_window": 8,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 32,
+    "swa_kv_lora_rank": 32,
+    "swa_head_dim": 24,
+    "swa_qk_nope_head_dim": 16,
+    "swa_v_head_dim": 16,
+}
 
 # Model type -> fields (those of a part of a composite config under the part's name).
 CHANGES: dict[str, dict[str, Any]] = {
@@ -52,6 +62,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "dots3_note": _SLIDING_LATENT,
+    "dots3_note_text": _SLIDING_LATENT,
     "gemma3n_text": {
         "num_kv_shared_layers": 2,
         "layer_types": _SWA,

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+
+FLOOR = 1e-2
 
 
 @dataclass
@@ -54,9 +57,23 @@ def hf_step(
     *,
     random_init: bool = True,
     trust_remote_code: bool = False,
+    in_float64: bool = False,
 ) -> HfStep:
-    """One global batch through the unscheduled definition in plain torch."""
+    """One global batch through the unscheduled definition in plain torch.
+
+    Args:
+        in_float64: in that precision throughout, whatever the definition's own code says.
+    """
     model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
+    if not in_float64:
+        return _step(model, batches)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # torch's grouped product takes no float64
+    with Float64():
+        return _step(model.double(), batches)
+
+
+def _step(model: Any, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> HfStep:
     total, logits = 0.0, []
     for tokens, labels in batches:
         loss, out = hf_loss(model, tokens, labels)
@@ -65,8 +82,41 @@ def hf_step(
         logits.append(out.detach())
     # A parameter that is not used has no gradient: Megatron's buffers hold zeros for it.
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-    norm = float(torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients.values()])))
+    norm = torch.stack([g.norm(dtype=torch.float64) for g in gradients.values()]).norm().item()
     return HfStep(total, logits, gradients, norm)
+
+
+class Float64(TorchFunctionMode):
+    """Where code asks for float32 it gets float64: definitions compute some things in float32 in any case."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        kwargs = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def differences(got: HfStep, expected: HfStep) -> dict[str, float]:
+    """How far a step is from the expected one, relative: ``loss``, ``logits``, ``grad_norm`` and, by their names,
+    all gradients.
+
+    A gradient that is zero but for rounding (a key's bias) is measured against a part of the largest one.
+    """
+    floor = FLOOR * max(float(gradient.abs().max()) for gradient in expected.gradients.values())
+    pairs = zip(got.logits, expected.logits, strict=True)
+    return {
+        "loss": _off(got.loss, expected.loss),
+        "logits": max(relative(mine, wanted) for mine, wanted in pairs),
+        "grad_norm": _off(got.grad_norm, expected.grad_norm),
+        **{name: relative(got.gradients[name], wanted, floor) for name, wanted in expected.gradients.items()},
+    }
+
+
+def _off(got: float, expected: float) -> float:
+    return abs(got - expected) / max(abs(expected), 1e-30)
 
 
 def relative(got: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:

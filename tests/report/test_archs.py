@@ -12,15 +12,16 @@ from megasched.verify.matrix import LAYOUT_NAMES, check_here
 
 DOCS = Path(__file__).parents[2] / "docs"
 GOOD = {"loss": 1e-8, "logits": 2e-7, "gradient": 3e-7, "grad_norm": 0.0}
+FUSED = {"tied": True, "fused": ["joint", "block"]}
 MATRIX = {
     "versions": {"transformers": "5.23.0"},
     "types": {
         "good": {
-            "facts": {"adapter": False, "plan": True, "inferred": ["h.0-3.up.weight"], "whole": {}},
+            "facts": {"adapter": False, "plan": True, "inferred": ["h.0-3.up.weight"], "whole": {}, **FUSED},
             "tp2": {"verdict": "equal", "errors": GOOD, "why": ""},
         },
         "half": {
-            "facts": {"adapter": False, "plan": False, "inferred": [], "whole": {"h.0-3.qkv": "no pair"}},
+            "facts": {"adapter": False, "plan": False, "inferred": [], "whole": {"h.0-3.qkv": "no pair"}, **FUSED},
             "tp2": {"verdict": "wrong", "errors": {**GOOD, "loss": 0.5}, "why": "loss differ"},
             "pp2": {
                 "verdict": "refused",
@@ -48,7 +49,7 @@ def test_the_page_says_yes_no_and_why_not():
     assert "3 architectures; equal to HF within 1e-5: tp2 1 of 2, pp2 0 of 1. transformers 5.23.0." in page
     rows = {line.split(" | ")[0]: line for line in page.splitlines() if line.startswith("| `")}
     assert rows["| `good`"].startswith("| `good` | yes |")
-    assert rows["| `good`"].endswith("| plan and inferred |")
+    assert rows["| `good`"].endswith("| yes | joint, block | plan and inferred |")
     assert "WRONG" in rows["| `half`"]
     assert "refused" in rows["| `half`"]
     assert rows["| `half`"].endswith("| whole |")

@@ -21,8 +21,6 @@ OTHER_SIZES = {
 # Windows of 16 tokens or more, which the sequences of the checks do not fill.
 WIDE_WINDOWS = {
     "blt": {"local_attention_window_len": 512},
-    "dots3_note": {"sliding_window": 512},  # each layer has its own, beside this one
-    "dots3_note_text": {"sliding_window": 512},
     "gemma4_assistant": {"sliding_window": 512},
 }
 WINDOW = re.compile(r".*window(_size|_len)?|attention_chunk_size|local_attention")

@@ -1,0 +1,104 @@
+"""What counts as equal: numbers within the tolerance, or as far from float64 as the unscheduled model is."""
+
+import pytest
+import torch
+
+from megasched.placement import Placement
+from megasched.verify.parity import compare, failure
+from megasched.verify.reference import Float64, HfStep, differences, hf_step
+from megasched.verify.small_models import write_small_model
+from megasched.verify.trainer_run import RankReport
+
+WEIGHT = torch.tensor([1.0, 0.5])
+DECAY = torch.tensor([2e-2, -1e-2])
+
+
+def step(decay=DECAY, loss=2.0, dtype=torch.float32):
+    gradients = {"weight": WEIGHT.to(dtype), "decay": decay.to(dtype)}
+    return HfStep(loss, [torch.ones(1, 2, 3, dtype=dtype)], gradients, 1.0)
+
+
+def report(decay=DECAY, loss=2.0, names=("weight", "decay")):
+    tensors = {"weight": WEIGHT, "decay": decay}
+    gradients = {name: (tensors[name], Placement(name, (2,))) for name in names}
+    found = RankReport(tp_rank=0, dp_rank=0, pp_rank=0, gradients=gradients)
+    found.losses, found.grad_norms, found.logits = [loss], [1.0], [torch.ones(1, 2, 3)]
+    return found
+
+
+def test_what_is_within_the_tolerance_is_equal():
+    outcome = compare([report(DECAY + 1e-7)], step(), 1)
+    assert (outcome.verdict, outcome.worst, outcome.why) == ("equal", "decay", "")
+    assert outcome.errors["gradient"] == pytest.approx(1e-7 / 2e-2, rel=1e-2)
+    assert outcome.errors["loss"] == outcome.errors["logits"] == outcome.errors["grad_norm"] == 0
+
+
+def test_what_is_beyond_it_is_wrong_and_named():
+    outcome = compare([report(DECAY + 1e-6)], step(), 1)
+    assert (outcome.verdict, outcome.worst) == ("wrong", "decay")
+    assert outcome.why == "gradient differ by more than 1e-05; gradients of decay"
+    outcome = compare([report(loss=2.1)], step(), 1)
+    assert outcome.why == "loss differ by more than 1e-05"
+
+
+def test_rounding_that_the_unscheduled_model_has_too_is_allowed():
+    exact = step(DECAY.double() + 5e-7, dtype=torch.float64)  # float32 is 2.5e-5 off by itself
+    outcome = compare([report(DECAY - 1e-6)], step(), 1, exact)  # 1.5e-6 from float64: three times as far
+    assert outcome.verdict == "equal"
+    assert (
+        outcome.why == "decay differs by 5.0e-05; from float64 it is 7.5e-05, and the unscheduled model's 2.5e-05"
+    )
+    outcome = compare([report(DECAY - 3e-6)], step(), 1, exact)  # seven times
+    assert (outcome.verdict, outcome.worst) == ("wrong", "decay")
+
+
+def test_a_good_float32_excuses_nothing():
+    outcome = compare([report(DECAY + 1e-6)], step(), 1, step(dtype=torch.float64))
+    assert outcome.verdict == "wrong"
+
+
+def test_a_gradient_on_one_side_alone():
+    outcome = compare([report(names=("weight",))], step(), 1)
+    assert (outcome.verdict, outcome.why) == ("wrong", "not on both sides: decay")
+
+
+def test_float64_reaches_what_asks_for_float32():
+    values = torch.tensor([1.0, 1e-9], dtype=torch.float64)
+    with Float64():
+        assert values.float().sum().item() == 1.000000001
+        assert values.to(torch.float32).dtype == torch.float64
+        assert torch.zeros(1, dtype=torch.float32).dtype == torch.float64
+        assert torch.softmax(values, 0, dtype=torch.float32).dtype == torch.float64
+    assert values.float().dtype == torch.float32
+
+
+def test_the_reference_in_float64(tmp_path):
+    folder = write_small_model("qwen3_moe", str(tmp_path))
+    tokens = torch.randint(10, 490, (1, 9), generator=torch.Generator().manual_seed(0))
+    batches = [(tokens[:, :-1], tokens[:, 1:])]
+    exact = hf_step(folder, batches, random_init=False, in_float64=True)
+    assert {gradient.dtype for gradient in exact.gradients.values()} == {torch.float64}
+    off = differences(hf_step(folder, batches, random_init=False), exact)
+    assert 0 < max(off.values()) < 1e-5
+
+
+def test_a_refusal_is_told_without_paths():
+    lines = [
+        "Traceback (most recent call last):",
+        "megasched.errors.ScheduleError: the schedule has a problem:",
+        "  - TP 3 does not divide 4 heads",
+        "    module: model.layers.0",
+        "    asked for at: /home/me/schedule.py:23",
+        "    remedy: TP 2",
+        "    its output: something else",
+    ]
+    outcome = failure("\n".join(lines))
+    assert outcome.verdict == "refused"
+    assert outcome.why == "TP 3 does not divide 4 heads module: model.layers.0 remedy: TP 2"
+
+
+def test_any_error_of_megascheds_is_a_refusal():
+    outcome = failure("megasched.errors.MegaschedError: attention with sinks")
+    assert (outcome.verdict, outcome.why) == ("refused", "attention with sinks")
+    outcome = failure("RuntimeError: [x] gloo\nValueError: bad")
+    assert (outcome.verdict, outcome.why) == ("failed", "ValueError: bad")
