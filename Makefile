@@ -20,7 +20,7 @@ help: ## print this list
 
 setup: $(STAMP) ## make .venv with everything that constraints.txt pins
 
-$(STAMP): pyproject.toml setup.py constraints.txt tests/te/requirements.txt
+$(STAMP): pyproject.toml setup.py constraints.txt tests/te/requirements.txt tests/oldest/requirements.txt
 	@set -e; \
 	for python in $(CANDIDATES); do \
 		if "$$python" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' 2>/dev/null; then \
@@ -34,6 +34,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt tests/te/requirements.txt
 	exit 1
 	$(RUN) -m pip install --constraint constraints.txt --editable '.[dev,quickstart]'
 	$(RUN) -m pip install --quiet --no-deps --upgrade --target $(VENV)/te --requirement tests/te/requirements.txt
+	$(RUN) -m pip install --quiet --no-deps --upgrade --target $(VENV)/oldest --requirement tests/oldest/requirements.txt
 	@touch $@
 
 quickstart: $(STAMP) ## train a small Llama with Megatron's trainer on this machine (ARGS="--iters 50")

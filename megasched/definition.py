@@ -6,13 +6,35 @@ import copy
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from packaging.specifiers import SpecifierSet
 
 from megasched.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+
+SUPPORTED_TRANSFORMERS = ">=5.17,<5.24"
+
+
+@cache
+def check_transformers() -> None:
+    """Definitions change from release to release; only those of a known range are known to run.
+
+    Raises:
+        ConfigError: the installed transformers is outside of it.
+    """
+    found = version("transformers")
+    if not SpecifierSet(SUPPORTED_TRANSFORMERS).contains(found, prereleases=True):
+        raise ConfigError(
+            f"transformers {found} is not supported, megasched works with {SUPPORTED_TRANSFORMERS}: "
+            f"pip install 'transformers{SUPPORTED_TRANSFORMERS}'"
+        )
 
 
 @contextmanager
@@ -57,8 +79,10 @@ def load_config(
         trust_remote_code: run Python code that comes with the model; off unless the user asks for it.
 
     Raises:
-        ConfigError: the folder has no config, it can't be read, or an override names no field of it.
+        ConfigError: the folder has no config, it can't be read, an override names no field of it, or the installed
+            transformers is not supported.
     """
+    check_transformers()
     from transformers import AutoConfig
 
     path = Path(hf_model)

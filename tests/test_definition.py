@@ -1,13 +1,24 @@
 """From config to definition: meta parameters, real buffers, and errors that teach."""
 
 import json
+from importlib.metadata import requires
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from megasched.definition import apply_override, build_definition, init_empty_weights, load_config
+from megasched import definition
+from megasched.definition import (
+    SUPPORTED_TRANSFORMERS,
+    apply_override,
+    build_definition,
+    check_transformers,
+    init_empty_weights,
+    load_config,
+)
 from megasched.errors import ConfigError
 
 TINY = {
@@ -211,3 +222,17 @@ def test_a_config_that_can_not_be_read(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="can't load the HF config"):
         load_config(tmp_path)
+
+
+def test_a_transformers_outside_the_supported_range_is_refused_before_anything_is_read(monkeypatch):
+    check_transformers.cache_clear()
+    monkeypatch.setattr(definition, "version", lambda name: "4.57.6")
+    with pytest.raises(ConfigError, match=r"transformers 4.57.6 is not supported.*'transformers>=5.17,<5.24'"):
+        load_config("nowhere")
+    monkeypatch.undo()
+    check_transformers()
+
+
+def test_the_supported_range_is_what_the_package_requires():
+    wanted = {r.name: r.specifier for r in map(Requirement, requires("megasched"))}
+    assert wanted["transformers"] == SpecifierSet(SUPPORTED_TRANSFORMERS)

@@ -1,15 +1,9 @@
 """Attention by Transformer Engine's real module with its own plain operations, and what stays with torch."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
-MODULES = Path(sys.prefix) / "te"  # where `make setup` puts it
+from tests.process import TE, run_case
+
 CAUSAL, FULL, WINDOW = [-1, 0], [-1, -1], [2, 0]  # HF's window of 3 counts the token itself
 
 TAKEN = {
@@ -34,19 +28,7 @@ LEFT = {
 
 @pytest.fixture(scope="module")
 def found():
-    assert MODULES.is_dir(), f"{MODULES} is missing: run `make setup`"
-    path = os.pathsep.join([str(ROOT), str(MODULES)])
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.te.attention_case"],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    return run_case(TE, "tests.te.attention_case")
 
 
 @pytest.mark.parametrize("case", TAKEN)

@@ -1,33 +1,18 @@
 """Level ``block`` with Transformer Engine's modules: what they are, their weights, and what they compute."""
 
-import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-MODULES = Path(sys.prefix) / "te"  # where `make setup` puts it
+from tests.process import TE, run_case
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "phi3")
 
 
 @pytest.fixture(scope="module")
 def found():
-    assert MODULES.is_dir(), f"{MODULES} is missing: run `make setup`"
-    path = os.pathsep.join([str(ROOT), str(MODULES)])
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.te.blocks_case", *FAMILIES],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    return run_case(TE, "tests.te.blocks_case", *FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

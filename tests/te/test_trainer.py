@@ -1,16 +1,12 @@
 """Megatron's own trainer in 8 bits, from its flags to its checkpoints, with plain torch in the kernels' places."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-MODULES = Path(sys.prefix) / "te"  # where `make setup` puts it
+from tests.process import TE, run_case
+
 FP8 = "--fp8-format hybrid --fp8-recipe"
 SAVE = "--ckpt-format torch_dist --override-opt-param-scheduler --save FOLDER/saved --save-interval 2"
 LOAD = "--ckpt-format torch_dist --override-opt-param-scheduler --load FOLDER/saved"
@@ -31,22 +27,12 @@ MICRO_BATCHES = 4
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    assert MODULES.is_dir(), f"{MODULES} is missing: run `make setup`"
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
     folder = str(tmp_path_factory.mktemp("trainer"))
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.te.trainer_case", port, folder, json.dumps(list(RUNS.values()))],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(MODULES)]), "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return dict(zip(RUNS, json.loads(run.stdout.splitlines()[-1]), strict=True))
+    runs = run_case(TE, "tests.te.trainer_case", port, folder, json.dumps(list(RUNS.values())), timeout=500)
+    return dict(zip(RUNS, runs, strict=True))
 
 
 def test_losses_and_norms_are_those_of_the_run_without(found):

@@ -5,23 +5,9 @@ import pytest
 from megasched.model_adapters.registry import find_adapter
 from megasched.verify.parity import TOLERANCE, check_layout
 from megasched.verify.small_models import write_small_model
+from tests.verify.sample import SAMPLE
 
-# Model type -> what it is here for.
-SAMPLE = {
-    "bert": "encoder, post-norm, tuples, a head whose bias is tied elsewhere",
-    "bart": "decoder of two stacks, a loss of its own, parameters that are not used",
-    "bloom": "positions by ALiBi, layers that return tensors, residuals as arguments",
-    "gptj": "parallel attention and MLP, heads counted by an attribute",
-    "gpt_neo": "attention of its own, local layers",
-    "stablelm": "two attributes that count heads, partial rotary",
-    "falcon": "a subclass of Linear, outputs changed in place",
-    "deepseek_v3": "latent attention, experts beside shared ones",
-    "deepseek_v32": "sparse attention",
-    "mixtral": "experts",
-    "mamba": "no attention",
-    "olmo2": "a norm over all heads",
-}
-# The same under sequence parallelism alone.
+# Model type -> what it is here for, under sequence parallelism.
 SPLIT = {
     "ctrl": "attention that gets one tensor as query, key and value",
     "megatron-bert": "attention of its own that reads the length of the sequence off its input",
