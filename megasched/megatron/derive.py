@@ -81,6 +81,7 @@ FIELDS = (
     ),
 )
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+WITHOUT_HEADS = ("attention_hidden_size",)  # RWKV's, which is a recurrence
 HEAD_DIM = ("head_dim", "kv_channels", "attention_head_dim", "d_kv")
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "inner_size")
@@ -170,11 +171,12 @@ def _sizes(config: PretrainedConfig) -> Iterator[tuple[str, Derived]]:
 
 
 def _heads(config: PretrainedConfig, model: PreTrainedModel, sizes: dict[str, Derived]) -> dict[str, Derived]:
-    if any(_in_attention(path) for path, _ in model.named_modules()):
+    attends = any(_in_attention(path) for path, _ in model.named_modules())
+    if attends and _read(config, WITHOUT_HEADS) is None:
         heads = _required(config, "num_attention_heads", HEADS)
     else:
         # Megatron wants a number (`training/arguments.py:1274`); of one head, TP can't split anything.
-        heads = _read(config, HEADS) or Derived(1, f"{type(model).__name__} has no attention")
+        heads = _read(config, HEADS) or Derived(1, f"{type(model).__name__} has no attention heads")
     hidden = sizes["hidden_size"]
     per_head = _read(config, HEAD_DIM)
     if per_head is None:
