@@ -20,6 +20,8 @@ from megasched.lowering.meta_call import DefaultScalars, tensors_in
 from megasched.lowering.structure import Structure
 from megasched.roles import Cut
 
+# Give tensors of one value, from nothing or from such a tensor: each rank can make its own part of one.
+_ALIKE = frozenset(["zeros", "ones", "full", "detach"])
 _RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform_")
 
 
@@ -62,6 +64,7 @@ class Labelling(DefaultScalars):
         self.column_calls: list[ColumnCall] = []
         self.other_uses: dict[int, set[str]] = defaultdict(set)
         self.summed_outputs: dict[int, str] = {}
+        self.alike: set[int] = set()
         self.batch = 1
         self.silent = 0
         for name, parameter in model.named_parameters():
@@ -95,6 +98,8 @@ class Labelling(DefaultScalars):
         if func.__name__.split(".")[0].endswith("_") and operands and id(operands[0]) in self.summed_outputs:
             self.derived.overwritten.add(self.summed_outputs[id(operands[0])])
         outputs = tensors_in(output)
+        if func.__name__.split(".")[0] in _ALIKE and self.alike.issuperset(map(id, operands)):
+            self.alike.update(map(id, outputs))
         for tensor, along in zip(outputs, self._follow(func, args, kwargs or {}, outputs, joined), strict=True):
             self._set(tensor, replace(joined, along=along))
         if any(word in func.__name__ for word in _RANDOM):
@@ -331,6 +336,8 @@ class Labelling(DefaultScalars):
             if label.region == "P":
                 self.derived.inside.add(path)
             else:
+                if label.region == "R" and self.sequence_parallel and self._in_layers(path):
+                    self.derived.whole_inputs.add(path)
                 self.column_calls.append(ColumnCall(path, source, list(self.stack)))
             self.kept.append(source)
         elif cut == "row" and label.region != "T":
@@ -363,6 +370,8 @@ class Labelling(DefaultScalars):
             return Label("P", active=True, fed=True)
         if path in self.rows_inside:
             return Label("P", active=True, fed=True)
+        if cut == "features":
+            return Label("T", frozenset([path]), active=True, fed=True, along=Along(last))
         split = split and cut == "row"
         rows = frozenset([path]) if cut == "row" else frozenset()
         # Tokens may be flattened: [b*s, h].
@@ -375,7 +384,7 @@ class Labelling(DefaultScalars):
         label = self._join([self.label(tensor) for tensor in operands])
         if label.region == "T":
             cut = [self.label(tensor).along for tensor in operands if self.label(tensor).region == "T"]
-            whole = [tensor for tensor in operands if self.label(tensor).region != "T"]
+            whole = [t for t in operands if self.label(t).region != "T" and id(t) not in self.alike]
             of_heads = [t for t in whole if t.dim() == 1 or (t.dim() == 4 and t.shape[1] > 1)]  # sinks, biases
             if any(along != Along(1) for along in cut) or of_heads:
                 self.derived.gather |= label.columns
