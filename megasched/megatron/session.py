@@ -22,11 +22,13 @@ from megasched.lowering.plan import Plan
 from megasched.lowering.planning import make_plan
 from megasched.lowering.replacement import replace_modules
 from megasched.megatron.cut import balance, cuts_asked_for, layer_costs, layout_string
+from megasched.objectives import find_objective
 from megasched.schedule import Schedule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from megasched.lowering.structure import Structure
     from megasched.weights.source import WeightSource
 
 
@@ -62,10 +64,12 @@ class Session:
         for new, old in self.renamed.items():
             canonical = plan.canonical[new]
             plan.placements[canonical] = replace(plan.placements[canonical], name=old)
-        if plan.layout.pp > 1 and plan.structure is not None and plan.structure.crosses:
-            what = "layers read more of what earlier ones made than the hidden state, and Megatron's wire carries "
-            what += "that alone"
-            raise ScheduleError(Problem(what, plan.structure.layers, remedy="run it without pipeline stages"))
+        if plan.layout.sp and plan.structure is not None and plan.structure.repeated:
+            what = "layers are called more than once (they share their weights), and sequence parallelism splits "
+            what += "the hidden state at the first call of one and joins it after the last"
+            raise ScheduleError(Problem(what, plan.structure.layers, remedy="run it without --sequence-parallel"))
+        if plan.layout.pp > 1 and plan.structure is not None:
+            _refuse_stages(plan.structure, self.definition.config)
         return plan
 
     def pipeline_layout(self, sequence_length: int) -> str | None:
@@ -108,7 +112,7 @@ def open_session(args: Namespace, layout: Layout) -> Session:
     """Config, definition, adapter and schedule of a run.
 
     Args:
-        args: with ``hf_model``, ``hf_override``, ``trust_remote_code`` and ``model_schedule``.
+        args: with ``hf_model``, ``hf_override``, ``trust_remote_code``, ``objective`` and ``model_schedule``.
         layout: what the flags say.
 
     Raises:
@@ -122,7 +126,9 @@ def open_session(args: Namespace, layout: Layout) -> Session:
     function = find_schedule(args.model_schedule)
     remote = bool(args.trust_remote_code)
     config = load_config(args.hf_model, args.hf_override or (), trust_remote_code=remote)
-    definition = build_definition(config, trust_remote_code=remote)
+    definition = build_definition(
+        config, find_objective(getattr(args, "objective", None)), trust_remote_code=remote
+    )
     attention.switch_on(definition)
     schedule = create_schedule(definition, layout, _roles(definition, args.model_schedule, layout))
     apply_schedule(schedule, function)
@@ -134,6 +140,21 @@ def open_session(args: Namespace, layout: Layout) -> Session:
         renamed = replace_modules(schedule, replaced)
     multiple = args.make_vocab_size_divisible_by * layout.tp
     return Session(definition, schedule, replaced, renamed, multiple)
+
+
+def _refuse_stages(structure: Structure, config: Any) -> None:
+    """What can't be cut into pipeline stages is refused."""
+    what = ""
+    if structure.repeated:
+        what = "layers are called more than once (they share their weights), so no stage could hold a part of them"
+    elif getattr(config, "is_encoder_decoder", False):
+        what = "the layers of the decoder read what the encoder made, and Megatron's wire carries the hidden "
+        what += "state alone"
+    elif structure.crosses:
+        what = "layers read more of what earlier ones made than the hidden state, and Megatron's wire carries "
+        what += "that alone"
+    if what:
+        raise ScheduleError(Problem(what, structure.layers, remedy="run it without pipeline stages"))
 
 
 def _refuse_router_losses(config: Any, layout: Layout) -> None:
@@ -207,7 +228,9 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     plan = session.plan
     session.source = weight_source(args, session.definition)
     session.source.check({placement.name for placement in plan.placements.values()})
-    if plan.structure is not None:  # of an encoder-decoder's config HF reads the other stack's depth
+    if (
+        plan.structure is not None and not plan.structure.repeated
+    ):  # of an encoder-decoder's config HF reads the other stack's depth
         args.num_layers = plan.structure.count
     flags = [name for name in CUT_FLAGS if name in given]
     cuts = plan.records_of("cut_pipeline_stage")

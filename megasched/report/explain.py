@@ -62,6 +62,7 @@ def explain_schedule(
     *,
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
+    objective: str | None = None,
 ) -> Explanation:
     """Plans a schedule as a run would and tells of every parameter why it lies as it does.
 
@@ -73,6 +74,7 @@ def explain_schedule(
         hf_override=list(overrides),
         trust_remote_code=trust_remote_code,
         model_schedule=schedule,
+        objective=objective,
         make_vocab_size_divisible_by=128,
     )
     session = open_session(arguments, layout)

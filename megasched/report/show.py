@@ -62,6 +62,7 @@ def inspect_schedule(
     sequence_length: int = 4096,
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
+    objective: str | None = None,
     make_vocab_size_divisible_by: int = 128,
 ) -> ShowReport:
     """Plans a schedule as a run would, without process groups, devices or weights.
@@ -73,6 +74,7 @@ def inspect_schedule(
         sequence_length: ``--seq-length``.
         overrides: ``key=value`` for the HF config.
         trust_remote_code: run Python code that comes with the model.
+        objective: what ``--objective`` would say; None for a causal language model.
         make_vocab_size_divisible_by: Megatron's flag; vocabularies are padded to a multiple of it times TP.
 
     Raises:
@@ -84,6 +86,7 @@ def inspect_schedule(
             hf_override=list(overrides),
             trust_remote_code=trust_remote_code,
             model_schedule=schedule,
+            objective=objective,
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         ),
         layout,
