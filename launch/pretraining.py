@@ -78,7 +78,18 @@ def forward_step(
     return output_tensor, partial(loss_func, batch["loss_mask"])
 
 
-def train(objective: Objective, provider: Provider, **defaults: Any) -> None:
+def missing_flags(argv: list[str], **defaults: str) -> list[str]:
+    """Flags that stand for what the user did not say.
+
+    They go onto the command line: Megatron also parses it where no script can give a default (in-process restart),
+    and what it must know of the model is settled there.
+    """
+    given = {word.partition("=")[0] for word in argv}
+    wanted = {f"--{name.replace('_', '-')}": value for name, value in defaults.items()}
+    return [word for flag, value in wanted.items() if flag not in given for word in (flag, value)]
+
+
+def train(objective: Objective, provider: Provider, **defaults: str) -> None:
     """Parse Megatron's flags and hand everything to its trainer.
 
     Args:
@@ -92,10 +103,9 @@ def train(objective: Objective, provider: Provider, **defaults: Any) -> None:
 
     # Every rank calls it, once per model chunk; who reads is decided there.
     datasets.is_distributed = True  # type: ignore[attr-defined]
-    # Onto the command line: Megatron also parses it where no script can add a default (in-process restart).
-    sys.argv += ["--objective", objective.name]
+    sys.argv += missing_flags(sys.argv[1:], objective=objective.name, **defaults)
     run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
-    args = parse_and_validate_args(args_defaults=defaults)
+    args = parse_and_validate_args()
     run(
         pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
         datasets,
