@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 # Only these are entry scripts; the other files here are modules of the library.
-BUNDLED_SCRIPTS = ("pretrain_gpt.py",)
+BUNDLED_SCRIPTS = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "pretrain_vision_classify.py")
 
 
 def bundled_script(name: str) -> Path | None:

@@ -109,6 +109,9 @@ HfOverride = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
 ]
+Objective = Annotated[
+    str | None, typer.Option(metavar="NAME", help="What it is trained to do, if not causal_lm; as for a run.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
@@ -137,6 +140,7 @@ def show(
     ] = 128,
     hf_override: HfOverride = None,
     trust_remote_code: TrustRemoteCode = False,
+    objective: Objective = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, layers unfolded.")] = False,
     records: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the schedule's calls, to compare or replay them.")
@@ -170,6 +174,7 @@ def show(
         sequence_length=seq_length,
         overrides=hf_override or (),
         trust_remote_code=trust_remote_code,
+        objective=objective,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
     )
     if records is not None:
@@ -192,6 +197,7 @@ def explain(
     ep: Ep = 1,
     hf_override: HfOverride = None,
     trust_remote_code: TrustRemoteCode = False,
+    objective: Objective = None,
     as_json: Json = False,
 ) -> None:
     """Print for each parameter how it lies over the ranks, what decided so, and what was not done.
@@ -211,7 +217,12 @@ def explain(
         from megasched.report.explain import explain_schedule
 
     explanation = explain_schedule(
-        schedule, hf_model, layout, overrides=hf_override or (), trust_remote_code=trust_remote_code
+        schedule,
+        hf_model,
+        layout,
+        overrides=hf_override or (),
+        trust_remote_code=trust_remote_code,
+        objective=objective,
     )
     if as_json:
         print(json.dumps(explanation.to_dict(), indent=1))

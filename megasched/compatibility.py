@@ -12,11 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
 from megasched.layout import Layout
+from megasched.objectives import CAUSAL_LM, objective_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DATA = Path(__file__).with_name("compatibility.json")
+
+# The matrix is of causal language models. Others are checked by tests/families: objective -> model types.
+OTHER_OBJECTIVES = {
+    "masked_lm": ("albert", "bert", "roberta"),
+    "seq2seq_lm": ("t5",),
+    "image_classification": ("vit",),
+}
 
 # Verdict of a check -> what a run that it speaks for is told; other verdicts are fine.
 DOUBTS = {
@@ -56,8 +64,11 @@ def unverified(model: PreTrainedModel, layout: Layout, results: dict[str, Any]) 
     """
     model_type = model.config.model_type
     checks = checks_for(layout)
-    if not checks:
+    objective = objective_of(model)
+    if not checks or model_type in OTHER_OBJECTIVES.get(objective.name, ()):
         return []
+    if objective is not CAUSAL_LM:
+        return [f"{model_type} has not been checked as a {objective.model}"]
     if not type(model).__module__.startswith("transformers."):
         return [f"{type(model).__name__} is not one of transformers' classes, which are all that was checked"]
     known = results.get(model_type)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.specifiers import SpecifierSet
 
 from megasched.errors import ConfigError
+from megasched.objectives import CAUSAL_LM, Objective, set_objective
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -130,17 +131,25 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     return text
 
 
-def build_definition(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The HF causal language model of this config: stock class, parameters on meta (float32), buffers real."""
-    import torch
-    from transformers import AutoModelForCausalLM
+def build_definition(
+    config: PretrainedConfig, objective: Objective = CAUSAL_LM, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The HF model of this config: stock class, parameters on meta (float32), buffers real.
 
+    Args:
+        objective: what it is to be trained for, which says the class.
+    """
+    import torch
+    import transformers
+
+    auto_class = getattr(transformers, objective.auto_class)
     with init_empty_weights():
         try:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, trust_remote_code=trust_remote_code
-            )
+            model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
         except ValueError as error:
-            raise ConfigError(f"transformers has no causal language model for this config: {error}") from error
-    model.config.use_cache = False
+            raise ConfigError(f"transformers has no {objective.model} for this config: {error}") from error
+    for module in model.modules():  # the two stacks of an encoder-decoder have configs of their own
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False
+    set_objective(model, objective)
     return model

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Cut = Literal["column", "row", "vocab"]
+Cut = Literal["column", "row", "vocab", "features"]
 
 # Every role, and how a module in it is cut over TP by the default schedule (None: whole on every rank).
 ROLES: Mapping[str, Cut | None] = {
@@ -17,6 +17,8 @@ ROLES: Mapping[str, Cut | None] = {
     "qkv.v": "column",
     "qkv.packed": "column",
     "attn.out": "row",
+    # a table of biases with a column for each head
+    "attn.bias": "features",
     "mlp.gate": "column",
     "mlp.up": "column",
     "mlp.gate_up": "column",

@@ -22,7 +22,7 @@ def schedule(sch: Schedule, layout: Layout) -> None:
         if cut is None:
             continue
         output = 1 if type(sch[path].mod).__name__ == "Conv1D" else 0
-        axis = {"column": output, "row": 1 - output, "vocab": 0}[cut]
+        axis = {"column": output, "row": 1 - output, "vocab": 0, "features": 1}[cut]
         sch[path].shard("weight", axis=axis)
     block = sch.roles.block
     by_megatron = layout.fp8 is not None or layout.tp_comm_overlap

@@ -1,12 +1,13 @@
 """What the matrix says of a run, and what is refused because nothing is said."""
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, LlamaConfig, LlamaForCausalLM
 
 from megasched import compatibility
 from megasched.compatibility import checks_for, refuse_unverified, unverified
 from megasched.errors import ConfigError
 from megasched.layout import Layout
+from megasched.objectives import MASKED_LM, set_objective
 
 EQUAL = {"verdict": "equal", "why": ""}
 TP2 = Layout(tensor_model_parallel_size=2)
@@ -80,3 +81,13 @@ def test_the_refusal_says_what_can_be_done(llama, monkeypatch):
 
 def test_the_families_of_the_readme_are_verified(llama):
     refuse_unverified(llama, Layout(tensor_model_parallel_size=2, sequence_parallel=True))
+
+
+def test_other_objectives_than_the_matrixs_are_checked_by_tests_of_their_own(llama):
+    mine = LlamaForCausalLM(llama.config)
+    set_objective(mine, MASKED_LM)
+    assert unverified(mine, TP2, {"llama": {"tp2": EQUAL}}) == [
+        "llama has not been checked as a masked language model"
+    ]
+    mine.config = BertConfig()
+    assert unverified(mine, TP2, {}) == []

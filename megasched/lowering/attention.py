@@ -18,6 +18,7 @@ from megasched.errors import MegaschedError, ScheduleError
 from megasched.lowering.attention_te import TeCore, why_not_te, window_of
 from megasched.lowering.recompute import recompute
 from megasched.lowering.rng import fork_rng
+from megasched.objectives import objective_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -269,8 +270,16 @@ def switch_on(model: Any) -> bool:
     name = name_for(model)
     used = is_used(model, name)
     if used:
-        model.config._attn_implementation = name
+        _name_everywhere(model, name)
     return used
+
+
+def _name_everywhere(model: nn.Module, name: str) -> None:
+    """In every config that a part of the model reads: the stacks of an encoder-decoder have copies."""
+    held = [getattr(module, "config", None) for module in model.modules()]
+    configs = [config for config in held if hasattr(config, "_attn_implementation")]
+    for config in {id(config): config for config in configs}.values():
+        config._attn_implementation = name
 
 
 def is_used(model: nn.Module, name: str = NAME) -> bool:
@@ -279,16 +288,16 @@ def is_used(model: nn.Module, name: str = NAME) -> bool:
     Some classes accept any implementation name and silently compute something else, so the name is switched
     only where the function is called.
     """
-    from megasched.lowering.meta_call import call_hooks, meta_copy, run_on_meta, token_inputs
+    from megasched.lowering.meta_call import call_hooks, meta_copy, run_on_meta
 
     def called(*args: Any, **kwargs: Any) -> Any:
         raise _Called
 
     probe = meta_copy(model)
-    probe.config._attn_implementation = name
+    _name_everywhere(probe, name)
     try:
         with stand_in(called), call_hooks(probe):
-            run_on_meta(probe, {"input_ids": token_inputs(2, 5)["input_ids"]})
+            run_on_meta(probe, objective_of(probe).trial_inputs(probe.config, 2, 5))
     except _Called:
         return True
     except ScheduleError:  # under the new name it goes a way that it does not know

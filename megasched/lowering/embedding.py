@@ -1,4 +1,5 @@
-"""Token embeddings cut along the vocabulary: Megatron's ``VocabParallelEmbedding`` under HF's module.
+"""Token embeddings cut along the vocabulary: Megatron's ``VocabParallelEmbedding`` under HF's module; and tables
+that are cut along their features.
 
 HF subclasses ``nn.Embedding`` to scale or norm what is looked up; such a subclass keeps its forward, and only
 the lookup below it is Megatron's.
@@ -9,10 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import VocabParallelEmbedding
+from megatron.core.tensor_parallel import VocabParallelEmbedding, set_tensor_model_parallel_attributes
 from torch import nn
 
 from megasched.lowering.context import Context
+from megasched.lowering.linear import make_parameter
 
 
 class VocabEmbedding(VocabParallelEmbedding):
@@ -42,6 +44,17 @@ def _lookup(module: Any, ids: torch.Tensor) -> torch.Tensor:
     if module.padding_idx is None:
         return found
     return torch.where((ids == module.padding_idx).unsqueeze(-1), found.detach(), found)
+
+
+def lower_features(path: str, module: nn.Embedding, context: Context) -> nn.Module:
+    """This rank's columns of a table, its values filled in: ids [...] -> [..., features / tp]. Nothing is sent."""
+    held = module.weight
+    parallel = nn.Embedding(1, 1, device="meta")
+    weight = make_parameter(parallel, "weight", context.plan.placement(path, "weight"), held, context)
+    set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=1, stride=1)  # Megatron's norm counts by it
+    parallel.num_embeddings, parallel.embedding_dim = weight.shape
+    parallel.padding_idx = module.padding_idx
+    return parallel
 
 
 def lower_embedding(path: str, module: nn.Embedding, context: Context) -> nn.Module:

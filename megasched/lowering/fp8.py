@@ -79,7 +79,7 @@ def _linears(plan: Plan, index: int) -> list[str]:
     return [
         path
         for path, cut in plan.cuts.items()
-        if cut != "vocab" and path not in apart and plan.structure.index_of(path) == index
+        if cut in ("column", "row") and path not in apart and plan.structure.index_of(path) == index
     ]
 
 

@@ -21,6 +21,8 @@ from megasched.lowering.structure import Structure
 from megasched.roles import Cut
 
 _SPLIT = Label("S", active=True, fed=True, along=Along(1))
+# Give tensors of one value, from nothing or from such a tensor: each rank can make its own part of one.
+_ALIKE = frozenset(["zeros", "ones", "full", "detach"])
 _RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform_")
 
 
@@ -65,6 +67,7 @@ class Labelling(DefaultScalars):
         self.other_uses: dict[int, set[str]] = defaultdict(set)
         self.summed_outputs: dict[int, str] = {}
         self.tokens = torch.Size((1, 1))
+        self.alike: set[int] = set()
         self.silent = 0
         for name, parameter in model.named_parameters():
             self._set(parameter, Label(params=frozenset([name])))
@@ -99,6 +102,8 @@ class Labelling(DefaultScalars):
         if func.__name__.split(".")[0].endswith("_") and operands and id(operands[0]) in self.summed_outputs:
             self.derived.overwritten.add(self.summed_outputs[id(operands[0])])
         outputs = tensors_in(output)
+        if func.__name__.split(".")[0] in _ALIKE and self.alike.issuperset(map(id, operands)):
+            self.alike.update(map(id, outputs))
         for tensor, along in zip(outputs, self._follow(func, args, kwargs or {}, outputs, joined), strict=True):
             self._set(tensor, replace(joined, along=along))
         if any(word in func.__name__ for word in _RANDOM):
@@ -356,6 +361,8 @@ class Labelling(DefaultScalars):
             if label.region == "P":
                 self.derived.inside.add(path)
             else:
+                if label.region == "R" and self.sequence_parallel and self._in_layers(path):
+                    self.derived.whole_inputs.add(path)
                 self.column_calls.append(ColumnCall(path, source, list(self.stack)))
             self.kept.append(source)
         elif cut == "row" and label.region != "T":
@@ -388,6 +395,8 @@ class Labelling(DefaultScalars):
             return Label("P", active=True, fed=True)
         if path in self.rows_inside:
             return Label("P", active=True, fed=True)
+        if cut == "features":
+            return Label("T", frozenset([path]), active=True, fed=True, along=Along(last))
         split = split and cut == "row"
         rows = frozenset([path]) if cut == "row" else frozenset()
         # Tokens may be flattened: [b*s, h].
@@ -400,7 +409,7 @@ class Labelling(DefaultScalars):
         label = self._join([self.label(tensor) for tensor in operands])
         if label.region == "T":
             cut = [self.label(tensor).along for tensor in operands if self.label(tensor).region == "T"]
-            whole = [tensor for tensor in operands if self.label(tensor).region != "T"]
+            whole = [t for t in operands if self.label(t).region != "T" and id(t) not in self.alike]
             of_heads = [t for t in whole if t.dim() == 1 or (t.dim() == 4 and t.shape[1] > 1)]  # sinks, biases
             if any(along != Along(1) for along in cut) or of_heads:
                 self.derived.gather |= label.columns

@@ -57,6 +57,7 @@ class Derived:
         gather: column linears whose output must be gathered.
         scatter: row linears whose input is whole and must be cut.
         partial: replicated parameters whose gradient is partial because they meet T activations.
+        whole_inputs: column linears of the split layers that read a tensor whole along the sequence.
         sequence: replicated parameters whose gradient is partial because they meet S activations.
         regions: module path -> where a TP region begins for several columns, or for a whole module.
         needed_regions: those of them without which the numbers would be wrong: something inside that is whole
@@ -80,6 +81,7 @@ class Derived:
 
     gather: set[str] = field(default_factory=set)
     scatter: set[str] = field(default_factory=set)
+    whole_inputs: set[str] = field(default_factory=set)
     partial: set[str] = field(default_factory=set)
     sequence: set[str] = field(default_factory=set)
     complete: set[str] = field(default_factory=set)

@@ -138,7 +138,7 @@ def lower_linear(path: str, module: nn.Module, context: Context, *, entered: boo
             lowered.register_parameter("bias", None)
         return lowered
     tied = weight.name in context.made
-    split = context.splits_sequence(path)
+    split = context.splits_sequence(path) and path not in plan.derived.whole_inputs
     gathered, inside = path in plan.derived.gather, path in plan.derived.inside
     dtype = context.config.params_dtype if context.source is not None else module.weight.dtype
     with context.making(module.weight):

@@ -13,7 +13,7 @@ from megasched.lowering.attention import AttentionSettings
 from megasched.lowering.attention_te import TeCore, uses_transformer_engine
 from megasched.lowering.carry import carry_hooks, module_places
 from megasched.lowering.context import Context
-from megasched.lowering.embedding import lower_embedding
+from megasched.lowering.embedding import lower_embedding, lower_features
 from megasched.lowering.experts import lower_experts
 from megasched.lowering.graphs import trace_modules
 from megasched.lowering.joining import fused_paths
@@ -58,9 +58,11 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
     fused = fused_paths(plan)
     traced = trace_modules(model, context, here)  # before anything wraps a module: regions stay outermost
     fuse_norms(model, lambda path: alone(path) and fused(path) and not traced(path))
-    for path, (slots, _) in regions.items():
+    for path, (slots, columns) in regions.items():
         if alone(path):
-            module, split = model.get_submodule(path), context.splits_sequence(path)
+            module = model.get_submodule(path)
+            whole = bool(columns) and plan.derived.whole_inputs.issuperset(columns)
+            split = context.splits_sequence(path) and not whole
             enter_region(module, slots, context.group, split, whole=path in plan.derived.needed_regions)
             if path in plan.derived.exits:
                 leave_region(module, slots[0], plan.derived.exits[path], context.group)
@@ -127,7 +129,8 @@ def _join(model: nn.Module, plan: Plan, here: Callable[[str], bool]) -> None:
 
 def _lower_cut(path: str, module: nn.Module, context: Context, entered: bool) -> nn.Module:
     if isinstance(module, nn.Embedding):
-        lowered = lower_embedding(path, module, context)
+        by_rows = context.plan.cuts[path] == "vocab"
+        lowered = (lower_embedding if by_rows else lower_features)(path, module, context)
     elif path in context.plan.te_linears:
         lowered = lower_te_linear(path, module, context, entered=entered)
     else:

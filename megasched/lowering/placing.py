@@ -131,12 +131,12 @@ def _check_bias(module: nn.Module, plan: Plan, record: Record) -> list[Problem]:
 def _unsupported(module: nn.Module, record: Record) -> Problem:
     param, axis = record.arguments["param"], record.arguments["axis"]
     what = f"{type(module).__name__}.{param} can't be sharded along axis {axis}"
-    remedy = "Linear and HF Conv1D along either axis, Embedding along axis 0 (the vocabulary)"
+    remedy = "Linear and HF Conv1D along either axis, Embedding along axis 0 (the vocabulary) or 1 (its features)"
     if isinstance(module, nn.Linear):
         what += ": the class has a forward of its own"
         remedy = "replace it by an nn.Linear first"
-    elif isinstance(module, nn.Embedding) and axis == 0:
-        what += ": max_norm, scale_grad_by_freq and sparse are not there for a vocabulary that is cut"
+    elif isinstance(module, nn.Embedding) and axis in (0, 1):
+        what += ": max_norm, scale_grad_by_freq and sparse are not there for a table that is cut"
         remedy = "leave it whole"
     return Problem(what, record.path, record.source, remedy)
 
@@ -162,9 +162,14 @@ def _cut_of(module: nn.Module, param: str, axis: int) -> Cut | None:
     if param == "weight" and is_linear(module):
         return "column" if axis == output_axis(module) else "row"
     if param == "weight" and axis == 0 and isinstance(module, nn.Embedding):
-        plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-        return "vocab" if plain else None
+        return "vocab" if _looks_up_plainly(module) else None
+    if param == "weight" and axis == 1 and type(module) is nn.Embedding:
+        return "features" if _looks_up_plainly(module) else None
     return None
+
+
+def _looks_up_plainly(module: nn.Embedding) -> bool:
+    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
 def _placement(
@@ -182,8 +187,8 @@ def _placement(
     transposed = output_axis(module) == 1 and parameter.dim() == 2
     if replicated:
         return replace(placement, tp_gradient="partial", transposed=transposed)
-    if cut == "vocab":
-        return replace(placement, axis=0)
+    if cut in ("vocab", "features"):
+        return replace(placement, axis=0 if cut == "vocab" else 1)
     if name == "bias":
         return replace(placement, axis=0, components=components) if cut == "column" else placement
     axis = output_axis(module) if cut == "column" else 1 - output_axis(module)

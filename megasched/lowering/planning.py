@@ -166,6 +166,10 @@ def _settle_gathered(plan: Plan) -> list[Problem]:
     """What is gathered is cut in one piece, or it would come back in another order; heads play no part then."""
     problems = []
     for path in sorted(plan.derived.gather):
+        if plan.cuts[path] == "features":
+            what = "what follows needs the whole of what is looked up, and each rank has some of its features"
+            problems.append(Problem(what, path, remedy="leave it whole, or cut it along its rows (axis 0)"))
+            continue
         heads = plan.replicated_heads.pop(path, None)
         for name in ("weight", "bias"):
             canonical = plan.canonical.get(f"{path}.{name}" if path else name)

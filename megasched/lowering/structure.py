@@ -1,4 +1,4 @@
-"""What a causal language model looks like when it runs: its layers, what comes before and after them.
+"""What a definition looks like when it runs: its layers, what comes before and after them.
 
 Found by two calls on meta with different batch and sequence sizes, never by names. This is what lets a
 stage be cut out of any definition whose layers form a list.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from megasched.lowering.meta_call import (
     tensors_in,
     token_inputs,
 )
+from megasched.objectives import objective_of
 
 # Two (batch, sequence) sizes: a dimension of an output that follows either shows itself by the difference.
 _SIZES = ((2, 5), (3, 7))
@@ -101,6 +102,8 @@ class Structure:
         slot: where the hidden state stands in each layer's call.
         before: path -> output shape of each module with parameters of its own that runs before the layers.
         after: paths of modules with parameters of their own that run after the layers, in call order.
+        repeated: whether layers are called more than once (ALBERT's are shared).
+        trial: example arguments of the forward, on meta, labels included.
         calls_loss: whether the forward computes its loss by ``loss_function``; one that does it by itself gets no
             labels, and its logits are taken.
         crosses: whether layers read more of what comes before them than the hidden state.
@@ -113,10 +116,12 @@ class Structure:
     after: tuple[str, ...] = ()
     crosses: bool = False
     calls_loss: bool = True
+    repeated: bool = False
+    trial: dict[str, torch.Tensor] = field(default_factory=lambda: token_inputs(*_SIZES[0]))
 
     def trial_inputs(self) -> dict[str, torch.Tensor]:
-        """What a trial call gets, on meta: token ids, and labels where the forward has a use for them."""
-        inputs = token_inputs(*_SIZES[0])
+        """What a trial call gets, on meta: what a batch has, and labels where the forward has a use for them."""
+        inputs = {name: tensor.clone() for name, tensor in self.trial.items()}
         if not self.calls_loss:
             del inputs["labels"]
         return inputs
@@ -171,7 +176,7 @@ def _record(model: nn.Module, batch: int, length: int, limit: int | None = None)
         call.output = output
         call.end, call.ended = len(calls), uses.count
 
-    inputs = {"input_ids": token_inputs(batch, length)["input_ids"]}
+    inputs = objective_of(model).trial_inputs(getattr(model, "config", None), batch, length)
     with suppress(_Enough), call_hooks(model, before, after):
         run_on_meta(model, inputs, uses)
     return calls, uses
@@ -180,7 +185,7 @@ def _record(model: nn.Module, batch: int, length: int, limit: int | None = None)
 def _calls_loss(model: nn.Module) -> bool:
     """Whether the forward hands all logits, and the labels as it got them, to ``loss_function``."""
     called = []
-    inputs = token_inputs(*_SIZES[0])
+    inputs = _trial(model)
 
     def loss(logits: torch.Tensor, labels: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         called.append(logits.shape[:-1] == _SIZES[0] and labels is inputs["labels"])
@@ -194,8 +199,12 @@ def _calls_loss(model: nn.Module) -> bool:
     return called == [True]
 
 
+def _trial(model: nn.Module) -> dict[str, torch.Tensor]:
+    return objective_of(model).trial(getattr(model, "config", None), *_SIZES[0])
+
+
 def find_structure(model: nn.Module) -> Structure:
-    """The structure of an HF causal language model.
+    """The structure of an HF model that was built for an objective.
 
     Raises:
         ScheduleError: no list of layers is called one after the other, or the model can't run on meta.
@@ -203,7 +212,7 @@ def find_structure(model: nn.Module) -> Structure:
     probe = meta_copy(model)
     first, uses = _record(probe, *_SIZES[0])
     calls_loss = _calls_loss(probe)
-    layers = _find_layers(probe, first)
+    layers, repeated = _find_layers(probe, first)
     count = len(probe.get_submodule(layers))
     paths = {f"{layers}.{i}" for i in range(count)}
     calls = [c for c in first if c.path in paths]
@@ -217,27 +226,26 @@ def find_structure(model: nn.Module) -> Structure:
     second, _ = _record(probe, *_SIZES[1], limit=max((c.end for c in leading), default=0))
     shapes = {c.path: _shape(c, _at(second, c.path)) for c in leading}
     after = tuple(dict.fromkeys(c.path for c in first[end:] if c.path in outside))
-    return Structure(layers, count, slot, shapes, after, crosses, calls_loss)
+    return Structure(layers, count, slot, shapes, after, crosses, calls_loss, repeated, _trial(probe))
 
 
-def _find_layers(model: nn.Module, calls: list[_Call]) -> str:
-    counts = Counter(call.path for call in calls)
-    best, best_size = "", 0
+def _find_layers(model: nn.Module, calls: list[_Call]) -> tuple[str, bool]:
+    """The list, and whether some of its layers are called more than once in a row (shared layers)."""
+    found = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
             continue
         children = [f"{path}.{i}" for i in range(len(module))]
-        if any(counts[child] != 1 for child in children):
-            continue
         members = set(children)
         order = [call.path for call in calls if call.path in members]
         size = sum(p.numel() for p in module.parameters())
-        if order == children and size > best_size:
-            best, best_size = path, size
-    if not best:
+        if [child for child, _ in groupby(order)] == children:
+            found.append((order == children, size, path))
+    if not found:
         remedy = "pipeline stages and sequence parallelism need a ModuleList called layer by layer, each once"
         raise ScheduleError(Problem("no list of layers found in the model", remedy=remedy))
-    return best
+    once, _, path = max(found, key=lambda one: one[:2])  # the first of those that are as large
+    return path, not once
 
 
 def _find_slot(calls: list[_Call]) -> Slot:

@@ -15,6 +15,7 @@ def derived_syncs(plan: Plan, path: str) -> dict[str, str | None]:
     """
     cut = plan.cuts[path]
     split = plan.layout.sp and plan.structure is not None and plan.structure.index_of(path) is not None
+    split = split and path not in plan.derived.whole_inputs
     if cut == "column":
         return {
             "fwd_pre": "all_gather" if split else None,
@@ -28,7 +29,7 @@ def derived_syncs(plan: Plan, path: str) -> dict[str, str | None]:
             "fwd_post": "reduce_scatter" if split else "all_reduce",
             "bwd_post": "all_gather" if scatter else None,
         }
-    return {"fwd_pre": None, "fwd_post": "all_reduce", "bwd_post": None}
+    return {"fwd_pre": None, "fwd_post": "all_reduce" if cut == "vocab" else None, "bwd_post": None}
 
 
 def check_syncs(plan: Plan) -> list[Problem]:

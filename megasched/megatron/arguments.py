@@ -21,6 +21,7 @@ from megasched.layout import Layout
 from megasched.megatron.derive import Derived, derive
 from megasched.megatron.expert_flags import expert_arguments, expert_misfits
 from megasched.megatron.te_flags import fp8_from_args, te_misfits
+from megasched.objectives import OBJECTIVES, find_objective
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -150,6 +151,12 @@ def add_megasched_arguments(parser: argparse.ArgumentParser) -> argparse.Argumen
         action="store_true",
         help="Run an architecture at a layout where no check has shown that it computes what the definition does.",
     )
+    group.add_argument(
+        "--objective",
+        choices=sorted(OBJECTIVES),
+        help="What the model is trained to do, which says its Hugging Face class and what it is given; "
+        "causal_lm by default. The scripts that come with megasched say it themselves.",
+    )
     # Megatron has the flag for its tokenizers; here it covers the model as well.
     if "--trust-remote-code" not in parser._option_string_actions:
         group.add_argument(
@@ -218,18 +225,19 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
     if "yaml_cfg" in given:
         # `args` is what the file says: there is nothing here to compare with.
         raise ConfigError(f"{given['yaml_cfg']} can't be used under a schedule: {REFUSED['yaml_cfg']}")
-    config = load_hf_config(args)
-    derived = derive(config, trust_remote_code=bool(args.trust_remote_code))
+    config, objective = load_hf_config(args), find_objective(args.objective)
+    derived = derive(config, objective, trust_remote_code=bool(args.trust_remote_code))
     vocab = derived.pop("vocab_size")
     derived["padded_vocab_size"] = _padded(vocab, args)
     if derived["num_attention_heads"].value == 1:  # TP splits nothing of it, and Megatron wants a multiple of TP
         heads = replace(derived["num_attention_heads"], value=args.tensor_model_parallel_size)
         derived.update(num_attention_heads=heads, num_query_groups=heads)
     if args.expert_model_parallel_size > 1:
-        derived |= expert_arguments(config, derived, trust_remote_code=bool(args.trust_remote_code))
+        derived |= expert_arguments(config, objective, derived, trust_remote_code=bool(args.trust_remote_code))
     positions = derived["position_embedding_type"]
     derived["use_rotary_position_embeddings"] = Derived(positions.value == "rope", positions.source)
-    sequence = args.seq_length or args.encoder_seq_length
+    fixed = derived.get("seq_length")
+    sequence = fixed.value if fixed else args.seq_length or args.encoder_seq_length
     if "max_position_embeddings" not in derived:
         derived["max_position_embeddings"] = Derived(
             args.max_position_embeddings or sequence, "no limit in the HF config"
@@ -342,7 +350,7 @@ def check_tokenizer(args: argparse.Namespace, tokenizer: Any) -> None:
     Raises:
         ConfigError: with both sizes.
     """
-    vocab = load_hf_config(args).get_text_config(decoder=True).vocab_size
+    vocab, _ = find_objective(args.objective).classes(load_hf_config(args))
     if tokenizer.vocab_size > vocab:
         named = args.tokenizer_model or args.vocab_file or args.tokenizer_type
         raise ConfigError(

@@ -45,7 +45,11 @@ class ScheduledModelBuilder(GPTModelBuilder):
         start = get_transformer_layer_offset(config, vp_stage, pp_rank=pp.rank())
         count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp.rank())
         session = get_session()
+        structure = session.plan.structure
         assert session.source is not None
+        assert structure is not None
+        if structure.repeated:  # Megatron counts calls, and no stage holds a part of them
+            count = structure.count
         return ScheduledModel(
             config,
             session.copy_of_definition(),

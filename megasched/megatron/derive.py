@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.definition import text_config
 from megasched.errors import ConfigError
+from megasched.objectives import CAUSAL_LM, Objective
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,16 +90,21 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k"
 NORM_EPSILON = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
 
-def derive_megatron_args(config: PretrainedConfig, *, trust_remote_code: bool = False) -> dict[str, object]:
+def derive_megatron_args(
+    config: PretrainedConfig, objective: Objective = CAUSAL_LM, *, trust_remote_code: bool = False
+) -> dict[str, object]:
     """``args`` attribute -> value, for everything Megatron must know of the model.
 
     Raises:
         ConfigError: the config lacks a size that Megatron needs, or transformers can't build the model.
     """
-    return {dest: found.value for dest, found in derive(config, trust_remote_code=trust_remote_code).items()}
+    found = derive(config, objective, trust_remote_code=trust_remote_code)
+    return {dest: one.value for dest, one in found.items()}
 
 
-def derive(config: PretrainedConfig, *, trust_remote_code: bool = False) -> dict[str, Derived]:
+def derive(
+    config: PretrainedConfig, objective: Objective = CAUSAL_LM, *, trust_remote_code: bool = False
+) -> dict[str, Derived]:
     """As ``derive_megatron_args``, each value with the place where it was read.
 
     ``vocab_size`` is the model's own, without padding: `megasched.megatron.arguments` decides the padding,
@@ -106,13 +112,15 @@ def derive(config: PretrainedConfig, *, trust_remote_code: bool = False) -> dict
     for their gradients goes by parameter names (``core/distributed/finalize_model_grads.py:453``), so
     whoever builds the ``TransformerConfig`` must not leave that decision to it.
     """
-    model = build_on_meta(config, trust_remote_code=trust_remote_code)
+    model = build_on_meta(config, objective, trust_remote_code=trust_remote_code)
     text = text_config(config)
     found = dict(_sizes(text))
     found |= _heads(text, model, found)
-    found["vocab_size"] = _required(text, "vocab_size", ("vocab_size", "n_vocab"))
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    found["untie_embeddings_and_output_weights"] = Derived(not tied, f"tie_word_embeddings = {tied}")
+    found["vocab_size"] = _classes(config, objective)
+    found["untie_embeddings_and_output_weights"] = _untied(config, model)
+    length = objective.sequence_length(config)
+    if length is not None:
+        found["seq_length"] = Derived(*length)
     layer = _last_layer(model, found["num_layers"].value)
     found |= _mlp(text, layer, found)
     found |= _norms(text, layer)
@@ -121,21 +129,35 @@ def derive(config: PretrainedConfig, *, trust_remote_code: bool = False) -> dict
     return found
 
 
-def build_on_meta(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def build_on_meta(
+    config: PretrainedConfig, objective: Objective = CAUSAL_LM, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The definition with parameters and buffers on the meta device: for its structure alone, no memory."""
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    auto_class = getattr(transformers, objective.auto_class)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+            return auto_class.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
     except (ValueError, TypeError, AttributeError, KeyError, ImportError, AssertionError) as error:
         raise ConfigError(
-            f"transformers can't build a causal language model from this {type(config).__name__}: {error}"
+            f"transformers can't build a {objective.model} from this {type(config).__name__}: {error}"
         ) from error
 
 
 # ---- from the config --------------------------------------------------------------------------------
+
+
+def _classes(config: PretrainedConfig, objective: Objective) -> Derived:
+    """What Megatron calls the vocabulary: the classes that a label can be of."""
+    try:
+        return Derived(*objective.classes(config))
+    except AttributeError as error:
+        raise ConfigError(
+            f"{type(config).__name__} does not say how many classes there are, so Megatron's vocab_size is "
+            f"unknown: {error}"
+        ) from error
 
 
 def _read(config: PretrainedConfig, names: tuple[str, ...]) -> Derived | None:
@@ -219,6 +241,13 @@ def _last_layer(model: PreTrainedModel, num_layers: int) -> nn.Module:
     lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module)]
     fitting = [layers for layers in lists if len(layers) == num_layers]
     return (fitting[0] if fitting else max(lists, key=len))[-1] if lists else model
+
+
+def _untied(config: PretrainedConfig, model: PreTrainedModel) -> Derived:
+    if model.get_output_embeddings() is None:
+        return Derived(True, f"{type(model).__name__} has no head over a vocabulary")
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    return Derived(not tied, f"tie_word_embeddings = {tied}")
 
 
 def _in_attention(path: str) -> bool:

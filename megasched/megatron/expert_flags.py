@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megasched.experts import find_experts
 from megasched.megatron.derive import Derived, build_on_meta
+from megasched.objectives import Objective
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -34,14 +35,14 @@ def expert_misfits(args: Namespace) -> list[str]:
 
 
 def expert_arguments(
-    config: PretrainedConfig, derived: Mapping[str, Derived], *, trust_remote_code: bool
+    config: PretrainedConfig, objective: Objective, derived: Mapping[str, Derived], *, trust_remote_code: bool
 ) -> dict[str, Derived]:
     """``args`` that Megatron's own checks want for expert parallelism (``training/arguments.py:1600``).
 
     The router is HF's. So no loss of Megatron's router is named for it to report, and for its FLOPs count there is
     one expert as wide as all that a token goes through, as without expert parallelism (``derive.py``).
     """
-    experts = find_experts(build_on_meta(config, trust_remote_code=trust_remote_code))
+    experts = find_experts(build_on_meta(config, objective, trust_remote_code=trust_remote_code))
     if not experts:  # the plan says so, with the reason
         return {}
     path, count = next(iter(experts.items()))

@@ -16,8 +16,8 @@ class VocabParallelLoss:
     """Called by the definition as ``model.loss_function``; labels are shifted already, as Megatron's are.
 
     Args:
-        vocab_size: real size of the vocabulary; columns past it are padding and take no part in the softmax,
-            so that the loss does not depend on TP.
+        vocab_size: real size of the vocabulary, where the head is cut; columns past it are padding and take no
+            part in the softmax, so that the loss does not depend on TP.
         sharded: the head is cut over TP; a whole head gives whole logits.
     """
 
@@ -25,18 +25,18 @@ class VocabParallelLoss:
         self.vocab_size, self.sharded, self.group = vocab_size, sharded, group
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Loss of each token.
+        """Loss of each label.
 
         Args:
-            logits: [b, s, v / tp] (or [b, s, v]); may be written to.
-            labels: [b, s], the id that follows at each position.
+            logits: [b, s, v / tp] (or [b, s, v]; [b, v] of images); may be written to.
+            labels: [b, s] (or [b]), the id that belongs at each position.
 
         Returns:
-            [b, s] float32, contiguous.
+            float32, contiguous, in the shape of the labels.
         """
         logits = logits.float()
         if not self.sharded:
-            return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+            return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
         real = self.vocab_size - self.group.rank() * logits.shape[-1]
         if real < logits.shape[-1]:
             logits = self._mask(logits, max(real, 0))

@@ -21,6 +21,7 @@ from megasched.megatron.checkpoint import Place, refuse_mismatch, sharded_entry
 from megasched.megatron.loss import VocabParallelLoss
 from megasched.megatron.recompute_flags import apply_recompute_flags
 from megasched.megatron.stage import Stage, StageEnd, Wire, make_stage, set_entry, set_exit
+from megasched.objectives import objective_of
 
 if TYPE_CHECKING:
     from megasched.lowering.plan import Plan
@@ -57,6 +58,7 @@ class ScheduledModel(MegatronModule):
         self.input_tensor: torch.Tensor | None = None
         self._wire = Wire()
         self._device = _device(config)
+        self._objective = objective_of(definition)
         self._build(schedule, source)
         self._tie()
 
@@ -83,11 +85,15 @@ class ScheduledModel(MegatronModule):
             lower_sequence_boundaries(self.definition, context, here, first=self.stage.first, last=self.stage.last)
             set_exit(self.definition, structure, self.stage)
         self._fill_buffers(source)
-        head = _path_of(self.definition, self.definition.get_output_embeddings()) if self.stage.last else ""
-        sharded = plan.cuts.get(head) == "column" and head not in plan.derived.gather
-        vocabulary = plan.placement(head, "weight").shape[0] if self.stage.last else 0
-        self._loss = VocabParallelLoss(vocabulary, sharded, self.pg_collection.tp)
+        self._loss = self._make_loss()
         self.definition.loss_function = self._loss
+
+    def _make_loss(self) -> VocabParallelLoss:
+        plan, head = self.plan, self.definition.get_output_embeddings()
+        path = "" if head is None else _path_of(self.definition, head)
+        sharded = plan.cuts.get(path) == "column" and path not in plan.derived.gather
+        vocabulary = plan.placement(path, "weight").shape[0] if sharded else 0
+        return VocabParallelLoss(vocabulary, sharded, self.pg_collection.tp)
 
     def _here(self, path: str) -> bool:
         assert self.plan.structure is not None
@@ -109,8 +115,9 @@ class ScheduledModel(MegatronModule):
         """Marks tied and embedding weights as Megatron's LanguageModule does
         (megatron/core/models/common/language_module/language_module.py)."""
         canonical = self.plan.canonical
-        names = [_name_of(self.definition, get()) for get in self._embeddings()]
-        self.share_embeddings_and_output_weights = canonical[names[0]] == canonical[names[1]]
+        names = [f"{_path_of(self.definition, end)}.weight" for end in self._ends() if end is not None]
+        shared = len(names) == 2 and canonical[names[0]] == canonical[names[1]]
+        self.share_embeddings_and_output_weights = shared
         for weight, here in zip(self._weights(), (self.stage.first, self.stage.last), strict=True):
             if here and weight is not None:
                 weight.is_embedding_or_output_parameter = True
@@ -120,12 +127,14 @@ class ScheduledModel(MegatronModule):
                 weight.shared_embedding = True
                 weight.shared = not self.stage.first
 
-    def _embeddings(self) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
-        return self.definition.get_input_embeddings, self.definition.get_output_embeddings
+    def _ends(self) -> tuple[nn.Module | None, nn.Module | None]:
+        """The embedding of tokens and the head over the vocabulary, where the definition has them."""
+        first, last = self.definition.get_input_embeddings(), self.definition.get_output_embeddings()
+        return first if hasattr(first, "weight") else None, last
 
-    def _weights(self) -> tuple[nn.Parameter, nn.Parameter]:
-        first, last = (get() for get in self._embeddings())
-        return first.weight, last.weight
+    def _weights(self) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+        first, last = self._ends()
+        return None if first is None else first.weight, None if last is None else last.weight
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
         """The tied weight on this stage, whose gradient Megatron sums over the embedding group."""
@@ -142,35 +151,38 @@ class ScheduledModel(MegatronModule):
 
     def forward(
         self,
-        input_ids: torch.Tensor | None,
+        input_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         loss_mask: torch.Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> torch.Tensor:
         """One micro-batch through this stage.
 
         Args:
             input_ids: [b, s] on the first stage.
-            position_ids, attention_mask: not used: one causal sequence a row, positions from 0, as the
-                definition makes them by itself.
-            labels: [b, s] on the last stage, shifted already.
+            attention_mask: [b, s], 1 for a token and 0 for padding, on every stage, where the objective has it. A
+                causal language model does not use it: one causal sequence a row.
+            position_ids, loss_mask: not used; positions are what the definition makes them by itself.
+            labels: [b, s] on the last stage, shifted already where they are the next tokens; [b] of images.
+            inputs: what else the objective gives the definition, by HF's names.
 
         Returns:
-            [s (/ tp under SP), b, h] for the next stage; on the last one the loss of each token [b, s], or the
-            logits [b, s, v] when there are no labels.
+            [s (/ tp under SP), b, h] for the next stage; on the last one the loss of each label, [b, s] or [b], or
+            the logits [..., v] when there are no labels.
         """
         if self.stage.empty:
             assert self.input_tensor is not None
             return self.input_tensor.clone()
-        ids = self._receive(input_ids)
+        given = self._receive({"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
         structure = self.plan.structure
         calls_loss = structure is not None and structure.calls_loss
         try:
-            given = {"labels": labels} if calls_loss else {}
+            if calls_loss:
+                given["labels"] = labels
             with fp8_pass(self.config):
-                output = self.definition(input_ids=ids, use_cache=False, **given)
+                output = self.definition(**given, **self._objective.constants)
         except StageEnd as end:
             return self._send(end.hidden)
         finally:
@@ -179,18 +191,20 @@ class ScheduledModel(MegatronModule):
             return self._loss.whole(output.logits)
         return output.loss if calls_loss else self._loss(output.logits, labels)
 
-    def _receive(self, input_ids: torch.Tensor | None) -> torch.Tensor:
-        """Token ids for the definition's forward: the real ones, or zeros of the batch's shape."""
+    def _receive(self, given: dict[str, torch.Tensor | None]) -> dict[str, Any]:
+        """Arguments of the definition's forward: the real ones, or zeros of the batch's shape where a later stage
+        gets none."""
         if self.stage.first:
-            assert input_ids is not None
-            return input_ids
+            return {name: given[name] for name in self._objective.inputs}
         assert self.input_tensor is not None
         hidden = self.input_tensor.transpose(0, 1).contiguous()  # definitions may view it
         parts = self.pg_collection.tp.size() if self.plan.layout.sp else 1
         wire = self._wire
         wire.received, wire.device = hidden, hidden.device
         wire.batch, wire.length = hidden.shape[0], hidden.shape[1] * parts
-        return torch.zeros(wire.batch, wire.length, dtype=torch.long, device=wire.device)
+        like = self._objective.trial_inputs(self.definition.config, wire.batch, wire.length)
+        dummies = {name: torch.zeros_like(tensor, device=wire.device) for name, tensor in like.items()}
+        return {name: dummy if given.get(name) is None else given[name] for name, dummy in dummies.items()}
 
     @staticmethod
     def _send(hidden: torch.Tensor) -> torch.Tensor:
@@ -286,7 +300,3 @@ def _device(config: TransformerConfig) -> torch.device:
 
 def _path_of(model: nn.Module, wanted: nn.Module) -> str:
     return next(path for path, module in model.named_modules() if module is wanted)
-
-
-def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    return f"{_path_of(model, wanted)}.weight"

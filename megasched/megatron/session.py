@@ -23,11 +23,13 @@ from megasched.lowering.plan import Plan
 from megasched.lowering.planning import make_plan
 from megasched.lowering.replacement import replace_modules
 from megasched.megatron.cut import balance, cuts_asked_for, layer_costs, layout_string
+from megasched.objectives import find_objective
 from megasched.schedule import Schedule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from megasched.lowering.structure import Structure
     from megasched.weights.source import WeightSource
 
 
@@ -63,10 +65,12 @@ class Session:
         for new, old in self.renamed.items():
             canonical = plan.canonical[new]
             plan.placements[canonical] = replace(plan.placements[canonical], name=old)
-        if plan.layout.pp > 1 and plan.structure is not None and plan.structure.crosses:
-            what = "layers read more of what earlier ones made than the hidden state, and Megatron's wire carries "
-            what += "that alone"
-            raise ScheduleError(Problem(what, plan.structure.layers, remedy="run it without pipeline stages"))
+        if plan.layout.sp and plan.structure is not None and plan.structure.repeated:
+            what = "layers are called more than once (they share their weights), and sequence parallelism splits "
+            what += "the hidden state at the first call of one and joins it after the last"
+            raise ScheduleError(Problem(what, plan.structure.layers, remedy="run it without --sequence-parallel"))
+        if plan.layout.pp > 1 and plan.structure is not None:
+            _refuse_stages(plan.structure, self.definition.config)
         return plan
 
     def pipeline_layout(self, sequence_length: int) -> str | None:
@@ -112,6 +116,7 @@ def open_session(
     *,
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
+    objective: str | None = None,
     make_vocab_size_divisible_by: int = 128,
 ) -> Session:
     """Config, definition, adapter and schedule of a run.
@@ -122,6 +127,7 @@ def open_session(
         layout: what the flags say.
         overrides: ``key=value`` for the HF config.
         trust_remote_code: run Python code that comes with the model.
+        objective: what ``--objective`` says.
         make_vocab_size_divisible_by: Megatron's flag; vocabularies are padded to a multiple of it times TP.
 
     Raises:
@@ -134,7 +140,7 @@ def open_session(
 
     function = find_schedule(schedule)
     config = load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
-    definition = build_definition(config, trust_remote_code=trust_remote_code)
+    definition = build_definition(config, find_objective(objective), trust_remote_code=trust_remote_code)
     attention.switch_on(definition)
     root = create_schedule(definition, layout, _roles(definition, schedule, layout))
     apply_schedule(root, function)
@@ -145,6 +151,21 @@ def open_session(
         replaced = copy.deepcopy(definition)
         renamed = replace_modules(root, replaced)
     return Session(definition, root, replaced, renamed, make_vocab_size_divisible_by * layout.tp)
+
+
+def _refuse_stages(structure: Structure, config: Any) -> None:
+    """What can't be cut into pipeline stages is refused."""
+    what = ""
+    if structure.repeated:
+        what = "layers are called more than once (they share their weights), so no stage could hold a part of them"
+    elif getattr(config, "is_encoder_decoder", False):
+        what = "the layers of the decoder read what the encoder made, and Megatron's wire carries the hidden "
+        what += "state alone"
+    elif structure.crosses:
+        what = "layers read more of what earlier ones made than the hidden state, and Megatron's wire carries "
+        what += "that alone"
+    if what:
+        raise ScheduleError(Problem(what, structure.layers, remedy="run it without pipeline stages"))
 
 
 def _refuse_router_losses(config: Any, layout: Layout) -> None:
@@ -220,6 +241,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         layout_from_args(args),
         overrides=args.hf_override or (),
         trust_remote_code=bool(args.trust_remote_code),
+        objective=args.objective,
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
     )
     plan = session.plan
@@ -227,7 +249,8 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         refuse_unverified(session.definition, plan.layout)
     session.source = weight_source(args, session.definition)
     session.source.check({placement.name for placement in plan.placements.values()})
-    if plan.structure is not None:  # of an encoder-decoder's config HF reads the other stack's depth
+    # Of an encoder-decoder's config HF reads the other stack's depth.
+    if plan.structure is not None and not plan.structure.repeated:
         args.num_layers = plan.structure.count
     flags = [name for name in CUT_FLAGS if name in given]
     cuts = plan.records_of("cut_pipeline_stage")

@@ -18,7 +18,8 @@ class Shard(Primitive):
         param: name of the parameter in this module, e.g. ``weight``. A bias follows its weight.
         axis: axis of the HF tensor that is cut. A Linear's weight is [out, in]: axis 0 makes it a
             ``ColumnParallelLinear``, axis 1 a ``RowParallelLinear``. HF's Conv1D is [in, out]: the other way
-            round. An embedding's axis 0 is the vocabulary.
+            round. An embedding's axis 0 is the vocabulary; along axis 1 each rank has some of the features,
+            e.g. T5's table of position biases, which has a column for each head.
         components: sizes along ``axis`` of projections packed into the tensor, e.g. ``(q, k, v)``; each is
             cut on its own. Read from the adapter where it knows them.
 

@@ -61,13 +61,21 @@ def explain_schedule(
     *,
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
+    objective: str | None = None,
 ) -> Explanation:
     """Plans a schedule as a run would and tells of every parameter why it lies as it does.
 
     Raises:
         ConfigError, ScheduleError: whatever a run would refuse about model, schedule and layout.
     """
-    session = open_session(schedule, hf_model, layout, overrides=overrides, trust_remote_code=trust_remote_code)
+    session = open_session(
+        schedule,
+        hf_model,
+        layout,
+        overrides=overrides,
+        trust_remote_code=trust_remote_code,
+        objective=objective,
+    )
     return Explanation(type(session.definition).__name__, layout, decisions_of(session, by_user=schedule != AUTO))
 
 

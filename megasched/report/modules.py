@@ -17,7 +17,7 @@ from megasched.primitives.replace_all import matches
 from megasched.records import Record
 from megasched.report.communication import Transfer, transfers
 
-Kind = Literal["column", "row", "vocab", "replicated", "whole"]
+Kind = Literal["column", "row", "vocab", "features", "replicated", "whole"]
 CUT = "cut_pipeline_stage"
 LOWERED = {"column": "ColumnParallelLinear", "row": "RowParallelLinear"}
 
@@ -169,6 +169,8 @@ class _View:
             return f"{name} of one EP rank"
         if kind == "vocab":
             return f"VocabParallel{name}"
+        if kind == "features":
+            return f"{name} of one rank's features"
         if kind == "replicated":
             heads = self.plan.replicated_heads[path].heads
             return f"replicated (kv heads {heads} < TP {self.tp}, each rank uses one)"

@@ -61,6 +61,7 @@ def inspect_schedule(
     sequence_length: int = 4096,
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
+    objective: str | None = None,
     make_vocab_size_divisible_by: int = 128,
 ) -> ShowReport:
     """Plans a schedule as a run would, without process groups, devices or weights.
@@ -72,6 +73,7 @@ def inspect_schedule(
         sequence_length: ``--seq-length``.
         overrides: ``key=value`` for the HF config.
         trust_remote_code: run Python code that comes with the model.
+        objective: what ``--objective`` would say; None for a causal language model.
         make_vocab_size_divisible_by: Megatron's flag; vocabularies are padded to a multiple of it times TP.
 
     Raises:
@@ -83,6 +85,7 @@ def inspect_schedule(
         layout,
         overrides=overrides,
         trust_remote_code=trust_remote_code,
+        objective=objective,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
     )
     if schedule == AUTO:

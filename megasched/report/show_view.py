@@ -15,7 +15,14 @@ from megasched.report.modules import CUT, ModuleReport, ParameterReport
 from megasched.report.show import AUTO, ShowReport
 from megasched.report.stages import StageReport
 
-COLOURS = {"column": "green", "row": "cyan", "vocab": "magenta", "replicated": "yellow", "whole": ""}
+COLOURS = {
+    "column": "green",
+    "row": "cyan",
+    "vocab": "magenta",
+    "features": "magenta",
+    "replicated": "yellow",
+    "whole": "",
+}
 SOURCES_SHOWN = 2
 LINE = 60
 # Primitives whose effect the line of a module shows already.

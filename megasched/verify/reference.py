@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from megasched.objectives import CAUSAL_LM, Objective
 
 FLOOR = 1e-2
 
@@ -22,7 +24,13 @@ class HfStep:
 
 
 def hf_model(
-    folder: str, seed: int = 1234, *, random_init: bool = True, trust_remote_code: bool = False, **changes: Any
+    folder: str,
+    seed: int = 1234,
+    objective: Objective = CAUSAL_LM,
+    *,
+    random_init: bool = True,
+    trust_remote_code: bool = False,
+    **changes: Any,
 ) -> Any:
     """The unscheduled HF model with the weights of the folder, or those that ``--hf-random-init`` gives it."""
     from megasched.definition import build_definition, load_config
@@ -33,7 +41,7 @@ def hf_model(
     config = load_config(folder, trust_remote_code=trust_remote_code)
     for name, value in changes.items():
         setattr(config, name, value)
-    definition = build_definition(config, trust_remote_code=trust_remote_code)
+    definition = build_definition(config, objective, trust_remote_code=trust_remote_code)
     source = RandomInit(definition, seed) if random_init else HFFolder(folder, definition)
     return materialize(definition, source).train()
 
@@ -66,19 +74,43 @@ def hf_step(
     """
     model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
     if not in_float64:
-        return _step(model, batches)
+        return _step(model, [hf_loss(model, *batch) for batch in batches])
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # torch's grouped product takes no float64
+    model = model.double()
     with Float64():
-        return _step(model.double(), batches)
+        return _step(model, [hf_loss(model, *batch) for batch in batches])
 
 
-def _step(model: Any, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> HfStep:
+def hf_objective_step(folder: str, objective: Objective, batches: list[dict[str, torch.Tensor]]) -> HfStep:
+    """The same for any objective, from the weights that ``--hf-random-init`` gives.
+
+    Megatron gives each micro-batch the same weight in the gradient, and each label in the loss that it reports.
+
+    Args:
+        batches: arguments of the forward, ``labels`` and ``loss_mask``.
+    """
+    model = hf_model(folder, objective=objective)
+    outcomes = [masked_loss(model, objective, batch) for batch in batches]
+    counts = torch.stack([batch["loss_mask"].sum() for batch in batches])
+    means = torch.stack([loss.detach() for loss, _ in outcomes])
+    return replace(_step(model, outcomes), loss=float((means * counts).sum() / counts.sum()))
+
+
+def masked_loss(
+    model: Any, objective: Objective, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean cross entropy over the labels that the loss mask counts, computed from HF's logits; and the logits."""
+    logits = model(**{name: batch[name] for name in objective.inputs}).logits
+    ignored = batch["labels"].masked_fill(batch["loss_mask"] == 0, -100)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, -2).float(), ignored.flatten()), logits
+
+
+def _step(model: Any, outcomes: list[tuple[torch.Tensor, torch.Tensor]]) -> HfStep:
     total, logits = 0.0, []
-    for tokens, labels in batches:
-        loss, out = hf_loss(model, tokens, labels)
-        (loss / len(batches)).backward()
-        total += float(loss.detach()) / len(batches)
+    for loss, out in outcomes:
+        (loss / len(outcomes)).backward()
+        total += float(loss.detach()) / len(outcomes)
         logits.append(out.detach())
     # A parameter that is not used has no gradient: Megatron's buffers hold zeros for it.
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}

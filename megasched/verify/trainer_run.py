@@ -7,6 +7,7 @@ plain torch.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class RankReport:
         logits: [b, s, v] of each micro-batch of the first iteration (last stage only).
         ep_rank, expert_dp_rank: among the ranks that share out experts, and that hold the same ones.
         batches: (iteration, tokens, labels) of each micro-batch, where this rank has them.
+        samples: (iteration, whole micro-batch) of the scripts beside ``pretrain_gpt.py``.
     """
 
     tp_rank: int
@@ -51,6 +53,7 @@ class RankReport:
     weights: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     logits: list[torch.Tensor] = field(default_factory=list)
     batches: list[tuple[int, torch.Tensor | None, torch.Tensor | None]] = field(default_factory=list)
+    samples: list[tuple[int, dict[str, torch.Tensor]]] = field(default_factory=list)
     iterations: int = 0
     ep_rank: int = 0
     expert_dp_rank: int = 0
@@ -65,18 +68,22 @@ def train(
     cache: str = "",
     random_init: bool = True,
     tokens: tuple[int, int] | None = None,
+    script: str = "pretrain_gpt",
+    mock_data: bool = True,
 ) -> RankReport:
     """Runs Megatron's trainer on this rank, in rehearsal, as ``python -m megasched`` would.
 
     Args:
         random_init: initialise the weights instead of reading them from ``hf_model``.
+        script: bundled entry script, without ``.py``.
+        mock_data: whether batches are Megatron's mock data, or of the ``--data-path`` in ``flags``.
         tokens: half-open range of token ids that the batches are to hold; what Megatron's mock data has otherwise.
     """
     from megatron.core import parallel_state
     from megatron.training import training
 
     from megasched import patches
-    from megasched.launch import pretrain_gpt
+    from megasched.launch import pretrain_gpt, pretraining
     from megasched.megatron import entry
     from megasched.megatron.rehearsal import rehearsal_flags
 
@@ -84,19 +91,22 @@ def train(
         if patch.name != "host_cuda":
             patches.apply(patch.name)
     entry._set_builder()
-    argv = [*RUN_FLAGS, "--model-schedule", schedule, "--hf-model", hf_model, "--train-iters", str(iterations)]
+    given = RUN_FLAGS if mock_data else [flag for flag in RUN_FLAGS if flag != "--mock-data"]
+    argv = [*given, "--model-schedule", schedule, "--hf-model", hf_model, "--train-iters", str(iterations)]
     argv += ["--data-cache-path", cache or str(Path(hf_model) / "cache"), *flags]
     argv += ["--hf-random-init"] if random_init else []
-    sys.argv = ["pretrain_gpt.py", *rehearsal_flags(argv).argv]
+    module = importlib.import_module(f"megasched.launch.{script}")
+    sys.argv = [f"{script}.py", *rehearsal_flags(argv).argv]
     report = RankReport(-1, -1, -1)
     undo = [
         _record_steps(training, report),
         _record_finalized_gradients(training, report),
         _record_batches(pretrain_gpt, report, tokens),
+        _record_samples(pretraining, report),
         _record_logits(report),
     ]
     try:
-        pretrain_gpt.main()
+        module.main()
     finally:
         for one in undo:
             one()
@@ -166,6 +176,18 @@ def _record_batches(script: Any, report: RankReport, tokens: tuple[int, int] | N
     return lambda: setattr(script, "get_batch", real)
 
 
+def _record_samples(pretraining: Any, report: RankReport) -> Callable[[], None]:
+    real = pretraining.get_batch
+
+    def get_batch(*args: Any, **kwargs: Any) -> Any:
+        batch = real(*args, **kwargs)
+        report.samples.append((report.iterations, batch))
+        return batch
+
+    pretraining.get_batch = get_batch
+    return lambda: setattr(pretraining, "get_batch", real)
+
+
 def _within(ids: torch.Tensor, low: int, high: int) -> torch.Tensor:
     """Ids of a range in their place, in no order: mock data counts up."""
     order = torch.randperm(high - low, generator=torch.Generator().manual_seed(0))
@@ -218,6 +240,21 @@ def gather(reports: list[RankReport], what: str, tp: int) -> dict[str, torch.Ten
 def losses(reports: list[RankReport]) -> list[float]:
     """Mean loss of each iteration, which every last stage reports alike."""
     return next(report.losses for report in reversed(reports) if report.losses)
+
+
+def samples_of(reports: list[RankReport], iteration: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Each micro-batch of an iteration, over all DP ranks; model chunks of a rank read the same ones."""
+    own = {report.dp_rank: report for report in reports if report.tp_rank == 0 and report.pp_rank == 0}
+    found: list[dict[str, torch.Tensor]] = []
+    for rank in sorted(own):
+        for seen, batch in own[rank].samples:
+            if seen == iteration and not any(_same(batch, other) for other in found):
+                found.append(batch)
+    return found
+
+
+def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def batches_of(reports: list[RankReport], iteration: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:

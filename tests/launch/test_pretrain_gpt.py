@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megasched.errors import ConfigError
-from megasched.launch import bundled_script
+from megasched.launch import BUNDLED_SCRIPTS, bundled_script
 
 
 @pytest.fixture(scope="module")
@@ -17,12 +17,13 @@ def script():
 
 
 def test_only_entry_scripts_are_found_and_only_by_bare_name():
-    path = bundled_script("pretrain_gpt.py")
-    assert path.is_file()
-    assert path.is_absolute()
+    for name in BUNDLED_SCRIPTS:
+        path = bundled_script(name)
+        assert path.is_file()
+        assert path.is_absolute()
     assert bundled_script("corpus.py") is None
     assert bundled_script("./pretrain_gpt.py") is None
-    assert bundled_script("pretrain_t5.py") is None
+    assert bundled_script("pretrain_vlm.py") is None
 
 
 def test_every_flag_it_refuses_is_named_at_once(script):

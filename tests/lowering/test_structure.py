@@ -115,6 +115,12 @@ def test_layers_called_twice_are_no_list_of_layers():
     assert "each once" in raised.value.problems[0].remedy
 
 
+def test_a_layer_called_again_and_again_is_one_that_is_shared():
+    structure = find_structure(Model("tensor", calls=3, layers=1))
+    assert (structure.layers, structure.count, structure.repeated) == ("layers", 1, True)
+    assert not find_structure(Model("tensor")).repeated
+
+
 def test_a_model_that_cant_run_names_the_module():
     model = Model("tensor")
     model.layers[1].linear = nn.Linear(7, 8)

@@ -118,4 +118,4 @@ def test_attributes_that_count_are_there(definition):
 
 def test_every_role_has_its_cut():
     assert {name for roles in ROLES_OF.values() for name in roles} <= set(ROLES)
-    assert set(ROLES.values()) == {"column", "row", "vocab", None}
+    assert set(ROLES.values()) == {"column", "row", "vocab", "features", None}

@@ -1,0 +1,130 @@
+"""Trains BERT, RoBERTa or ALBERT by masked tokens, on Megatron's BERT data set.
+
+    torchrun ... -m megasched pretrain_bert.py --model-schedule auto --hf-model DIR <Megatron's flags>
+
+For data it takes Megatron-LM's flags: ``--data-path``, ``--mask-prob``, ``--short-seq-prob``.
+There is no next-sentence head, as ``BertForMaskedLM`` has none: a sample is one segment.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megasched.errors import ConfigError
+from megasched.launch.pretraining import holds_data, mock_sets, train
+from megasched.megatron.arguments import load_hf_config
+from megasched.objectives import MASKED_LM
+
+SPECIAL_TOKENS = ("cls", "sep", "mask", "pad")
+
+
+class MaskedLMDataset(BERTMaskedWordPieceDataset):
+    """Megatron's samples by the names of Hugging Face."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Megatron writes this id into the padding mask (`bert_dataset.py:153`): RoBERTa's, which is 1, would come
+        # out as no padding, and labels of that id as 0. What it uses where a tokenizer has none is right.
+        self._pad_token_id = -1
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(index)
+        real = sample["padding_mask"] > 0
+        ids = np.where(real, sample["text"], self.config.tokenizer.pad)
+        fields = {
+            "input_ids": ids,
+            "attention_mask": real.astype(np.int64),
+            "labels": sample["labels"],
+            "loss_mask": sample["loss_mask"],
+        }
+        return {name: torch.from_numpy(value) for name, value in fields.items()}
+
+
+class MockMaskedLM(torch.utils.data.Dataset):
+    """Random tokens of random length, 15% of them masked by the last id of the vocabulary; for ``--mock-data``."""
+
+    def __init__(self, length: int, vocab_size: int, pad: int, samples: int, seed: int) -> None:
+        self.length, self.vocab_size, self.pad = length, vocab_size, pad
+        self.samples, self.seed = samples, seed
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        draw = torch.Generator().manual_seed(self.seed + index)
+        real = torch.arange(self.length) < torch.randint(self.length // 2, self.length + 1, (), generator=draw)
+        labels = torch.randint(self.pad + 1, self.vocab_size - 1, (self.length,), generator=draw)
+        masked = real & (torch.rand(self.length, generator=draw) < 0.15)
+        masked[0] = True
+        ids = labels.masked_fill(masked, self.vocab_size - 1).masked_fill(~real, self.pad)
+        return {
+            "input_ids": ids,
+            "attention_mask": real.long(),
+            "labels": labels,
+            "loss_mask": masked.long(),
+        }
+
+
+def dataset_config(args: Namespace) -> BERTMaskedWordPieceDatasetConfig:
+    """Megatron's dataset configuration, from its flags.
+
+    Raises:
+        ConfigError: the tokenizer lacks a special token.
+    """
+    tokenizer = build_tokenizer(args)
+    missing = [name for name in SPECIAL_TOKENS if getattr(tokenizer, name, None) is None]
+    if missing:
+        raise ConfigError(
+            f"the tokenizer ({args.tokenizer_model or args.vocab_file or args.tokenizer_type}) has no "
+            f"{', '.join(missing)} token; masked language modelling needs {', '.join(SPECIAL_TOKENS)}"
+        )
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return BERTMaskedWordPieceDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        tokenizer=tokenizer,
+        masking_probability=args.mask_prob,
+        short_sequence_probability=args.short_seq_prob,
+        masking_max_ngram=3,
+        masking_do_full_word=True,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=False,
+        classification_head=False,
+    )
+
+
+def datasets(args: Namespace, num_samples: list[int]) -> tuple[Any, Any, Any]:
+    """Training, validation and test set of these many samples."""
+    if args.mock_data:
+        config = load_hf_config(args)
+        vocab_size, _ = MASKED_LM.classes(config)
+        return mock_sets(partial(MockMaskedLM, args.seq_length, vocab_size, config.pad_token_id or 0), num_samples)
+    return BlendedMegatronDatasetBuilder(MaskedLMDataset, num_samples, holds_data, dataset_config(args)).build()
+
+
+def main() -> None:
+    """Train."""
+    train(MASKED_LM, datasets, tokenizer_type="BertWordPieceLowerCase")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Trains T5 to fill in spans of tokens, on Megatron's T5 data set.
+
+    torchrun ... -m megasched pretrain_t5.py --model-schedule auto --hf-model DIR <Megatron's flags>
+
+For data it takes the flags of Megatron-LM's pretrain_t5.py: ``--seq-length`` of the encoder,
+``--decoder-seq-length`` (as long, if it is not given), ``--data-path``, ``--mask-prob``, ``--short-seq-prob``.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megasched.errors import ConfigError
+from megasched.launch.pretraining import holds_data, mock_sets, train
+from megasched.megatron.arguments import load_hf_config
+from megasched.objectives import SEQ2SEQ_LM
+
+
+class SpanTokenizer:
+    """A tokenizer with what Megatron's T5 data set asks for, and Hugging Face's for T5 does not say.
+
+    Attributes:
+        bos: what the decoder's input begins with.
+        additional_special_tokens_ids: sentinels, ``<extra_id_0>`` first.
+
+    Raises:
+        ConfigError: it has no sentinels.
+    """
+
+    def __init__(self, tokenizer: Any, start: int) -> None:
+        self._tokenizer, self.bos = tokenizer, start
+        numbered = {}
+        for token_id, token in tokenizer.inv_vocab.items():
+            found = re.fullmatch(r"<extra_id_(\d+)>", token)
+            if found:
+                numbered[int(found[1])] = token_id
+        self.additional_special_tokens_ids = [numbered[number] for number in sorted(numbered)]
+        if not numbered:
+            raise ConfigError("the tokenizer has no <extra_id_0>, <extra_id_1>, ... that stand for masked spans")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+class Seq2SeqDataset(T5MaskedWordPieceDataset):
+    """Megatron's samples by the names of Hugging Face."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # With 0, which is T5's, labels of padding stay -1 (`t5_dataset.py:318`); its own stand-in is replaced.
+        self._pad_token_id = -1
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample, pad = super().__getitem__(index), self.config.tokenizer.pad
+        fields = {
+            "input_ids": np.where(sample["enc_mask"], sample["text_enc"], pad),
+            "attention_mask": sample["enc_mask"],
+            "decoder_input_ids": np.where(sample["dec_mask"], sample["text_dec"], pad),
+            "decoder_attention_mask": sample["dec_mask"],
+            "labels": sample["labels"],
+            "loss_mask": sample["loss_mask"],
+        }
+        return {name: torch.from_numpy(value) for name, value in fields.items()}
+
+
+class MockSeq2Seq(torch.utils.data.Dataset):
+    """Random sequences of random lengths; the target is the beginning of the source. For ``--mock-data``."""
+
+    def __init__(
+        self, lengths: tuple[int, int], vocab_size: int, start: int, pad: int, samples: int, seed: int
+    ) -> None:
+        self.lengths, self.vocab_size, self.start, self.pad = lengths, vocab_size, start, pad
+        self.samples, self.seed = samples, seed
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        draw = torch.Generator().manual_seed(self.seed + index)
+        tokens = torch.randint(self.pad + 1, self.vocab_size, (max(self.lengths),), generator=draw)
+        source, target = (torch.arange(n) < torch.randint(n // 2, n + 1, (), generator=draw) for n in self.lengths)
+        labels = tokens[: self.lengths[1]].masked_fill(~target, 0)
+        shifted = torch.cat([torch.tensor([self.start]), labels[:-1]])
+        return {
+            "input_ids": tokens[: self.lengths[0]].masked_fill(~source, self.pad),
+            "attention_mask": source.long(),
+            "decoder_input_ids": shifted.masked_fill(~target, self.pad),
+            "decoder_attention_mask": target.long(),
+            "labels": labels,
+            "loss_mask": target.long(),
+        }
+
+
+def decoder_start(config: Any) -> int:
+    """The token that a decoder's input begins with."""
+    start = getattr(config, "decoder_start_token_id", None)
+    return config.pad_token_id if start is None else start
+
+
+def dataset_config(args: Namespace) -> T5MaskedWordPieceDatasetConfig:
+    """Megatron's dataset configuration, from its flags."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return T5MaskedWordPieceDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        sequence_length_decoder=args.decoder_seq_length or args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        tokenizer=SpanTokenizer(build_tokenizer(args), decoder_start(load_hf_config(args))),
+        masking_probability=args.mask_prob,
+        short_sequence_probability=args.short_seq_prob,
+        masking_max_ngram=10,
+        masking_do_full_word=True,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=True,
+    )
+
+
+def datasets(args: Namespace, num_samples: list[int]) -> tuple[Any, Any, Any]:
+    """Training, validation and test set of these many samples."""
+    if args.mock_data:
+        config = load_hf_config(args)
+        lengths = args.seq_length, args.decoder_seq_length or args.seq_length
+        vocab_size, _ = SEQ2SEQ_LM.classes(config)
+        make = partial(MockSeq2Seq, lengths, vocab_size, decoder_start(config), config.pad_token_id or 0)
+        return mock_sets(make, num_samples)
+    return BlendedMegatronDatasetBuilder(Seq2SeqDataset, num_samples, holds_data, dataset_config(args)).build()
+
+
+def main() -> None:
+    """Train."""
+    train(SEQ2SEQ_LM, datasets, tokenizer_type="HuggingFaceTokenizer")
+
+
+if __name__ == "__main__":
+    main()

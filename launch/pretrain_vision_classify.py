@@ -1,0 +1,120 @@
+"""Trains ViT to classify images.
+
+    torchrun ... -m megasched pretrain_vision_classify.py --model-schedule auto --hf-model DIR <Megatron's flags>
+
+``--data-path FILE`` is a safetensors file with ``pixel_values`` [n, channels, height, width], as the model takes
+them, and ``labels`` [n]. ``--split`` cuts it into training, validation and test images, in this order. With
+``--mock-data`` images are noise around one random image for each class. ``--seq-length`` follows from the model.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from megasched.errors import ConfigError
+from megasched.launch.pretraining import mock_sets, train
+from megasched.megatron.arguments import load_hf_config
+from megasched.objectives import IMAGE_CLASSIFICATION
+from megasched.objectives.image_classification import image_shape
+
+# Megatron wants a tokenizer; images need none.
+DEFAULTS = {"tokenizer_type": "NullTokenizer"}
+
+
+class ImageFile(torch.utils.data.Dataset):
+    """Some images of a file, again from the first when they have all been seen; they are read one by one.
+
+    Args:
+        images: half-open range of them.
+        samples: how many are asked for.
+    """
+
+    def __init__(self, file: str, images: tuple[int, int], samples: int) -> None:
+        self.file, self.samples = file, samples
+        self.start, self.count = images[0], images[1] - images[0]
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self.start + index % self.count
+        with safe_open(self.file, "pt") as tensors:
+            image, label = (tensors.get_slice(name)[row : row + 1][0] for name in ("pixel_values", "labels"))
+        return _sample(image.float(), label.long())
+
+
+class MockImages(torch.utils.data.Dataset):
+    """Noise around one random image for each class."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int, samples: int, seed: int) -> None:
+        self.shape, self.classes, self.samples, self.seed = shape, classes, samples, seed
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        draw = torch.Generator().manual_seed(self.seed + index)
+        label = torch.randint(self.classes, (), generator=draw)
+        image = torch.randn(self.shape, generator=torch.Generator().manual_seed(-1 - int(label)))
+        return _sample(image + torch.randn(self.shape, generator=draw), label)
+
+
+def _sample(image: torch.Tensor, label: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"pixel_values": image, "labels": label, "loss_mask": torch.ones_like(label)}
+
+
+def check_file(file: str, shape: Sequence[int], classes: int) -> int:
+    """How many images there are.
+
+    Raises:
+        ConfigError: they are not what the model takes.
+    """
+    with safe_open(file, "pt") as tensors:
+        if not {"pixel_values", "labels"} <= set(tensors.keys()):
+            raise ConfigError(f"--data-path {file}: no tensors pixel_values and labels in it")
+        found, labels = tensors.get_slice("pixel_values").get_shape(), tensors.get_tensor("labels")
+    if list(found[1:]) != list(shape) or len(labels) != found[0]:
+        raise ConfigError(
+            f"--data-path {file}: pixel_values {found} and labels {list(labels.shape)}; the model takes "
+            f"[n, {', '.join(map(str, shape))}] and [n]"
+        )
+    if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise ConfigError(
+            f"--data-path {file}: labels from {labels.min()} to {labels.max()}, of {classes} classes"
+        )
+    return len(labels)
+
+
+def datasets(args: Namespace, num_samples: list[int]) -> tuple[Any, Any, Any]:
+    """Training, validation and test set of these many samples."""
+    config = load_hf_config(args)
+    shape, (classes, _) = image_shape(config), IMAGE_CLASSIFICATION.classes(config)
+    if args.mock_data:
+        return mock_sets(partial(MockImages, shape, classes), num_samples)
+    if not args.data_path or len(args.data_path) > 1:
+        raise ConfigError("give one file with images, --data-path FILE, or --mock-data")
+    (file,) = args.data_path
+    count = check_file(file, shape, classes)
+    parts = [float(part) for part in (args.split or "969,30,1").split(",")]
+    bounds = [round(count * sum(parts[:end]) / sum(parts)) for end in range(4)]
+    made = [
+        ImageFile(file, images, samples) if samples and images[0] < images[1] else None
+        for images, samples in zip(pairwise(bounds), num_samples, strict=True)
+    ]
+    return made[0], made[1], made[2]
+
+
+def main() -> None:
+    """Train."""
+    train(IMAGE_CLASSIFICATION, datasets, **DEFAULTS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What the entry scripts beside pretrain_gpt.py have in common: each gives its objective and its data sets.
+
+A sample is a dict of tensors: the arguments of the Hugging Face forward by their names, ``labels`` (none of them
+negative) and ``loss_mask`` (int64, 1 where a label counts), which have one shape.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import mpu
+from megatron.core.enums import ModelType
+from megatron.core.tensor_parallel import broadcast_data
+from megatron.core.utils import StragglerDetector
+from megatron.training import get_args, get_timers, inprocess_restart, pretrain, print_rank_0
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+from megasched.launch.pretrain_gpt import LossReport, get_embedding_ranks, loss_func
+from megasched.objectives import Objective
+
+Batch = dict[str, torch.Tensor]
+# Of Megatron's arguments and the samples wanted of each: training, validation and test set, or None.
+Provider = Callable[[Namespace, list[int]], tuple[Any, Any, Any]]
+
+TARGETS = {"labels": "int64", "loss_mask": "int64"}
+
+
+def holds_data() -> bool:
+    """Whether this rank reads samples: TP rank 0 of every stage, because every stage needs the masks."""
+    return mpu.get_tensor_model_parallel_rank() == 0
+
+
+def mock_sets(make: Callable[[int, int], Any], num_samples: list[int]) -> tuple[Any, Any, Any]:
+    """Three data sets that draw different samples; None where none are wanted.
+
+    Args:
+        make: of a number of samples and a seed, to which the index of a sample is added.
+    """
+    seeds = np.cumsum([0, *(n or 0 for n in num_samples)]).tolist()
+    train, valid, test = (make(n, seed) if n else None for n, seed in zip(num_samples, seeds, strict=False))
+    return train, valid, test
+
+
+def get_batch(data_iterator: Iterator[Batch] | None, objective: Objective) -> Batch:
+    """One micro-batch: read on TP rank 0, broadcast over TP.
+
+    Args:
+        data_iterator: samples, None where ``holds_data`` is False.
+    """
+    sample = next(data_iterator) if data_iterator is not None else None
+    fields = {**objective.inputs, **TARGETS}
+    batch: Batch = {}
+    for dtype in sorted(set(fields.values())):
+        names = [name for name, kind in fields.items() if kind == dtype]
+        batch |= broadcast_data(names, sample, getattr(torch, dtype))
+    return batch
+
+
+def forward_step(
+    data_iterator: Iterator[Batch] | None, model: torch.nn.Module, *, objective: Objective
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossReport]]:
+    """Run one model chunk on one micro-batch; what it returns goes over the wire or into the loss."""
+    straggler = StragglerDetector()
+    timer = get_timers()("batch-generator", log_level=2)
+    timer.start()
+    with straggler(bdata=True):
+        batch = get_batch(data_iterator, objective)
+    timer.stop()
+    with straggler:
+        output_tensor = model(**{name: batch[name] for name in (*objective.inputs, "labels")})
+    return output_tensor, partial(loss_func, batch["loss_mask"])
+
+
+def missing_flags(argv: list[str], **defaults: str) -> list[str]:
+    """Flags that stand for what the user did not say.
+
+    They go onto the command line: Megatron also parses it where no script can give a default (in-process restart),
+    and what it must know of the model is settled there.
+    """
+    given = {word.partition("=")[0] for word in argv}
+    wanted = {f"--{name.replace('_', '-')}": value for name, value in defaults.items()}
+    return [word for flag, value in wanted.items() if flag not in given for word in (flag, value)]
+
+
+def train(objective: Objective, provider: Provider, **defaults: str) -> None:
+    """Parse Megatron's flags and hand everything to its trainer.
+
+    Args:
+        defaults: of Megatron's arguments, where the user says nothing.
+    """
+
+    def datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+        print_rank_0("> building train, validation and test datasets ...")
+        found = provider(get_args(), num_samples)  # on every rank: Megatron's builder waits for them all
+        return found if holds_data() else (None, None, None)
+
+    # Every rank calls it, once per model chunk; who reads is decided there.
+    datasets.is_distributed = True  # type: ignore[attr-defined]
+    sys.argv += missing_flags(sys.argv[1:], objective=objective.name, **defaults)
+    run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
+    args = parse_and_validate_args()
+    run(
+        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        datasets,
+        ModelType.encoder_or_decoder,
+        partial(forward_step, objective=objective),
+        store=store,
+        get_embedding_ranks=get_embedding_ranks,
+    )

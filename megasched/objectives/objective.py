@@ -1,0 +1,73 @@
+"""What an objective is, in data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Shape = Callable[[Any, int, int], tuple[int, ...]]
+
+
+def of_tokens(config: Any, batch: int, length: int) -> tuple[int, ...]:
+    """[b, s]."""
+    return batch, length
+
+
+def vocabulary(config: Any) -> tuple[int, str]:
+    """``Objective.classes`` of all that predict tokens.
+
+    Raises:
+        AttributeError: the config has no vocabulary.
+    """
+    text = config.get_text_config(decoder=True)
+    return text.vocab_size, f"{text.attribute_map.get('vocab_size', 'vocab_size')} = {text.vocab_size}"
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a model is trained to do.
+
+    The loss is the same for all: cross entropy of each label, over logits [..., classes], summed where a loss
+    mask counts the label and divided by the number of those.
+
+    Attributes:
+        name: as ``--objective`` takes it.
+        auto_class: class of transformers that finds the HF class for a config, e.g. ``AutoModelForCausalLM``.
+        model: what such a model is called in messages.
+        inputs: arguments of the forward, without labels -> dtype, e.g. ``int64``.
+        shape, label_shape: HF config, batch and length -> shape of each input, and of the labels.
+        classes: HF config -> how many classes a label can be of, and the field that says so.
+        constants: further arguments of every forward.
+        sequence_length: HF config -> length of the sequences in the layers where the config fixes it, and why.
+    """
+
+    name: str
+    auto_class: str
+    model: str
+    inputs: Mapping[str, str]
+    shape: Shape = of_tokens
+    label_shape: Shape = of_tokens
+    classes: Callable[[Any], tuple[int, str]] = vocabulary
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    sequence_length: Callable[[Any], tuple[int, str] | None] = lambda config: None
+
+    def trial_inputs(self, config: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
+        """Arguments of a forward, without labels: zeros on meta."""
+        import torch
+
+        shape = self.shape(config, batch, length)
+        return {
+            name: torch.zeros(shape, dtype=getattr(torch, dtype), device="meta")
+            for name, dtype in self.inputs.items()
+        }
+
+    def trial(self, config: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
+        """The same with labels (int64)."""
+        import torch
+
+        labels = torch.zeros(self.label_shape(config, batch, length), dtype=torch.long, device="meta")
+        return {**self.trial_inputs(config, batch, length), "labels": labels}
