@@ -250,15 +250,21 @@ class Labelling(DefaultScalars):
                 if self.cuts[path] in ("row", "vocab"):
                     self.summed_outputs[id(result)] = path
                 self._set(result, self._cut_output(path, result.dim() - 1, tensors_in((args, kwargs))[0]))
-        if (
-            self.sequence_parallel
-            and self.structure
-            and path == self.structure.layer_path(self.structure.count - 1)
-        ):
+        self._note_sides(path, args, kwargs, changed)
+        if self.sequence_parallel and self.structure and path == self.structure.layer_path(self.structure.last):
             hidden = self.structure.slot.result(changed)
             whole = self._view(hidden, Label(active=True, fed=True))
             return self.structure.slot.rewrap(changed, whole)
         return None if changed is output else changed
+
+    def _note_sides(self, path: str, args: Any, kwargs: Any, output: Any) -> None:
+        """How what later layers read beside the hidden state is cut."""
+        for side in self.structure.sides if self.structure else ():
+            place = side.places[0]
+            if place.path == path and path:
+                label = self.label(place.tensor(args, kwargs, output))
+                if label.region in ("T", "S"):
+                    self.derived.sides[place] = label.along.dim if label.along else None
 
     def _view(self, tensor: torch.Tensor, label: Label) -> torch.Tensor:
         """The same values under another label."""
@@ -269,7 +275,9 @@ class Labelling(DefaultScalars):
 
     def _enter_layer(self, path: str, args: Any, kwargs: Any) -> Any:
         """Under sequence parallelism the hidden state is split when it enters the first layer."""
-        if not (self.sequence_parallel and self.structure) or path != self.structure.layer_path(0):
+        if not (self.sequence_parallel and self.structure) or path != self.structure.layer_path(
+            self.structure.first
+        ):
             return None
         hidden = self.structure.slot.get(args, kwargs)
         self.batch = hidden.shape[0]

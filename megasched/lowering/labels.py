@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from megasched.errors import Problem
+from megasched.lowering.crossing import Place
 from megasched.lowering.dims import Along
 
 
@@ -70,6 +71,8 @@ class Derived:
         forked: ``nn.Dropout`` modules on T activations.
         attention: attention module path -> (query heads, whether they are T).
         experts: module of experts -> region of the tokens that it takes.
+        sides: place of what later layers read beside the hidden state -> the dimension along which it is cut, if
+            it is; None where that could not be followed.
         problems: what can't be made right.
     """
 
@@ -89,4 +92,5 @@ class Derived:
     forked: set[str] = field(default_factory=set)
     attention: dict[str, tuple[int, bool]] = field(default_factory=dict)
     experts: dict[str, str] = field(default_factory=dict)
+    sides: dict[Place, int | None] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)

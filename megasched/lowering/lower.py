@@ -90,9 +90,9 @@ def lower_sequence_boundaries(
         if here(path):
             draw_forked(model.get_submodule(path))
     if first:
-        split_sequence(model.get_submodule(paths[0]), structure.slot, context.group)
+        split_sequence(model.get_submodule(paths[structure.first]), structure.slot, context.group)
     if last:
-        join_sequence(model.get_submodule(paths[-1]), structure.slot, context.group)
+        join_sequence(model.get_submodule(paths[structure.last]), structure.slot, context.group)
 
 
 def _lower_blocks(schedule: Schedule, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:

@@ -10,7 +10,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-from megatron.core.utils import make_viewless_tensor
 from torch import nn
 
 from megasched.assembly import Assembly
@@ -20,7 +19,8 @@ from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.megatron.checkpoint import Place, refuse_mismatch, sharded_entry
 from megasched.megatron.loss import VocabParallelLoss
 from megasched.megatron.recompute_flags import apply_recompute_flags
-from megasched.megatron.stage import Stage, StageEnd, Wire, make_stage, set_entry, set_exit
+from megasched.megatron.stage import Stage, StageEnd, make_stage, set_entry, set_exit, set_sides
+from megasched.megatron.wire import Packing, Wire, receive_hidden, send_hidden
 
 if TYPE_CHECKING:
     from megasched.lowering.plan import Plan
@@ -49,8 +49,14 @@ class ScheduledModel(MegatronModule):
         *,
         pg_collection: ProcessGroupCollection,
         vp_stage: int | None = None,
+        packing: Packing | None = None,
     ) -> None:
+        """
+        Args:
+            packing: how stage boundaries are crossed; None where the hidden state crosses them as it is.
+        """
         super().__init__(config)
+        self._packing = packing
         self.definition = definition
         self.plan, self.stage, self.vp_stage, self.pg_collection = plan, stage, vp_stage, pg_collection
         self.pre_process, self.post_process = stage.first, stage.last
@@ -81,6 +87,7 @@ class ScheduledModel(MegatronModule):
         if not self.stage.empty:
             set_entry(self.definition, structure, self.stage, self._wire)
             lower_sequence_boundaries(self.definition, context, here, first=self.stage.first, last=self.stage.last)
+            set_sides(self.definition, structure, self.stage, self._wire)
             set_exit(self.definition, structure, self.stage)
         self._fill_buffers(source)
         head = _path_of(self.definition, self.definition.get_output_embeddings()) if self.stage.last else ""
@@ -174,29 +181,36 @@ class ScheduledModel(MegatronModule):
         except StageEnd as end:
             return self._send(end.hidden)
         finally:
-            self._wire.received = None
+            self._wire.clear()
         if labels is None:
             return self._loss.whole(output.logits)
         return output.loss if calls_loss else self._loss(output.logits, labels)
 
     def _receive(self, input_ids: torch.Tensor | None) -> torch.Tensor:
-        """Token ids for the definition's forward: the real ones, or zeros of the batch's shape."""
+        """Token ids for the definition's forward: the real ones, or zeros where no layer here reads them."""
+        wire, sent = self._wire, self.input_tensor
         if self.stage.first:
             assert input_ids is not None
-            return input_ids
-        assert self.input_tensor is not None
-        hidden = self.input_tensor.transpose(0, 1).contiguous()  # definitions may view it
-        parts = self.pg_collection.tp.size() if self.plan.layout.sp else 1
-        wire = self._wire
-        wire.received, wire.device = hidden, hidden.device
-        wire.batch, wire.length = hidden.shape[0], hidden.shape[1] * parts
-        return torch.zeros(wire.batch, wire.length, dtype=torch.long, device=wire.device)
+            wire.batch, wire.length = input_ids.shape
+            ids = input_ids
+        else:
+            assert sent is not None
+            parts = self.pg_collection.tp.size() if self.plan.layout.sp else 1
+            wire.batch, wire.length, wire.device = sent.shape[1], sent.shape[0] * parts, sent.device
+            ids = torch.zeros(wire.batch, wire.length, dtype=torch.long, device=wire.device)
+            if self._packing is None:
+                wire.received = receive_hidden(sent)
+            else:
+                self._packing.receive(self.stage.start, wire, sent)
+        assert self.plan.structure is not None
+        read = self.plan.structure.token_ids
+        return ids if read is None else wire.values.setdefault(read, ids)
 
-    @staticmethod
-    def _send(hidden: torch.Tensor) -> torch.Tensor:
-        """[b, s, h] -> [s, b, h], no view: Megatron frees what it has sent."""
-        out = hidden.transpose(0, 1).contiguous()
-        return make_viewless_tensor(out, requires_grad=out.requires_grad, keep_graph=True)
+    def _send(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the next stage gets."""
+        if self._packing is None:
+            return send_hidden(hidden)
+        return self._packing.send(self.stage.stop, self._wire, hidden)
 
     # precision --------------------------------------------------------------------------------------
 

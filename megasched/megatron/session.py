@@ -25,8 +25,10 @@ from megasched.megatron.cut import balance, cuts_asked_for, layer_costs, layout_
 from megasched.schedule import Schedule
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
+    from megasched.megatron.wire import Packing
     from megasched.weights.source import WeightSource
 
 
@@ -41,6 +43,7 @@ class Session:
         renamed: parameter of a replaced module -> parameter of the definition it stands for.
         vocab_multiple: vocabularies are padded to a multiple of this.
         source: where the weights come from.
+        batch_shape: [b, s] of a micro-batch.
     """
 
     definition: PreTrainedModel
@@ -49,6 +52,7 @@ class Session:
     renamed: dict[str, str]
     vocab_multiple: int
     source: WeightSource | None = None
+    batch_shape: tuple[int, int] = (1, 1)
 
     @cached_property
     def plan(self) -> Plan:
@@ -62,10 +66,7 @@ class Session:
         for new, old in self.renamed.items():
             canonical = plan.canonical[new]
             plan.placements[canonical] = replace(plan.placements[canonical], name=old)
-        if plan.layout.pp > 1 and plan.structure is not None and plan.structure.crosses:
-            what = "layers read more of what earlier ones made than the hidden state, and Megatron's wire carries "
-            what += "that alone"
-            raise ScheduleError(Problem(what, plan.structure.layers, remedy="run it without pipeline stages"))
+        _refuse_stages(plan)
         return plan
 
     def pipeline_layout(self, sequence_length: int) -> str | None:
@@ -98,6 +99,23 @@ class Session:
             costs = layer_costs(self.replaced, structure, self.definition.config, sequence_length)
             asked = balance(*costs, stages)
         return asked
+
+    def packing(self, boundaries: list[int], dtype: torch.dtype) -> Packing | None:
+        """How stage boundaries before these layers are crossed; None where the hidden state crosses as it is.
+
+        Args:
+            dtype: of parameters.
+        """
+        from megasched.megatron.wire import Packing
+
+        structure, layout = self.plan.structure, self.plan.layout
+        assert structure is not None
+        parts = layout.tp if layout.sp else 1
+        packing = Packing(self.replaced, structure, dtype, parts, self.plan.derived.sides, layout.tp)
+        if not packing.needed(boundaries):
+            return None
+        packing.fit(boundaries, *self.batch_shape)
+        return packing
 
     def copy_of_definition(self) -> Any:
         """A definition (replacements made) for one stage to take apart."""
@@ -134,6 +152,20 @@ def open_session(args: Namespace, layout: Layout) -> Session:
         renamed = replace_modules(schedule, replaced)
     multiple = args.make_vocab_size_divisible_by * layout.tp
     return Session(definition, schedule, replaced, renamed, multiple)
+
+
+def _refuse_stages(plan: Plan) -> None:
+    """What no stage can do for the layers of others."""
+    structure = plan.structure
+    if plan.layout.pp == 1 or structure is None:
+        return
+    lost = [place.path for place, dim in plan.derived.sides.items() if dim is None]
+    if lost:
+        what = "later layers read what it makes, and how that is cut over TP could not be followed"
+        raise ScheduleError(Problem(what, lost[0], remedy="run it without pipeline stages, or without TP"))
+    if structure.uncuttable:
+        what = f"the layers can't be cut into pipeline stages: {structure.uncuttable}"
+        raise ScheduleError(Problem(what, structure.layers, remedy="run it without pipeline stages"))
 
 
 def _refuse_router_losses(config: Any, layout: Layout) -> None:
@@ -206,6 +238,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     session = open_session(args, layout_from_args(args))
     plan = session.plan
     session.source = weight_source(args, session.definition)
+    session.batch_shape = args.micro_batch_size, args.seq_length
     session.source.check({placement.name for placement in plan.placements.values()})
     if plan.structure is not None:  # of an encoder-decoder's config HF reads the other stack's depth
         args.num_layers = plan.structure.count
