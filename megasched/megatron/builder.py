@@ -18,6 +18,7 @@ from megatron.training.models.gpt import GPTModelBuilder
 
 from megasched.megatron.scheduled_model import ScheduledModel
 from megasched.megatron.session import get_session
+from megasched.megatron.shared import finalize_with_shared
 from megasched.megatron.stage import Stage
 
 
@@ -51,7 +52,8 @@ class ScheduledModelBuilder(GPTModelBuilder):
         if packing is not None:
             # Nothing but the shape of what is sent follows it any more: all sizes of layers are the definition's.
             config.hidden_size = packing.width
-        return ScheduledModel(
+        made = [Stage(*layers, index == 0, index == len(stages) - 1) for index, layers in enumerate(stages)]
+        chunk = ScheduledModel(
             config,
             session.copy_of_definition(),
             session.schedule,
@@ -60,8 +62,12 @@ class ScheduledModelBuilder(GPTModelBuilder):
             session.source,
             pg_collection=pg_collection,
             vp_stage=vp_stage,
+            stages=made,
             packing=packing,
         )
+        if chunk.shared_copies():
+            config.finalize_model_grads_func = finalize_with_shared(pp)
+        return chunk
 
 
 def _stages(config: Any, pp: int) -> list[tuple[int, int]]:

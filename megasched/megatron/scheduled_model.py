@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.megatron.checkpoint import Place, refuse_mismatch, sharded_entry
 from megasched.megatron.loss import VocabParallelLoss
 from megasched.megatron.recompute_flags import apply_recompute_flags
+from megasched.megatron.shared import shared_parameters
 from megasched.megatron.stage import Stage, StageEnd, make_stage, set_entry, set_exit, set_sides
 from megasched.megatron.wire import Packing, Wire, receive_hidden, send_hidden
 
@@ -49,10 +50,12 @@ class ScheduledModel(MegatronModule):
         *,
         pg_collection: ProcessGroupCollection,
         vp_stage: int | None = None,
+        stages: Sequence[Stage] = (),
         packing: Packing | None = None,
     ) -> None:
         """
         Args:
+            stages: all stages, in the order in which the model runs.
             packing: how stage boundaries are crossed; None where the hidden state crosses them as it is.
         """
         super().__init__(config)
@@ -63,8 +66,10 @@ class ScheduledModel(MegatronModule):
         self.input_tensor: torch.Tensor | None = None
         self._wire = Wire()
         self._device = _device(config)
+        self._trained = {name: parameter.requires_grad for name, parameter in definition.named_parameters()}
         self._build(schedule, source)
         self._tie()
+        self._share(stages)
 
     def _build(self, schedule: Schedule, source: WeightSource) -> None:
         plan, structure = self.plan, self.plan.structure
@@ -126,6 +131,27 @@ class ScheduledModel(MegatronModule):
             if weight is not None:
                 weight.shared_embedding = True
                 weight.shared = not self.stage.first
+
+    def _share(self, stages: Sequence[Stage]) -> None:
+        """Marks what this stage shares with others as Megatron marks the tied embedding: counted once."""
+        canonical = self.plan.canonical
+        ends = {canonical[_name_of(self.definition, get())] for get in self._embeddings()}
+        shared = shared_parameters(self.plan, stages)
+        tied = ends if self.share_embeddings_and_output_weights else set()
+        self._shared = {name: owner for name, owner in shared.items() if name not in tied}
+        for name, parameter in self.definition.named_parameters():
+            owner = self._shared.get(canonical.get(name, ""))
+            if owner is not None:
+                parameter.shared = stages[owner] != self.stage
+
+    def shared_copies(self) -> dict[str, nn.Parameter | torch.Size]:
+        """What stages share and train: name -> the copy here, or the shape of what is not here."""
+        copies = {self.plan.canonical.get(name, ""): p for name, p in self.definition.named_parameters()}
+        return {
+            name: copies[name] if name in copies else torch.Size(self.plan.local_shape(self.plan.placements[name]))
+            for name in self._shared
+            if self._trained[name]
+        }
 
     def _embeddings(self) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
         return self.definition.get_input_embeddings, self.definition.get_output_embeddings
@@ -264,9 +290,8 @@ class ScheduledModel(MegatronModule):
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         dp_rank = metadata["dp_cp_group"].rank()
         entries: dict[str, Any] = {}
-        shared = self.share_embeddings_and_output_weights and not self.stage.first
         for name, (parameter, assembly) in self.local_parameters().items():
-            copy = shared and parameter is self.shared_embedding_or_output_weight()
+            copy = getattr(parameter, "shared", False)  # of what another stage writes
             place = self.place(assembly, dp_rank)
             entries[prefix + _PREFIX + name] = sharded_entry(parameter, assembly, place, copy=copy)
         return entries

@@ -22,6 +22,7 @@ from megasched.lowering.plan import Plan
 from megasched.lowering.planning import make_plan
 from megasched.lowering.replacement import replace_modules
 from megasched.megatron.cut import balance, cuts_asked_for, layer_costs, layout_string
+from megasched.megatron.shared import refuse_overlap
 from megasched.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -237,6 +238,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
 
     session = open_session(args, layout_from_args(args))
     plan = session.plan
+    refuse_overlap(plan, args.overlap_grad_reduce)
     session.source = weight_source(args, session.definition)
     session.batch_shape = args.micro_batch_size, args.seq_length
     session.source.check({placement.name for placement in plan.placements.values()})
