@@ -117,6 +117,8 @@ class FlowRun(DefaultScalars):
 
     Attributes:
         found: every tensor with a place, in the order of their making; the first are the token ids.
+        bare: module -> where others read its parameters: the number of layers for what comes after them, None for
+            the model's own code before.
         refused: why the model can't be cut into stages; empty where it can.
     """
 
@@ -126,6 +128,9 @@ class FlowRun(DefaultScalars):
         self._order = {path: index for index, path in enumerate(layers)}
         self._indices = [int(path.rpartition(".")[2]) for path in layers]
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._owners: dict[str, set[str]] = defaultdict(set)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._owners[self._parameters[id(parameter)]].add(name.rpartition(".")[0])
         self._labels: dict[int, _Label] = {}
         self._numbers: dict[int, int] = {}
         self._kept: list[torch.Tensor] = []
@@ -135,6 +140,7 @@ class FlowRun(DefaultScalars):
         self._changed: set[int] = set()
         self._done = 0
         self.found: list[Found] = []
+        self.bare: dict[str, set[int | None]] = {}
         self.refused = ""
 
     def run(self, batch: int, length: int) -> None:
@@ -182,6 +188,7 @@ class FlowRun(DefaultScalars):
             self._read(item, place)
         names = [self._parameters[id(tensor)] for tensor in operands if id(tensor) in self._parameters]
         label |= {_Inner(place, name) for name in names}
+        self._note_bare(names, place)
         if str(func).startswith(_SHAPE_ONLY):
             label = _NOTHING
         for tensor in tensors_in(output):
@@ -191,6 +198,13 @@ class FlowRun(DefaultScalars):
             elif place is None and func._schema.is_mutable:
                 self._changed.add(number)
         return output
+
+    def _note_bare(self, names: list[str], place: int | None) -> None:
+        """Parameters that the code of another module reads than their own."""
+        running = {path for path, _ in self._running}
+        for name in names:
+            if not running & (self._owners[name] | self._order.keys()):
+                self.bare.setdefault(name.rpartition(".")[0], set()).add(place)
 
     def _read(self, item: int | _Inner, place: int) -> None:
         if isinstance(item, int):

@@ -98,6 +98,7 @@ class Structure:
         hidden: the shape of the hidden state; mostly [b, s, h].
         called: indices of the layers that a call with token ids runs; empty where it runs all.
         sides: what layers read of earlier ones beside the hidden state.
+        bare: modules outside of the layers whose parameters the code of others reads.
         uncuttable: why there can be no pipeline stages; empty where there can.
     """
 
@@ -111,6 +112,7 @@ class Structure:
     hidden: Shape = _UNKNOWN
     called: tuple[int, ...] = ()
     sides: tuple[Side, ...] = ()
+    bare: tuple[str, ...] = ()
     uncuttable: str = ""
 
     def trial_inputs(self) -> dict[str, torch.Tensor]:
@@ -236,6 +238,21 @@ def _calls_loss(model: nn.Module) -> bool:
     return called == [True]
 
 
+def _in_autograd(model: nn.Module, layer: str) -> bool:
+    """Whether gradients of a layer are autograd's, and not those of a function that the model brings."""
+    seen = []
+
+    def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if path == layer:
+            seen.append(torch.is_grad_enabled())
+            raise _Enough
+
+    inputs = {"input_ids": token_inputs(*SIZES[0])["input_ids"]}
+    with suppress(_Enough), call_hooks(model, before):
+        run_on_meta(model, inputs, autograd=True)
+    return seen == [True]
+
+
 def find_structure(model: nn.Module) -> Structure:
     """The structure of an HF causal language model.
 
@@ -257,9 +274,17 @@ def find_structure(model: nn.Module) -> Structure:
     run = FlowRun(probe, [call.path for call in of_layers], outside, found.slot)
     run.run(*SIZES[0])
     found.uncuttable = run.refused
+    if not _in_autograd(probe, of_layers[0].path):
+        found.uncuttable = "the model computes their gradients by a function of its own"
+    found.bare = tuple(run.bare)
     start, end = calls.index(of_layers[0]), of_layers[-1].end
     found.before = {call.path: None for call in calls[:start] if call.path in outside}
     found.after = tuple(dict.fromkeys(call.path for call in calls[end:] if call.path in outside))
+    for path, places in run.bare.items():
+        if places == {called[-1] + 1}:
+            found.after += (path,) if path not in found.after else ()
+        elif called[-1] + 1 in places or path in found.after:
+            found.uncuttable = found.uncuttable or f"the parameters of {path} are read before the layers and after"
     between: dict[str, list[int]] = defaultdict(list)
     for number, call in enumerate(calls[start:end], start):
         if call.path in outside:

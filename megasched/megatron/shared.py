@@ -1,7 +1,7 @@
 """Parameters that layers of several stages share: one value, so one gradient, summed over the stages.
 
-The tie of the embedding and the head is Megatron's own affair. Of any other, each stage has a copy; all start alike
-and get the same gradient before Megatron finalizes gradients.
+The tie of the embedding and the head is Megatron's own affair. Of any other, each stage has a copy; all start
+alike and get the same gradient before Megatron finalizes gradients.
 """
 
 from __future__ import annotations

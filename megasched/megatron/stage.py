@@ -97,20 +97,27 @@ def make_stage(model: nn.Module, structure: Structure, stage: Stage, wire: Wire,
             hollow_out(module)
             wrap_forward(module, _dummy(structure, path, shapes, wire, dtype))
     for path, module in model.named_modules():
+        if stage.holds(structure, path) or next(module.parameters(recurse=False), None) is None:
+            continue
         if structure.holds_layers(path):
-            if not stage.holds(structure, path):
-                _zero_own(module, dtype)
-        elif next(module.parameters(recurse=False), None) is not None and not stage.holds(structure, path):
+            _zero_own(module, dtype)
+        else:
             hollow_out(module)
+    for path in structure.bare:
+        if not stage.holds(structure, path):
+            _zero_own(model.get_submodule(path), dtype)
 
 
 def _zero_own(module: nn.Module, dtype: torch.dtype) -> None:
-    """Zeros in the place of the parameters of a module around the layers: its own code computes with them."""
-    for name, parameter in list(module._parameters.items()):
-        if parameter is not None:
-            del module._parameters[name]
-            zeros = torch.zeros(parameter.shape, dtype=dtype, device="cpu")
-            module.register_buffer(name, zeros, persistent=False)
+    """Zeros in the place of a module's own parameters, for the code of others that computes with them."""
+    gone = {
+        name: held for name, held in module.__dict__.items() if isinstance(held, torch.Tensor) and held.is_meta
+    }
+    held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    for name, tensor in {**gone, **held}.items():
+        module._parameters.pop(name, None)
+        module.__dict__.pop(name, None)
+        module.register_buffer(name, torch.zeros(tensor.shape, dtype=dtype), persistent=False)
 
 
 def set_entry(model: nn.Module, structure: Structure, stage: Stage, wire: Wire) -> None:

@@ -9,7 +9,7 @@ and its gradient, so integers arrive as they were, and so do floats of another p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,14 +85,16 @@ class Packing:
     width: int = 0
     _measured: dict[tuple[int, int], dict[Place, torch.Tensor]] = field(default_factory=dict)
 
-    def needed(self, boundaries: Iterable[int]) -> bool:
+    def needed(self, boundaries: Sequence[int]) -> bool:
         """Whether these cuts take more than the hidden state as it is."""
+        if not boundaries:
+            return False
         hidden = self.structure.hidden
         plain = len(hidden.dims) == 3 and hidden.dims[:2] == ("b", "s") and isinstance(hidden.dims[2], int)
         plain = plain and hidden.run_dtype(self.dtype) == self.dtype
         return not plain or any(self.structure.sides_at(boundary) for boundary in boundaries)
 
-    def fit(self, boundaries: Iterable[int], batch: int, length: int) -> None:
+    def fit(self, boundaries: Sequence[int], batch: int, length: int) -> None:
         """Makes what is sent [s, b, w] wide enough for all of these cuts."""
         room = max(sum(piece.room for piece in self.pieces(boundary, batch, length)) for boundary in boundaries)
         row = length // self.parts * batch * self.dtype.itemsize
