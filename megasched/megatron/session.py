@@ -115,6 +115,10 @@ class Session:
         packing = Packing(self.replaced, structure, dtype, parts, self.plan.derived.sides, layout.tp)
         if not packing.needed(boundaries):
             return None
+        if self.plan.blocks:  # its layers read the config's hidden_size, which is what is sent then
+            what = "more than the hidden state goes from stage to stage, and Megatron's layers know no more"
+            remedy = "use another level than block, or no pipeline stages"
+            raise ScheduleError(Problem(what, min(self.plan.blocks), remedy=remedy))
         packing.fit(boundaries, *self.batch_shape)
         return packing
 

@@ -1,9 +1,13 @@
 """Stages of models whose layers read more than the hidden state, or that are built otherwise than most."""
 
 import pytest
+import torch
 
 from megasched.verify.parity import TOLERANCE, check_layout
+from megasched.verify.rank_pool import RankError
+from megasched.verify.shrink import TOKENS, VOCABULARY
 from megasched.verify.small_models import write_small_model
+from megasched.verify.trainer_run import gather, losses, train
 
 # Model type -> layout, and what it is here for.
 CASES = {
@@ -32,3 +36,39 @@ def test_reversible_layers_are_refused(ranks, tmp_path):
     assert outcome.verdict == "refused"
     assert "the model computes their gradients by a function of its own" in outcome.why
     assert check_layout(ranks, folder, "one").verdict == "equal"
+
+
+PP2 = ["--pipeline-model-parallel-size", "2"]
+SAVE = ["--vocab-size", str(VOCABULARY), "--use-distributed-optimizer", "--ckpt-format", "torch_dist"]
+SAVE += ["--dist-ckpt-optim-fully-reshardable", "--override-opt-param-scheduler"]
+
+
+def test_a_parameter_of_several_stages_is_trained_and_written_as_one(ranks, tmp_path):
+    """Zamba's shared block: several steps at PP2 as on one rank, and a checkpoint of PP2 goes on there."""
+    (folder,) = ranks.run(1, write_small_model, "zamba", str(tmp_path / "model"))
+    options = {"random_init": False, "tokens": TOKENS}
+    whole = ranks.run(1, train, folder, SAVE, iterations=4, **options)
+    staged = ranks.run(2, train, folder, [*PP2, *SAVE], iterations=4, **options)
+    saving = [*PP2, *SAVE, "--save", str(tmp_path / "ckpt"), "--save-interval", "2"]
+    ranks.run(2, train, folder, saving, iterations=2, **options)
+    load = ["--load", str(tmp_path / "ckpt")]
+    resumed = [
+        ranks.run(world, train, folder, [*flags, *SAVE, *load], iterations=4, **options)
+        for world, flags in ((1, []), (2, PP2))
+    ]
+    expected = gather(whole, "weights", 1)
+    for run, begin in ((staged, 0), (resumed[0], 2), (resumed[1], 2)):
+        torch.testing.assert_close(losses(run), losses(whole)[begin:], rtol=2e-6, atol=0)
+        for report in run:
+            torch.testing.assert_close(report.grad_norms, whole[0].grad_norms[begin:], rtol=1e-5, atol=0)
+        weights = gather(run, "weights", 1)
+        assert weights.keys() == expected.keys()
+        for name, wanted in expected.items():
+            torch.testing.assert_close(weights[name], wanted, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_shared_parameters_need_their_gradients_before_they_are_reduced(ranks, tmp_path):
+    (folder,) = ranks.run(1, write_small_model, "zamba", str(tmp_path))
+    flags = [*PP2, "--overlap-grad-reduce", "--vocab-size", str(VOCABULARY)]
+    with pytest.raises(RankError, match="leave out --overlap-grad-reduce"):
+        ranks.run(2, train, folder, flags, iterations=1)
