@@ -1,59 +1,321 @@
-"""Whether anything but the hidden state goes from layer to layer: a pipeline's wire carries nothing else."""
+"""What layers read of earlier ones beside the hidden state, found by following tensors through a run on meta.
+
+A *side* is a tensor that some module returns, or writes into a mapping that it is handed, and that is read past
+the next layer: shared keys and values, indices, embeddings that later layers come back to. A pipeline has
+to carry it along the hidden state. What the model's own code makes of sides between its modules is made again on
+every stage, and so is what depends on no parameter.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from megasched.lowering.meta_call import DefaultScalars, tensors_in
+from megasched.lowering.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
+
+if TYPE_CHECKING:
+    from megasched.lowering.structure import Slot
+
+# Operations that look at the shape and dtype of an operand, not at its values.
+_SHAPE_ONLY = tuple(
+    f"aten.{name}{form}"
+    for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+    for form in ("_like.", ".")
+) + tuple(f"aten.new_{name}." for name in ("empty", "empty_strided", "zeros", "ones", "full"))
+
+BEFORE = -1  # where modules run that the model calls before its layers
 
 
-class UsesRun(DefaultScalars):
-    """A run that remembers which operation made each tensor that parameters went into, and which read it.
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor stands once a module has run.
 
     Attributes:
-        count: operations so far.
+        path: the module; "" for the model's own input.
+        index: in the returned tuple or list, or in the entry; None for the returned tensor (the entry) itself.
+        argument, key: for a tensor that the module wrote into a mapping it was handed: position (int) or name
+            (str) of that argument, and the entry's key.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+    path: str
+    index: int | None = None
+    argument: int | str | None = None
+    key: Any = None
+
+    def tensor(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:
+        """The tensor, after the module ran with these arguments and returned ``output``."""
+        value = output if self.argument is None else self._mapping(args, kwargs)[self.key]
+        return value if self.index is None else value[self.index]
+
+    def put(self, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+        """What the module returns with the tensor in its place, or ``output`` where it is in a mapping."""
+        if self.argument is None:
+            return self._in(output, tensor)
+        mapping = self._mapping(args, kwargs)
+        mapping[self.key] = self._in(mapping.get(self.key, ()), tensor)
+        return output
+
+    def _mapping(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MutableMapping[Any, Any]:
+        return args[self.argument] if isinstance(self.argument, int) else kwargs[str(self.argument)]
+
+    def _in(self, value: Any, tensor: torch.Tensor) -> Any:
+        if self.index is None:
+            return tensor
+        found = [*value, *[None] * (self.index + 1 - len(value))]
+        found[self.index] = tensor
+        return found if isinstance(value, list) else tuple(found)
+
+
+@dataclass(frozen=True)
+class Side:
+    """A tensor that is read past the layer after the one that made it.
+
+    Attributes:
+        made: the layer that made it, or the one before which a module outside of the layers did; ``BEFORE``.
+        read: the last layer that reads it; the number of layers for what comes after them.
+        places: where it stands, the module that made it first. A layer that hands it on has a place, too.
+    """
+
+    made: int
+    read: int
+    places: tuple[Place, ...] = ()
+
+    def crosses(self, boundary: int) -> bool:
+        """Whether a cut before the layer ``boundary`` has it made on one side and read on the other."""
+        return self.made < boundary <= self.read
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """Stands for what is made inside a layer, or of parameters of the model's own, and has no place yet."""
+
+    layer: int | None
+    name: str
+
+
+@dataclass
+class Found:
+    """A tensor with a place, as one run saw it."""
+
+    tensor: torch.Tensor
+    made: int
+    read: int = BEFORE
+    places: list[Place] = field(default_factory=list)
+
+
+_Label = frozenset[int | _Inner]
+_NOTHING: _Label = frozenset()
+
+
+class FlowRun(DefaultScalars):
+    """A run that knows of each tensor what it is made of.
+
+    Attributes:
+        found: every tensor with a place, in the order of their making; the first are the token ids.
+        bare: module -> where others read its parameters: the number of layers for what comes after them, None for
+            the model's own code before.
+        refused: why the model can't be cut into stages; empty where it can.
+    """
+
+    def __init__(self, model: nn.Module, layers: Collection[str], outside: Collection[str], slot: Slot) -> None:
         super().__init__()
-        self.count = 0
-        self._parameters = {id(parameter) for parameter in parameters}
-        self._made: dict[int, int] = {}
-        self._read: list[tuple[int, int]] = []
+        self._model, self._outside, self._slot = model, outside, slot
+        self._order = {path: index for index, path in enumerate(layers)}
+        self._indices = [int(path.rpartition(".")[2]) for path in layers]
+        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._owners: dict[str, set[str]] = defaultdict(set)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._owners[self._parameters[id(parameter)]].add(name.rpartition(".")[0])
+        self._labels: dict[int, _Label] = {}
+        self._numbers: dict[int, int] = {}
         self._kept: list[torch.Tensor] = []
+        self._entries: dict[tuple[Any, Any], int] = {}
+        self._running: list[tuple[str, set[int]]] = []  # modules outside of the layers, or one layer
+        self._calls: Counter[str] = Counter()
+        self._changed: set[int] = set()
+        self._done = 0
+        self.found: list[Found] = []
+        self.bare: dict[str, set[int | None]] = {}
+        self.refused = ""
+
+    def run(self, inputs: Mapping[str, torch.Tensor], first_stage_only: str | None) -> None:
+        """One forward of the model.
+
+        Args:
+            inputs: arguments of the forward, on meta.
+            first_stage_only: the one that later stages do not have.
+        """
+        if first_stage_only is not None:
+            ids = inputs[first_stage_only]
+            self.found.append(Found(ids, BEFORE, places=[Place("")]))
+            self._numbers[id(ids)] = 0
+            self._set(ids, frozenset([0]))
+        with call_hooks(self._model, self._before, self._after):
+            run_on_meta(self._model, inputs, self)
+        self._join_entries()
+        for found in self.sides():
+            where = found.places[0].path
+            if self._numbers[id(found.tensor)] in self._changed:
+                self._refuse(f"what {where} returns is changed in place by the model's own code, and read later")
+            if self._calls[where] > 1:
+                self._refuse(f"{where} runs {self._calls[where]} times, and what it returns is read later")
+
+    # where we are -----------------------------------------------------------------------------------
+
+    @property
+    def _next(self) -> int:
+        """Index of the layer that runs next, or runs."""
+        return self._indices[self._done] if self._done < len(self._indices) else self._end
+
+    def _place(self) -> int | None:
+        """The layer that reads what is read now; None for the model's own code, which runs on every stage."""
+        if self._done == len(self._indices):
+            return self._next
+        if not self._running:
+            return None
+        inside = self._running[0][0] in self._order
+        return self._next if inside or self._done else BEFORE
+
+    # operations -------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        self.count += 1
-        operands = {id(tensor) for tensor in tensors_in((args, kwargs))}
-        made = operands & self._made.keys()
-        self._read += [(self.count, tensor) for tensor in made]
-        if made or operands & self._parameters:
-            for tensor in tensors_in(output):  # indices that are chosen by what was computed, too
-                self._made.setdefault(id(tensor), self.count)
-                self._kept.append(tensor)  # keeps the id from being given to another tensor
+        operands = tensors_in((args, kwargs))
+        place = self._place()
+        label: _Label = _NOTHING.union(*(self._labels.get(id(tensor), _NOTHING) for tensor in operands))
+        for item in sorted(label, key=repr) if place is not None else ():
+            self._read(item, place)
+        names = [self._parameters[id(tensor)] for tensor in operands if id(tensor) in self._parameters]
+        label |= {_Inner(place, name) for name in names}
+        self._note_bare(names, place)
+        if str(func).startswith(_SHAPE_ONLY):
+            label = _NOTHING
+        for tensor in tensors_in(output):
+            number = self._numbers.get(id(tensor))
+            if number is None:
+                self._set(tensor, label)
+            elif place is None and func._schema.is_mutable:
+                self._changed.add(number)
         return output
 
-    def crosses(self, layers: Sequence[tuple[int, int]], hidden: Sequence[torch.Tensor]) -> bool:
-        """Whether a tensor was read past the layer after the one that made it, the hidden state left out.
+    def _note_bare(self, names: list[str], place: int | None) -> None:
+        """Parameters that the code of another module reads than their own."""
+        running = {path for path, _ in self._running}
+        for name in names:
+            if not running & (self._owners[name] | self._order.keys()):
+                self.bare.setdefault(name.rpartition(".")[0], set()).add(place)
 
-        Args:
-            layers: operations done when each layer began, and when it ended.
-            hidden: what each layer returned as the hidden state.
-        """
-        bounds = [bound for layer in layers for bound in layer]
-        states = {id(tensor): 2 * index + 1 for index, tensor in enumerate(hidden)}
-        for operation, tensor in self._read:
-            made, read = (bisect_left(bounds, number) for number in (self._made[tensor], operation))
-            made = states.get(tensor, made)
-            # Odd places are layers, even ones what lies before, between and after them.
-            reach = made + 2 if tensor in states else made + 1 - made % 2
-            if not made <= read <= reach:
-                return True
-        return False
+    def _read(self, item: int | _Inner, place: int) -> None:
+        if isinstance(item, int):
+            self.found[item].read = max(self.found[item].read, place)
+        elif item.layer is None and place not in (BEFORE, self._end):
+            self._refuse(f"{item.name}, which is in no layer, goes into what layer {place} reads")
+        elif item.layer is not None and item.layer != place:
+            self._refuse(f"layer {place} reads what layer {item.layer} made of {item.name}, and was not handed it")
+
+    @property
+    def _end(self) -> int:
+        """Stands for what runs after the layers."""
+        return self._indices[-1] + 1
+
+    def _refuse(self, why: str) -> None:
+        self.refused = self.refused or why
+
+    def _set(self, tensor: torch.Tensor, label: _Label) -> None:
+        self._kept.append(tensor)  # keeps the id from being given to another tensor
+        self._labels[id(tensor)] = label
+
+    # modules ----------------------------------------------------------------------------------------
+
+    def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if path not in self._order and not self._is_outside(path):
+            return None
+        if path in self._order and not self._done:
+            # The hidden state comes to the first layer over the wire where this is on another stage, so
+            # whatever went into it is not read here.
+            whole = self._slot.get(args, kwargs)
+            hidden = whole.view_as(whole)
+            self._set(hidden, frozenset([_Inner(self._next, "the hidden state")]))
+            args, kwargs = self._slot.put(hidden, args, kwargs)
+        self._running.append((path, {id(tensor) for tensor in tensors_in((args, kwargs))}))
+        if path not in self._order:
+            return None
+        self._entries = {place: id(entry) for place, entry in _entries(args, kwargs)}
+        self._arguments = args, kwargs
+        return args, kwargs
+
+    def _is_outside(self, path: str) -> bool:
+        in_layer = bool(self._running) and self._running[0][0] in self._order
+        return path in self._outside and not in_layer
+
+    def _after(self, path: str, module: nn.Module, output: Any) -> None:
+        if not self._running or self._running[-1][0] != path:
+            return
+        _, handed = self._running.pop()
+        if path not in self._order:
+            self._calls[path] += 1
+            made = BEFORE if not self._done else self._next
+            self._mark(output, made, handed, lambda index: Place(path, index))
+            return
+        for (argument, key), entry in _entries(*self._arguments):
+            if self._entries.get((argument, key)) != id(entry):
+                self._mark(entry, self._next, set(), lambda index, a=argument, k=key: Place(path, index, a, k))
+        self._mark(output, self._next, handed, lambda index: Place(path, index))
+        self._done += 1
+
+    def _mark(self, value: Any, made: int, handed: Collection[int], place: Callable[[int | None], Place]) -> None:
+        """Gives a place to a tensor, or to those of a tuple; what a module was handed it need not make."""
+        leaves = enumerate(value) if isinstance(value, (tuple, list)) else [(None, value)]
+        for index, tensor in leaves:
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            number = self._numbers.get(id(tensor))
+            if number is None and id(tensor) in handed:
+                continue
+            if number is None:
+                number = self._numbers[id(tensor)] = len(self.found)
+                self.found.append(Found(tensor, made))
+                self._set(tensor, frozenset([number]))
+            self.found[number].places.append(place(index))
+
+    # results ----------------------------------------------------------------------------------------
+
+    def sides(self) -> list[Found]:
+        """What a pipeline may have to carry beside the hidden state."""
+        return [found for found in self.found if found.read > self._until(found)]
+
+    def _join_entries(self) -> None:
+        """The tensors of one entry of a mapping go together."""
+        last: dict[tuple[Any, ...], int] = defaultdict(lambda: BEFORE)
+        entries = [(found, found.places[0]) for found in self.found if found.places[0].argument is not None]
+        for found, place in entries:
+            entry = (place.path, place.argument, place.key)
+            last[entry] = max(last[entry], found.read)
+        for found, place in entries:
+            found.read = last[place.path, place.argument, place.key]
+
+    def _until(self, found: Found) -> int:
+        """The last layer that gets the tensor without a side."""
+        if found.places[0] == self._hidden_of(found.made):
+            later = [index for index in self._indices if index > found.made]
+            return later[0] if later else self._end
+        return found.made
+
+    def _hidden_of(self, layer: int) -> Place | None:
+        path = next((path for path, order in self._order.items() if self._indices[order] == layer), None)
+        return None if path is None else Place(path, self._slot.output)
+
+
+def _entries(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, Any], Any]]:
+    """(argument, key) and entry of every mapping among a layer's arguments."""
+    for argument, value in [*enumerate(args), *kwargs.items()]:
+        if isinstance(value, MutableMapping):
+            for key, entry in value.items():
+                yield (argument, key), entry

@@ -259,15 +259,21 @@ class Labelling(DefaultScalars):
                 if self.cuts[path] in ("row", "vocab"):
                     self.summed_outputs[id(result)] = path
                 self._set(result, self._cut_output(path, result.dim() - 1, tensors_in((args, kwargs))[0]))
-        if (
-            self.sequence_parallel
-            and self.structure
-            and path == self.structure.layer_path(self.structure.count - 1)
-        ):
+        self._note_sides(path, args, kwargs, changed)
+        if self.sequence_parallel and self.structure and path == self.structure.layer_path(self.structure.last):
             hidden = self.structure.slot.result(changed)
             whole = self._view(hidden, Label(active=True, fed=True))
             return self.structure.slot.rewrap(changed, whole)
         return None if changed is output else changed
+
+    def _note_sides(self, path: str, args: Any, kwargs: Any, output: Any) -> None:
+        """How what later layers read beside the hidden state is cut."""
+        for side in self.structure.sides if self.structure else ():
+            place = side.places[0]
+            if place.path == path and path:
+                label = self.label(place.tensor(args, kwargs, output))
+                if label.region in ("T", "S"):
+                    self.derived.sides[place] = label.along.dim if label.along else None
 
     def _view(self, tensor: torch.Tensor, label: Label) -> torch.Tensor:
         """The same values under another label."""
@@ -290,7 +296,7 @@ class Labelling(DefaultScalars):
             self.derived.split_slots[path] = tuple(whole)
         found.update({key: self._view(found[key], _SPLIT) for key in whole})
         args, kwargs = tuple(found[index] for index in range(len(args))), {name: found[name] for name in kwargs}
-        if path == self.structure.layer_path(0):
+        if path == self.structure.layer_path(self.structure.first):
             return slot.put(self._view(hidden, _SPLIT), args, kwargs)
         return (args, kwargs) if whole else None
 
@@ -309,10 +315,11 @@ class Labelling(DefaultScalars):
             for slot, value in found.items()
             if any(self.label(tensor).active and tensor.is_floating_point() for tensor in tensors_in(value))
         }
-        known = ("S", Along(1)) if self.sequence_parallel else ("R", None)
-        labels = [self.label(v) if isinstance(v, torch.Tensor) else Label("T") for v in active.values()]
-        usable = all((label.region, label.along) == known for label in labels)
+        labels = {key: self.label(v) if isinstance(v, torch.Tensor) else Label("T") for key, v in active.items()}
+        known = (("R", None), ("S", Along(1)))
+        usable = all((label.region, label.along) in known for label in labels.values())
         slots = tuple(active) if usable else ()
+        self.derived.whole_slots[path] = {key for key in slots if labels[key].region == "R"}
         if self.slots.setdefault(path, slots) != slots:
             slots = self.slots[path] = ()
         if path not in self.regions:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from megasched.errors import Problem
+from megasched.lowering.crossing import Place
 from megasched.lowering.dims import Along
 
 
@@ -62,6 +63,7 @@ class Derived:
         regions: module path -> where a TP region begins for several columns, or for a whole module.
         needed_regions: those of them without which the numbers would be wrong: something inside that is whole
             meets shards, or the whole sequence. Whole tensors inside have partial gradients.
+        whole_slots: module path -> those arguments of a region there that are not split along the sequence.
         exits: needed region -> which leaves of what it returns are such tensors, and leave it; how they are cut
             along the sequence then, None for those that stay whole.
         inside: columns and rows that read a whole tensor inside of a needed region.
@@ -76,6 +78,8 @@ class Derived:
         forked: ``nn.Dropout`` modules on T activations.
         attention: attention module path -> (query heads, whether they are T).
         experts: module of experts -> region of the tokens that it takes.
+        sides: place of what later layers read beside the hidden state -> the dimension along which it is cut, if
+            it is; None where that could not be followed.
         problems: what can't be made right.
     """
 
@@ -87,6 +91,7 @@ class Derived:
     complete: set[str] = field(default_factory=set)
     regions: dict[str, Region] = field(default_factory=dict)
     needed_regions: set[str] = field(default_factory=set)
+    whole_slots: dict[str, set[int | str]] = field(default_factory=dict)
     exits: dict[str, dict[int, Along | None]] = field(default_factory=lambda: defaultdict(dict))
     inside: set[str] = field(default_factory=set)
     rows_inside: set[str] = field(default_factory=set)
@@ -98,4 +103,5 @@ class Derived:
     forked: set[str] = field(default_factory=set)
     attention: dict[str, tuple[int, bool]] = field(default_factory=dict)
     experts: dict[str, str] = field(default_factory=dict)
+    sides: dict[Place, int | None] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from megasched.lowering.experts import lower_experts
 from megasched.lowering.graphs import trace_modules
 from megasched.lowering.joining import fused_paths
 from megasched.lowering.joint import JointColumns
+from megasched.lowering.labels import Region
 from megasched.lowering.linear import lower_linear
 from megasched.lowering.linear_te import TeProduct, lower_te_linear
 from megasched.lowering.local_attributes import divide_local_attributes
@@ -58,14 +59,7 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
     fused = fused_paths(plan)
     traced = trace_modules(model, context, here)  # before anything wraps a module: regions stay outermost
     fuse_norms(model, lambda path: alone(path) and fused(path) and not traced(path))
-    for path, (slots, columns) in regions.items():
-        if alone(path):
-            module = model.get_submodule(path)
-            whole = bool(columns) and plan.derived.whole_inputs.issuperset(columns)
-            split = context.splits_sequence(path) and not whole
-            enter_region(module, slots, context.group, split, whole=path in plan.derived.needed_regions)
-            if path in plan.derived.exits:
-                leave_region(module, slots[0], plan.derived.exits[path], context.group)
+    _lower_regions(regions, model, context, alone)
     divide_local_attributes(schedule.roles, model, context, alone)
     _settle_attention(model, context, alone)
     for path in plan.derived.forked:
@@ -93,9 +87,9 @@ def lower_sequence_boundaries(
         draw_forked(layer)
         split_arguments(layer, context.plan.derived.split_slots.get(path, ()), context.group)
     if first:
-        split_sequence(model.get_submodule(paths[0]), structure.slot, context.group)
+        split_sequence(model.get_submodule(paths[structure.first]), structure.slot, context.group)
     if last:
-        join_sequence(model.get_submodule(paths[-1]), structure.slot, context.group)
+        join_sequence(model.get_submodule(paths[structure.last]), structure.slot, context.group)
 
 
 def _lower_blocks(schedule: Schedule, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
@@ -156,6 +150,22 @@ def _lower_whole(path: str, module: nn.Module, context: Context) -> None:
             parameter = nn.Parameter(torch.empty(placement.shape, dtype=dtype, device=context.device))
             setattr(module, name, parameter)
         context.adopt(parameter, placement, held)
+
+
+def _lower_regions(
+    regions: Mapping[str, Region], model: nn.Module, context: Context, here: Callable[[str], bool]
+) -> None:
+    """Wraps the modules where activations are taken over to TP once for all inside."""
+    derived = context.plan.derived
+    for path, (slots, columns) in regions.items():
+        if not here(path):
+            continue
+        module, needed = model.get_submodule(path), path in derived.needed_regions
+        split = context.splits_sequence(path) and not (columns and derived.whole_inputs.issuperset(columns))
+        whole = derived.whole_slots[path] if needed else ()
+        enter_region(module, slots, context.group, split, needed=needed, whole=whole)
+        if path in derived.exits:
+            leave_region(module, slots[0], derived.exits[path], context.group)
 
 
 def _settle_attention(model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:

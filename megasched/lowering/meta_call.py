@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasched.errors import MegaschedError, Problem, ScheduleError
@@ -53,7 +54,30 @@ class DefaultScalars(TorchDispatchMode):
         if func is torch.ops.aten._grouped_mm.default and args[1].dim() == 3:
             # Its rule for meta takes bfloat16 alone, the kernels for CPUs and newer GPUs more than that.
             return args[0].new_empty(args[0].shape[0], args[1].shape[2])
+        if func is torch.ops.aten.index.Tensor:  # by a mask: one place, as above
+            args = (args[0], [place for index in args[1] for place in _one_place(index)])
+        if func is torch.ops.aten.split_with_sizes.default and not sum(args[1]):  # sizes that were asked for
+            sizes = [args[0].shape[args[2] if len(args) > 2 else 0], *args[1][1:]]
+            args = (args[0], sizes, *args[2:])
         return self._results.call(func, args, kwargs or {})
+
+
+def _one_place(index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The indices of one place of those that a mask selects; an index that is no mask as it is."""
+    if index is None or index.dtype != torch.bool:
+        return [index]
+    return [index.new_empty(1, dtype=torch.long) for _ in index.shape]
+
+
+class _DefaultLists(TorchFunctionMode):
+    """The same for ``tolist``, which no dispatch sees."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.tolist and args[0].is_meta:
+            return torch.zeros_like(args[0], device="cpu").tolist()
+        return func(*args, **(kwargs or {}))
 
 
 def to_meta(value: Any) -> Any:
@@ -114,10 +138,12 @@ def call_hooks(
             handle.remove()
 
 
-def run_on_meta(model: nn.Module, inputs: Mapping[str, Any], mode: TorchDispatchMode | None = None) -> Any:
-    """One forward in training mode without autograd; the model must be a ``meta_copy``."""
+def run_on_meta(
+    model: nn.Module, inputs: Mapping[str, Any], mode: TorchDispatchMode | None = None, *, autograd: bool = False
+) -> Any:
+    """One forward in training mode; the model must be a ``meta_copy``."""
     model.train()
-    with torch.no_grad(), torch.device("meta"), mode or DefaultScalars():
+    with torch.set_grad_enabled(autograd), torch.device("meta"), _DefaultLists(), mode or DefaultScalars():
         return model(**inputs)
 
 

@@ -24,7 +24,13 @@ from megasched.lowering.wrap import Forward, wrap_forward
 
 
 def enter_region(
-    module: nn.Module, slots: Sequence[int | str], group: Any, split: bool, *, whole: bool = False
+    module: nn.Module,
+    slots: Sequence[int | str],
+    group: Any,
+    split: bool,
+    *,
+    needed: bool = False,
+    whole: Collection[int | str] = (),
 ) -> None:
     """Takes the arguments at ``slots`` over to TP once, for all column linears inside.
 
@@ -32,9 +38,10 @@ def enter_region(
     columns inside then reduce nothing themselves.
 
     Args:
-        whole: others than linears read it, which may view it as no transposed tensor can be.
+        needed: others than linears read it, which may view it as no transposed tensor can be.
+        whole: those of a needed region's slots that are not split.
     """
-    if whole:
+    if needed:
         transfer = functools.partial(_gather_contiguous if split else sum_gradient, group=group)
     else:
         transfer = functools.partial(
@@ -42,12 +49,13 @@ def enter_region(
         )
     # In a graph of a module around this one it stays a call: a trace would lose its backward.
     take = functools.partial(opaque.call, "enter_region", transfer)
+    take_whole = functools.partial(opaque.call, "enter_region", functools.partial(sum_gradient, group=group))
 
     def wrapper(forward: Forward) -> Forward:
         def entered(*args: Any, **kwargs: Any) -> Any:
             found = dict([*enumerate(args), *kwargs.items()])
-            given = {id(found[slot]): found[slot] for slot in slots}  # one tensor may stand in several
-            taken = {key: take(tensor) for key, tensor in given.items()}
+            given = {id(found[slot]): slot for slot in slots}  # one tensor may stand in several
+            taken = {key: (take_whole if slot in whole else take)(found[slot]) for key, slot in given.items()}
             found.update({slot: taken[id(found[slot])] for slot in slots})
             return forward(*(found[index] for index in range(len(args))), **{name: found[name] for name in kwargs})
 

@@ -6,7 +6,7 @@ stage be cut out of any definition whose layers form a list.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
-from megasched.lowering.crossing import UsesRun
+from megasched.lowering.crossing import FlowRun, Place, Side
 from megasched.lowering.meta_call import (
     call_hooks,
     meta_copy,
@@ -24,10 +24,8 @@ from megasched.lowering.meta_call import (
     tensors_in,
     token_inputs,
 )
-from megasched.objectives import objective_of
-
-# Two (batch, sequence) sizes: a dimension of an output that follows either shows itself by the difference.
-_SIZES = ((2, 5), (3, 7))
+from megasched.lowering.shape import SIZES, FollowsNeither, Shape, shape_of
+from megasched.objectives import CAUSAL_LM, objective_of
 
 
 @dataclass(frozen=True)
@@ -81,16 +79,7 @@ class Slot:
         return kept if self.as_list else tuple(kept)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Shape of an output as it follows the batch ``b`` and sequence ``s``: each dimension a number or a word."""
-
-    dims: tuple[int | str, ...]
-    dtype: torch.dtype
-
-    def sizes(self, batch: int, length: int) -> tuple[int, ...]:
-        words = {"b": batch, "s": length, "b*s": batch * length}
-        return tuple(words[dim] if isinstance(dim, str) else dim for dim in self.dims)
+_UNKNOWN = Shape((), torch.float32)  # until it is learnt
 
 
 @dataclass
@@ -100,24 +89,36 @@ class Structure:
     Attributes:
         layers: path of the ``ModuleList`` whose children are the layers.
         slot: where the hidden state stands in each layer's call.
-        before: path -> output shape of each module with parameters of its own that runs before the layers.
-        after: paths of modules with parameters of their own that run after the layers, in call order.
+        before: path -> what it returns, of each module with parameters of its own that runs before the layers:
+            a ``Shape``, or a structure that has one in each tensor's place.
+        between: path -> (layers before or in which it runs, what it returns) of each such module that runs between
+            or inside of layers.
+        after: paths of such modules that run after the layers, in call order.
         repeated: whether layers are called more than once (ALBERT's are shared).
         trial: example arguments of the forward, on meta, labels included.
         calls_loss: whether the forward computes its loss by ``loss_function``; one that does it by itself gets no
             labels, and its logits are taken.
-        crosses: whether layers read more of what comes before them than the hidden state.
+        hidden: the shape of the hidden state; mostly [b, s, h].
+        called: indices of the layers that a call with token ids runs; empty where it runs all.
+        sides: what layers read of earlier ones beside the hidden state.
+        bare: modules outside of the layers whose parameters the code of others reads.
+        uncuttable: why there can be no pipeline stages; empty where there can.
     """
 
     layers: str
     count: int
     slot: Slot
-    before: dict[str, Shape] = field(default_factory=dict)
+    before: dict[str, Any] = field(default_factory=dict)
     after: tuple[str, ...] = ()
-    crosses: bool = False
     calls_loss: bool = True
+    between: dict[str, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
+    hidden: Shape = _UNKNOWN
+    called: tuple[int, ...] = ()
+    sides: tuple[Side, ...] = ()
+    bare: tuple[str, ...] = ()
+    uncuttable: str = ""
     repeated: bool = False
-    trial: dict[str, torch.Tensor] = field(default_factory=lambda: token_inputs(*_SIZES[0]))
+    trial: dict[str, torch.Tensor] = field(default_factory=lambda: token_inputs(*SIZES[0]))
 
     def trial_inputs(self) -> dict[str, torch.Tensor]:
         """What a trial call gets, on meta: what a batch has, and labels where the forward has a use for them."""
@@ -131,6 +132,55 @@ class Structure:
 
     def layer_paths(self) -> list[str]:
         return [self.layer_path(index) for index in range(self.count)]
+
+    @property
+    def first(self) -> int:
+        """Index of the first layer that runs."""
+        return self.called[0] if self.called else 0
+
+    @property
+    def last(self) -> int:
+        """Index of the last layer that runs."""
+        return self.called[-1] if self.called else self.count - 1
+
+    def last_before(self, boundary: int) -> int | None:
+        """Index of the last layer that runs before a cut in front of the layer ``boundary``; None without any."""
+        return max((i for i in self.called or range(self.count) if i < boundary), default=None)
+
+    @property
+    def token_ids(self) -> Side | None:
+        """The token ids, where layers read them, or what is made of them without parameters."""
+        return next((side for side in self.sides if not side.places[0].path), None)
+
+    def sides_at(self, boundary: int) -> tuple[Side, ...]:
+        """What has to cross a cut before the layer ``boundary``, beside the hidden state."""
+        hidden = self.hidden_sides(boundary)
+        return tuple(side for side in self.sides if side.crosses(boundary) and side not in hidden)
+
+    def hidden_sides(self, boundary: int) -> tuple[Side, ...]:
+        """Sides that are the hidden state there: they are read again further on."""
+        layer = self.last_before(boundary)
+        hidden = None if layer is None else Place(self.layer_path(layer), self.slot.output)
+        return tuple(side for side in self.sides if hidden in side.places)
+
+    def measure(self, model: nn.Module, batch: int, length: int, dtype: torch.dtype) -> dict[Place, torch.Tensor]:
+        """Place of each side -> a tensor on meta of its shape and dtype in a run without parallelism.
+
+        Args:
+            model: the definition.
+            dtype: of its parameters in that run.
+        """
+        probe = meta_copy(model)
+        for parameter in probe.parameters():
+            parameter.data = parameter.data.to(dtype)
+        layers = [self.layer_path(index) for index in self.called or range(self.count)]
+        run = FlowRun(probe, layers, {*self.before, *self.between, *self.after}, self.slot)
+        _follow(run, probe, batch, length)
+        return {found.places[0]: found.tensor for found in run.sides()}
+
+    def holds_layers(self, path: str) -> bool:
+        """Whether the module at ``path`` is around the layers."""
+        return not path or self.layers.startswith(f"{path}.") or path == self.layers
 
     def index_of(self, path: str) -> int | None:
         """Index of the layer that the module at ``path`` is or lies in; None outside the layers."""
@@ -146,40 +196,37 @@ class _Call:
     kwargs: dict[str, Any]
     output: Any = None
     end: int = -1
-    began: int = 0
-    ended: int = 0
 
 
 class _Enough(BaseException):
     """Ends a trial call early. No error, so nothing that catches errors may catch it."""
 
 
-def _record(model: nn.Module, batch: int, length: int, limit: int | None = None) -> tuple[list[_Call], UsesRun]:
+def _record(model: nn.Module, batch: int, length: int, limit: int | None = None) -> list[_Call]:
     """Every module call of one forward, in order; holds the tensors, so that identities stay comparable.
 
     Args:
         limit: the forward ends after this many calls.
     """
-    uses = UsesRun(model.parameters())
     calls: list[_Call] = []
     open_calls: list[_Call] = []
 
     def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if len(calls) == limit:
             raise _Enough
-        call = _Call(path, args, kwargs, began=uses.count)
+        call = _Call(path, args, kwargs)
         calls.append(call)
         open_calls.append(call)
 
     def after(path: str, module: nn.Module, output: Any) -> None:
         call = open_calls.pop()
         call.output = output
-        call.end, call.ended = len(calls), uses.count
+        call.end = len(calls)
 
     inputs = objective_of(model).trial_inputs(getattr(model, "config", None), batch, length)
     with suppress(_Enough), call_hooks(model, before, after):
-        run_on_meta(model, inputs, uses)
-    return calls, uses
+        run_on_meta(model, inputs)
+    return calls
 
 
 def _calls_loss(model: nn.Module) -> bool:
@@ -188,7 +235,7 @@ def _calls_loss(model: nn.Module) -> bool:
     inputs = _trial(model)
 
     def loss(logits: torch.Tensor, labels: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        called.append(logits.shape[:-1] == _SIZES[0] and labels is inputs["labels"])
+        called.append(logits.shape[:-1] == SIZES[0] and labels is inputs["labels"])
         raise _Enough
 
     real = getattr(model, "loss_function", None)
@@ -200,7 +247,29 @@ def _calls_loss(model: nn.Module) -> bool:
 
 
 def _trial(model: nn.Module) -> dict[str, torch.Tensor]:
-    return objective_of(model).trial(getattr(model, "config", None), *_SIZES[0])
+    return objective_of(model).trial(getattr(model, "config", None), *SIZES[0])
+
+
+def _in_autograd(model: nn.Module, layer: str) -> bool:
+    """Whether gradients of a layer are autograd's, and not those of a function that the model brings."""
+    seen = []
+
+    def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if path == layer:
+            seen.append(torch.is_grad_enabled())
+            raise _Enough
+
+    inputs = objective_of(model).trial_inputs(getattr(model, "config", None), *SIZES[0])
+    with suppress(_Enough), call_hooks(model, before):
+        run_on_meta(model, inputs, autograd=True)
+    return seen == [True]
+
+
+def _follow(run: FlowRun, model: nn.Module, batch: int, length: int) -> None:
+    """Only a causal language model's later stages lack its inputs; other batches are read on every stage."""
+    objective = objective_of(model)
+    inputs = objective.trial_inputs(getattr(model, "config", None), batch, length)
+    run.run(inputs, first_stage_only="input_ids" if objective is CAUSAL_LM else None)
 
 
 def find_structure(model: nn.Module) -> Structure:
@@ -210,23 +279,70 @@ def find_structure(model: nn.Module) -> Structure:
         ScheduleError: no list of layers is called one after the other, or the model can't run on meta.
     """
     probe = meta_copy(model)
-    first, uses = _record(probe, *_SIZES[0])
+    calls = _record(probe, *SIZES[0])
     calls_loss = _calls_loss(probe)
-    layers, repeated = _find_layers(probe, first)
+    layers, repeated = _find_layers(probe, calls)
     count = len(probe.get_submodule(layers))
     paths = {f"{layers}.{i}" for i in range(count)}
-    calls = [c for c in first if c.path in paths]
-    slot = _find_slot(calls)
-    hidden = [slot.result(call.output) for call in calls]
-    crosses = uses.crosses([(call.began, call.ended) for call in calls], hidden)
+    of_layers = [call for call in calls if call.path in paths]
+    called = tuple(int(call.path.rpartition(".")[2]) for call in of_layers)
+    found = Structure(layers, count, _find_slot(of_layers), calls_loss=calls_loss, repeated=repeated)
+    found.trial = _trial(probe)
+    found.called = called if len(called) < count else ()
     owners = {path for path, m in probe.named_modules() if next(m.parameters(recurse=False), None) is not None}
-    start, end = first.index(calls[0]), calls[-1].end
-    outside = {path for path in owners if not path.startswith(layers + ".")}
-    leading = [c for c in first[:start] if c.path in outside]
-    second, _ = _record(probe, *_SIZES[1], limit=max((c.end for c in leading), default=0))
-    shapes = {c.path: _shape(c, _at(second, c.path)) for c in leading}
-    after = tuple(dict.fromkeys(c.path for c in first[end:] if c.path in outside))
-    return Structure(layers, count, slot, shapes, after, crosses, calls_loss, repeated, _trial(probe))
+    outside = {path for path in owners if found.index_of(path) is None and not found.holds_layers(path)}
+    run = FlowRun(probe, [call.path for call in of_layers], outside, found.slot)
+    _follow(run, probe, *SIZES[0])
+    found.uncuttable = run.refused
+    if repeated:
+        found.uncuttable = "they are called more than once (they share their weights)"
+    elif not _in_autograd(probe, of_layers[0].path):
+        found.uncuttable = "the model computes their gradients by a function of its own"
+    found.bare = tuple(run.bare)
+    start, end = calls.index(of_layers[0]), of_layers[-1].end
+    found.before = {call.path: None for call in calls[:start] if call.path in outside}
+    found.after = tuple(dict.fromkeys(call.path for call in calls[end:] if call.path in outside))
+    for path, places in run.bare.items():
+        if places == {called[-1] + 1}:
+            found.after += (path,) if path not in found.after else ()
+        elif called[-1] + 1 in places or path in found.after:
+            found.uncuttable = found.uncuttable or f"the parameters of {path} are read before the layers and after"
+    between: dict[str, list[int]] = defaultdict(list)
+    for number, call in enumerate(calls[start:end], start):
+        if call.path in outside:
+            between[call.path].append(
+                next(i for i, layer in zip(called, of_layers, strict=True) if layer.end > number)
+            )
+    found.between = {path: (tuple(indices), None) for path, indices in between.items()}
+    found.sides = tuple(Side(of.made, of.read, tuple(of.places)) for of in run.sides())
+    _learn_shapes(found, probe, calls if between else calls[: start + 1])
+    return found
+
+
+def _learn_shapes(structure: Structure, probe: nn.Module, calls: list[_Call]) -> None:
+    """What follows the batch and the sequence, and which floats stay in float32 in another precision.
+
+    Args:
+        calls: up to the first layer's at least.
+    """
+    others, dtype = calls, torch.float32
+    for dtype in (torch.bfloat16, torch.float32):
+        for parameter in probe.parameters():
+            parameter.data = parameter.data.to(dtype)
+        try:
+            others = _record(probe, *SIZES[1], limit=len(calls))
+            break
+        except ScheduleError:  # one that can't run in bfloat16 will not be trained in it
+            if dtype == torch.float32:
+                raise
+    for path in structure.before:
+        structure.before[path] = _shapes(path, _at(calls, path).output, _at(others, path).output, dtype)
+    for path, (layers, _) in structure.between.items():
+        returned = _shapes(path, _at(calls, path).output, _at(others, path).output, dtype)
+        structure.between[path] = layers, returned
+    first = structure.layer_path(structure.first)
+    hidden = [structure.slot.get(call.args, call.kwargs) for call in (_at(calls, first), _at(others, first))]
+    structure.hidden = _shapes(first, *hidden, dtype)
 
 
 def _find_layers(model: nn.Module, calls: list[_Call]) -> tuple[str, bool]:
@@ -238,9 +354,11 @@ def _find_layers(model: nn.Module, calls: list[_Call]) -> tuple[str, bool]:
         children = [f"{path}.{i}" for i in range(len(module))]
         members = set(children)
         order = [call.path for call in calls if call.path in members]
-        size = sum(p.numel() for p in module.parameters())
-        if [child for child, _ in groupby(order)] == children:
-            found.append((order == children, size, path))
+        # Some may be for what is not there (cross attention to images).
+        once = order == [child for child in children if child in set(order)]
+        size = sum(p.numel() for child in set(order) for p in model.get_submodule(child).parameters())
+        if order and (once or [child for child, _ in groupby(order)] == children):
+            found.append((once, size, path))
     if not found:
         remedy = "pipeline stages and sequence parallelism need a ModuleList called layer by layer, each once"
         raise ScheduleError(Problem("no list of layers found in the model", remedy=remedy))
@@ -275,20 +393,14 @@ def _at(calls: list[_Call], path: str) -> _Call:
     return next(call for call in calls if call.path == path)
 
 
-def _shape(first: _Call, second: _Call) -> Shape:
-    if not isinstance(first.output, torch.Tensor):
-        remedy = "it must return one tensor to be left out on later stages"
-        raise ScheduleError(Problem("a module before the layers returns no tensor", first.path, remedy=remedy))
-    words = {(b1, b2): word for (b1, b2), word in _words().items()}
-    dims: list[int | str] = []
-    for one, two in zip(first.output.shape, second.output.shape, strict=True):
-        if one != two and (one, two) not in words:
-            what = f"an output dimension follows neither batch nor sequence ({one}, {two})"
-            raise ScheduleError(Problem(what, first.path))
-        dims.append(one if one == two else words[one, two])
-    return Shape(tuple(dims), first.output.dtype)
+def _shapes(path: str, first: Any, second: Any, dtype: torch.dtype) -> Any:
+    """The shape of each tensor in what a module returned in two calls; the rest stays."""
 
+    def one(a: Any, b: Any) -> Any:
+        return shape_of(a, b, second_dtype=dtype) if isinstance(a, torch.Tensor) else a
 
-def _words() -> dict[tuple[int, int], str]:
-    (b1, s1), (b2, s2) = _SIZES
-    return {(b1, b2): "b", (s1, s2): "s", (b1 * s1, b2 * s2): "b*s"}
+    try:
+        return torch.utils._pytree.tree_map(one, first, second)
+    except FollowsNeither as error:
+        what = f"an output dimension follows neither batch nor sequence {error.args}"
+        raise ScheduleError(Problem(what, path)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import Any
 
 from megatron.core.pipeline_parallel.utils import (
@@ -11,12 +12,13 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_last_stage,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.training.models.gpt import GPTModelBuilder
 
 from megasched.megatron.scheduled_model import ScheduledModel
 from megasched.megatron.session import get_session
+from megasched.megatron.shared import finalize_with_shared
 from megasched.megatron.stage import Stage
 
 
@@ -42,21 +44,47 @@ class ScheduledModelBuilder(GPTModelBuilder):
             pre_process = is_vp_first_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_first_stage(pp)
         if post_process is None:
             post_process = is_vp_last_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_last_stage(pp)
-        start = get_transformer_layer_offset(config, vp_stage, pp_rank=pp.rank())
-        count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp.rank())
         session = get_session()
         structure = session.plan.structure
         assert session.source is not None
         assert structure is not None
-        if structure.repeated:  # Megatron counts calls, and no stage holds a part of them
-            count = structure.count
-        return ScheduledModel(
+        # Megatron counts calls of layers that are called several times, and no stage holds a part of them.
+        stages = [(0, structure.count)] if structure.repeated else _stages(config, pp.size())
+        start, stop = stages[pp.size() * (vp_stage or 0) + pp.rank()]
+        packing = session.packing([start for start, _ in stages[1:]], config.params_dtype)
+        if packing is not None:
+            # Nothing but the shape of what is sent follows it any more: all sizes of layers are the definition's.
+            config.hidden_size = packing.width
+        made = [Stage(*layers, index == 0, index == len(stages) - 1) for index, layers in enumerate(stages)]
+        chunk = ScheduledModel(
             config,
             session.copy_of_definition(),
             session.schedule,
             session.plan,
-            Stage(start, start + count, pre_process, post_process),
+            Stage(start, stop, pre_process, post_process),
             session.source,
             pg_collection=pg_collection,
             vp_stage=vp_stage,
+            stages=made,
+            packing=packing,
         )
+        if chunk.shared_copies():
+            config.finalize_model_grads_func = finalize_with_shared(pp)
+        return chunk
+
+
+def _stages(config: Any, pp: int) -> list[tuple[int, int]]:
+    """The layers of every stage, half open, in the order in which the model runs."""
+    vp_size = config.virtual_pipeline_model_parallel_size
+    chunks: list[int | None] = [None] if vp_size is None else list(range(vp_size))
+    counts = [_layers(config, chunk, rank) for chunk in chunks for rank in range(pp)]
+    return list(pairwise([0, *accumulate(counts)]))
+
+
+def _layers(config: Any, vp_stage: int | None, pp_rank: int) -> int:
+    """How many layers a model chunk of a rank has."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is None:
+        return get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    # Megatron's function forgets the rank that it is given here (core/transformer/transformer_block.py:86).
+    return layout.get_num_layers_to_build(layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank)

@@ -186,6 +186,8 @@ def _sizes(config: PretrainedConfig) -> Iterator[tuple[str, Derived]]:
             yield field.dest, _required(config, field.dest, field.names)
             continue
         found = _read(config, field.names)
+        if found is not None and field.dest == "max_position_embeddings" and found.value < 1:
+            continue  # XLNet's -1: no limit
         if found is not None:
             yield field.dest, found
         elif field.default is not None:

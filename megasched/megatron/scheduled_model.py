@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-from megatron.core.utils import make_viewless_tensor
 from torch import nn
 
 from megasched.assembly import Assembly
@@ -20,7 +19,9 @@ from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.megatron.checkpoint import Place, refuse_mismatch, sharded_entry
 from megasched.megatron.loss import VocabParallelLoss
 from megasched.megatron.recompute_flags import apply_recompute_flags
-from megasched.megatron.stage import Stage, StageEnd, Wire, make_stage, set_entry, set_exit
+from megasched.megatron.shared import shared_parameters
+from megasched.megatron.stage import Stage, StageEnd, make_stage, set_entry, set_exit, set_sides
+from megasched.megatron.wire import Packing, Wire, receive_hidden, send_hidden
 from megasched.objectives import objective_of
 
 if TYPE_CHECKING:
@@ -50,8 +51,16 @@ class ScheduledModel(MegatronModule):
         *,
         pg_collection: ProcessGroupCollection,
         vp_stage: int | None = None,
+        stages: Sequence[Stage] = (),
+        packing: Packing | None = None,
     ) -> None:
+        """
+        Args:
+            stages: all stages, in the order in which the model runs.
+            packing: how stage boundaries are crossed; None where the hidden state crosses them as it is.
+        """
         super().__init__(config)
+        self._packing = packing
         self.definition = definition
         self.plan, self.stage, self.vp_stage, self.pg_collection = plan, stage, vp_stage, pg_collection
         self.pre_process, self.post_process = stage.first, stage.last
@@ -59,8 +68,10 @@ class ScheduledModel(MegatronModule):
         self._wire = Wire()
         self._device = _device(config)
         self._objective = objective_of(definition)
+        self._trained = {name: parameter.requires_grad for name, parameter in definition.named_parameters()}
         self._build(schedule, source)
         self._tie()
+        self._share(stages)
 
     def _build(self, schedule: Schedule, source: WeightSource) -> None:
         plan, structure = self.plan, self.plan.structure
@@ -83,6 +94,7 @@ class ScheduledModel(MegatronModule):
         if not self.stage.empty:
             set_entry(self.definition, structure, self.stage, self._wire)
             lower_sequence_boundaries(self.definition, context, here, first=self.stage.first, last=self.stage.last)
+            set_sides(self.definition, structure, self.stage, self._wire)
             set_exit(self.definition, structure, self.stage)
         self._fill_buffers(source)
         self._loss = self._make_loss()
@@ -115,7 +127,7 @@ class ScheduledModel(MegatronModule):
         """Marks tied and embedding weights as Megatron's LanguageModule does
         (megatron/core/models/common/language_module/language_module.py)."""
         canonical = self.plan.canonical
-        names = [f"{_path_of(self.definition, end)}.weight" for end in self._ends() if end is not None]
+        names = self._end_names()
         shared = len(names) == 2 and canonical[names[0]] == canonical[names[1]]
         self.share_embeddings_and_output_weights = shared
         for weight, here in zip(self._weights(), (self.stage.first, self.stage.last), strict=True):
@@ -127,10 +139,34 @@ class ScheduledModel(MegatronModule):
                 weight.shared_embedding = True
                 weight.shared = not self.stage.first
 
+    def _share(self, stages: Sequence[Stage]) -> None:
+        """Marks what this stage shares with others as Megatron marks the tied embedding: counted once."""
+        canonical = self.plan.canonical
+        ends = {canonical[name] for name in self._end_names()}
+        shared = shared_parameters(self.plan, stages)
+        tied = ends if self.share_embeddings_and_output_weights else set()
+        self._shared = {name: owner for name, owner in shared.items() if name not in tied}
+        for name, parameter in self.definition.named_parameters():
+            owner = self._shared.get(canonical.get(name, ""))
+            if owner is not None:
+                parameter.shared = stages[owner] != self.stage
+
+    def shared_copies(self) -> dict[str, nn.Parameter | torch.Size]:
+        """What stages share and train: name -> the copy here, or the shape of what is not here."""
+        copies = {self.plan.canonical.get(name, ""): p for name, p in self.definition.named_parameters()}
+        return {
+            name: copies[name] if name in copies else torch.Size(self.plan.local_shape(self.plan.placements[name]))
+            for name in self._shared
+            if self._trained[name]
+        }
+
     def _ends(self) -> tuple[nn.Module | None, nn.Module | None]:
         """The embedding of tokens and the head over the vocabulary, where the definition has them."""
         first, last = self.definition.get_input_embeddings(), self.definition.get_output_embeddings()
         return first if hasattr(first, "weight") else None, last
+
+    def _end_names(self) -> list[str]:
+        return [f"{_path_of(self.definition, end)}.weight" for end in self._ends() if end is not None]
 
     def _weights(self) -> tuple[nn.Parameter | None, nn.Parameter | None]:
         first, last = self._ends()
@@ -186,31 +222,40 @@ class ScheduledModel(MegatronModule):
         except StageEnd as end:
             return self._send(end.hidden)
         finally:
-            self._wire.received = None
+            self._wire.clear()
         if labels is None:
             return self._loss.whole(output.logits)
         return output.loss if calls_loss else self._loss(output.logits, labels)
 
     def _receive(self, given: dict[str, torch.Tensor | None]) -> dict[str, Any]:
         """Arguments of the definition's forward: the real ones, or zeros of the batch's shape where a later stage
-        gets none."""
+        gets none and no layer here reads them."""
+        wire, sent = self._wire, self.input_tensor
         if self.stage.first:
-            return {name: given[name] for name in self._objective.inputs}
-        assert self.input_tensor is not None
-        hidden = self.input_tensor.transpose(0, 1).contiguous()  # definitions may view it
-        parts = self.pg_collection.tp.size() if self.plan.layout.sp else 1
-        wire = self._wire
-        wire.received, wire.device = hidden, hidden.device
-        wire.batch, wire.length = hidden.shape[0], hidden.shape[1] * parts
-        like = self._objective.trial_inputs(self.definition.config, wire.batch, wire.length)
-        dummies = {name: torch.zeros_like(tensor, device=wire.device) for name, tensor in like.items()}
-        return {name: dummy if given.get(name) is None else given[name] for name, dummy in dummies.items()}
+            found: dict[str, Any] = {name: given[name] for name in self._objective.inputs}
+            wire.batch, wire.length = next(iter(found.values())).shape[:2]  # of tokens; images say what follows
+        else:
+            assert sent is not None
+            parts = self.pg_collection.tp.size() if self.plan.layout.sp else 1
+            wire.batch, wire.length, wire.device = sent.shape[1], sent.shape[0] * parts, sent.device
+            like = self._objective.trial_inputs(self.definition.config, wire.batch, wire.length)
+            dummies = {name: torch.zeros_like(tensor, device=wire.device) for name, tensor in like.items()}
+            found = {name: dummy if given.get(name) is None else given[name] for name, dummy in dummies.items()}
+            if self._packing is None:
+                wire.received = receive_hidden(sent)
+            else:
+                self._packing.receive(self.stage.start, wire, sent)
+        assert self.plan.structure is not None
+        read = self.plan.structure.token_ids
+        if read is not None:
+            found["input_ids"] = wire.values.setdefault(read, found["input_ids"])
+        return found
 
-    @staticmethod
-    def _send(hidden: torch.Tensor) -> torch.Tensor:
-        """[b, s, h] -> [s, b, h], no view: Megatron frees what it has sent."""
-        out = hidden.transpose(0, 1).contiguous()
-        return make_viewless_tensor(out, requires_grad=out.requires_grad, keep_graph=True)
+    def _send(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the next stage gets."""
+        if self._packing is None:
+            return send_hidden(hidden)
+        return self._packing.send(self.stage.stop, self._wire, hidden)
 
     # precision --------------------------------------------------------------------------------------
 
@@ -264,9 +309,8 @@ class ScheduledModel(MegatronModule):
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         dp_rank = metadata["dp_cp_group"].rank()
         entries: dict[str, Any] = {}
-        shared = self.share_embeddings_and_output_weights and not self.stage.first
         for name, (parameter, assembly) in self.local_parameters().items():
-            copy = shared and parameter is self.shared_embedding_or_output_weight()
+            copy = getattr(parameter, "shared", False)  # of what another stage writes
             place = self.place(assembly, dp_rank)
             entries[prefix + _PREFIX + name] = sharded_entry(parameter, assembly, place, copy=copy)
         return entries

@@ -23,13 +23,15 @@ from megasched.lowering.plan import Plan
 from megasched.lowering.planning import make_plan
 from megasched.lowering.replacement import replace_modules
 from megasched.megatron.cut import balance, cuts_asked_for, layer_costs, layout_string
+from megasched.megatron.shared import refuse_overlap
 from megasched.objectives import find_objective
 from megasched.schedule import Schedule
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
-    from megasched.lowering.structure import Structure
+    from megasched.megatron.wire import Packing
     from megasched.weights.source import WeightSource
 
 
@@ -44,6 +46,7 @@ class Session:
         renamed: parameter of a replaced module -> parameter of the definition it stands for.
         vocab_multiple: vocabularies are padded to a multiple of this.
         source: where the weights come from.
+        batch_shape: [b, s] of a micro-batch.
     """
 
     definition: PreTrainedModel
@@ -52,6 +55,7 @@ class Session:
     renamed: dict[str, str]
     vocab_multiple: int
     source: WeightSource | None = None
+    batch_shape: tuple[int, int] = (1, 1)
 
     @cached_property
     def plan(self) -> Plan:
@@ -69,8 +73,7 @@ class Session:
             what = "layers are called more than once (they share their weights), and sequence parallelism splits "
             what += "the hidden state at the first call of one and joins it after the last"
             raise ScheduleError(Problem(what, plan.structure.layers, remedy="run it without --sequence-parallel"))
-        if plan.layout.pp > 1 and plan.structure is not None:
-            _refuse_stages(plan.structure, self.definition.config)
+        _refuse_stages(plan, self.definition.config)
         return plan
 
     def pipeline_layout(self, sequence_length: int) -> str | None:
@@ -103,6 +106,27 @@ class Session:
             costs = layer_costs(self.replaced, structure, self.definition.config, sequence_length)
             asked = balance(*costs, stages)
         return asked
+
+    def packing(self, boundaries: list[int], dtype: torch.dtype) -> Packing | None:
+        """How stage boundaries before these layers are crossed; None where the hidden state crosses as it is.
+
+        Args:
+            dtype: of parameters.
+        """
+        from megasched.megatron.wire import Packing
+
+        structure, layout = self.plan.structure, self.plan.layout
+        assert structure is not None
+        parts = layout.tp if layout.sp else 1
+        packing = Packing(self.replaced, structure, dtype, parts, self.plan.derived.sides, layout.tp)
+        if not packing.needed(boundaries):
+            return None
+        if self.plan.blocks:  # its layers read the config's hidden_size, which is what is sent then
+            what = "more than the hidden state goes from stage to stage, and Megatron's layers know no more"
+            remedy = "use another level than block, or no pipeline stages"
+            raise ScheduleError(Problem(what, min(self.plan.blocks), remedy=remedy))
+        packing.fit(boundaries, *self.batch_shape)
+        return packing
 
     def copy_of_definition(self) -> Any:
         """A definition (replacements made) for one stage to take apart."""
@@ -153,18 +177,20 @@ def open_session(
     return Session(definition, root, replaced, renamed, make_vocab_size_divisible_by * layout.tp)
 
 
-def _refuse_stages(structure: Structure, config: Any) -> None:
-    """What can't be cut into pipeline stages is refused."""
-    what = ""
-    if structure.repeated:
-        what = "layers are called more than once (they share their weights), so no stage could hold a part of them"
-    elif getattr(config, "is_encoder_decoder", False):
-        what = "the layers of the decoder read what the encoder made, and Megatron's wire carries the hidden "
-        what += "state alone"
-    elif structure.crosses:
-        what = "layers read more of what earlier ones made than the hidden state, and Megatron's wire carries "
-        what += "that alone"
-    if what:
+def _refuse_stages(plan: Plan, config: Any) -> None:
+    """What no stage can do for the layers of others."""
+    structure = plan.structure
+    if plan.layout.pp == 1 or structure is None:
+        return
+    if getattr(config, "is_encoder_decoder", False):
+        what = "the layers of an encoder-decoder are two lists, and stages are made of one"
+        raise ScheduleError(Problem(what, structure.layers, remedy="run it without pipeline stages"))
+    lost = [place.path for place, dim in plan.derived.sides.items() if dim is None]
+    if lost:
+        what = "later layers read what it makes, and how that is cut over TP could not be followed"
+        raise ScheduleError(Problem(what, lost[0], remedy="run it without pipeline stages, or without TP"))
+    if structure.uncuttable:
+        what = f"the layers can't be cut into pipeline stages: {structure.uncuttable}"
         raise ScheduleError(Problem(what, structure.layers, remedy="run it without pipeline stages"))
 
 
@@ -247,7 +273,9 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     plan = session.plan
     if not args.allow_unverified:
         refuse_unverified(session.definition, plan.layout)
+    refuse_overlap(plan, args.overlap_grad_reduce)
     session.source = weight_source(args, session.definition)
+    session.batch_shape = args.micro_batch_size, args.seq_length
     session.source.check({placement.name for placement in plan.placements.values()})
     # Of an encoder-decoder's config HF reads the other stack's depth.
     if plan.structure is not None and not plan.structure.repeated:

@@ -8,6 +8,7 @@ norms) runs on every stage, on a dummy where its trainable parts live elsewhere.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.lowering.structure import Shape, Slot, Structure
+from megasched.lowering.crossing import Place, Side
+from megasched.lowering.shape import Shape
+from megasched.lowering.structure import Slot, Structure
 from megasched.lowering.wrap import Forward, wrap_forward
+from megasched.megatron.wire import Wire
 
 
 class StageEnd(BaseException):
@@ -52,17 +56,13 @@ class Stage:
         index = structure.index_of(path)
         if index is not None:
             return self.start <= index < self.stop
-        return self.last if path in structure.after else self.first
-
-
-@dataclass
-class Wire:
-    """What the stage boundaries share during one forward: the tensor received, and the sizes of the batch."""
-
-    received: torch.Tensor | None = None
-    batch: int = 0
-    length: int = 0
-    device: torch.device | None = None
+        if path in structure.between:
+            layers, _ = structure.between[path]
+            if any(self.start <= layer < self.stop for layer in layers):
+                return True
+        if path in structure.after:
+            return self.last or (path in structure.before and self.first)
+        return self.first and (path in structure.before or path not in structure.between)
 
 
 def hollow_out(module: nn.Module) -> None:
@@ -84,34 +84,62 @@ def make_stage(model: nn.Module, structure: Structure, stage: Stage, wire: Wire,
         wire: set before each forward.
         dtype: of the dummies that stand for what an embedding elsewhere would give.
     """
-    slot = structure.slot
     for index in range(structure.count):
-        layer = model.get_submodule(structure.layer_path(index))
-        if not stage.start <= index < stage.stop:
+        path = structure.layer_path(index)
+        if not stage.holds(structure, path):
+            layer = model.get_submodule(path)
             hollow_out(layer)
-            wrap_forward(layer, _pass_through(slot))
-    for path, shape in structure.before.items():
-        if not stage.first:
+            wrap_forward(layer, _pass_through(structure, path, wire))
+    returned = {**{path: shapes for path, (_, shapes) in structure.between.items()}, **structure.before}
+    for path, shapes in returned.items():
+        if not stage.holds(structure, path):
             module = model.get_submodule(path)
             hollow_out(module)
-            wrap_forward(module, _dummy(shape, wire, dtype))
-    for path in structure.after:
-        if not stage.last:
-            hollow_out(model.get_submodule(path))
+            wrap_forward(module, _dummy(structure, path, shapes, wire, dtype))
     for path, module in model.named_modules():
-        if next(module.parameters(recurse=False), None) is not None and not stage.holds(structure, path):
+        if stage.holds(structure, path) or next(module.parameters(recurse=False), None) is None:
+            continue
+        if structure.holds_layers(path):
+            _zero_own(module, dtype)
+        else:
             hollow_out(module)
+    for path in structure.bare:
+        if not stage.holds(structure, path):
+            _zero_own(model.get_submodule(path), dtype)
+
+
+def _zero_own(module: nn.Module, dtype: torch.dtype) -> None:
+    """Zeros in the place of a module's own parameters, for the code of others that computes with them."""
+    gone = {
+        name: held for name, held in module.__dict__.items() if isinstance(held, torch.Tensor) and held.is_meta
+    }
+    held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    for name, tensor in {**gone, **held}.items():
+        module._parameters.pop(name, None)
+        module.__dict__.pop(name, None)
+        module.register_buffer(name, torch.zeros(tensor.shape, dtype=dtype), persistent=False)
 
 
 def set_entry(model: nn.Module, structure: Structure, stage: Stage, wire: Wire) -> None:
     """Where the received hidden state enters: as what the layer before the stage returns."""
     if stage.first:
         return
-    if stage.start == 0 and stage.stop > 0:  # no layer before it: the embeddings are on a stage of their own
-        wrap_forward(model.get_submodule(structure.layer_path(0)), _enter_as_input(structure.slot, wire))
+    before = structure.last_before(stage.start)
+    if before is None:  # the embeddings are on a stage of their own
+        wrap_forward(
+            model.get_submodule(structure.layer_path(structure.first)), _enter_as_input(structure.slot, wire)
+        )
+    else:
+        wrap_forward(model.get_submodule(structure.layer_path(before)), _enter_as_output(structure.slot, wire))
+
+
+def set_sides(model: nn.Module, structure: Structure, stage: Stage, wire: Wire) -> None:
+    """Has the sides that later stages read taken where they are made."""
+    if stage.last:
         return
-    before = stage.start - 1 if stage.start < stage.stop else structure.count - 1
-    wrap_forward(model.get_submodule(structure.layer_path(before)), _enter_as_output(structure.slot, wire))
+    for path, places in _by_module(structure, structure.sides_at(stage.stop)).items():
+        if path and stage.holds(structure, path):
+            wrap_forward(model.get_submodule(path), _take(places, wire))
 
 
 def set_exit(model: nn.Module, structure: Structure, stage: Stage) -> None:
@@ -119,16 +147,57 @@ def set_exit(model: nn.Module, structure: Structure, stage: Stage) -> None:
     if stage.last:
         return
     # Without layers the first one is hollow and hands its input through: that is what goes out.
-    layer = model.get_submodule(structure.layer_path(max(stage.stop - 1, 0)))
+    index = structure.last_before(stage.stop)
+    layer = model.get_submodule(structure.layer_path(structure.first if index is None else index))
     wrap_forward(layer, _leave_after(structure.slot))
 
 
-def _pass_through(slot: Slot) -> Callable[[Forward], Forward]:
-    return lambda forward: lambda *args, **kwargs: slot.wrap(slot.get(args, kwargs))
+_Places = list[tuple[Side, Place]]
+
+
+def _by_module(structure: Structure, sides: tuple[Side, ...]) -> dict[str, _Places]:
+    found: dict[str, _Places] = defaultdict(list)
+    for side in sides:
+        for place in side.places:
+            found[place.path].append((side, place))
+    return found
+
+
+def _take(places: _Places, wire: Wire) -> Callable[[Forward], Forward]:
+    def wrapper(forward: Forward) -> Forward:
+        def taken(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            for side, place in places:
+                wire.values[side] = place.tensor(args, kwargs, output)
+            return output
+
+        return taken
+
+    return wrapper
+
+
+def _fill(places: _Places, wire: Wire, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """What a hollow module returns, with the sides that came over the wire in their places."""
+    for side, place in places:
+        if side in wire.values:
+            output = place.put(wire.values[side], args, kwargs, output)
+    return output
+
+
+def _pass_through(structure: Structure, path: str, wire: Wire) -> Callable[[Forward], Forward]:
+    slot, places = structure.slot, _by_module(structure, structure.sides)[path]
+
+    def wrapper(forward: Forward) -> Forward:
+        def passed(*args: Any, **kwargs: Any) -> Any:
+            return _fill(places, wire, args, kwargs, slot.wrap(slot.get(args, kwargs)))
+
+        return passed
+
+    return wrapper
 
 
 def _enter_as_output(slot: Slot, wire: Wire) -> Callable[[Forward], Forward]:
-    return lambda forward: lambda *args, **kwargs: slot.wrap(_received(wire))
+    return lambda forward: lambda *args, **kwargs: slot.rewrap(forward(*args, **kwargs), _received(wire))
 
 
 def _enter_as_input(slot: Slot, wire: Wire) -> Callable[[Forward], Forward]:
@@ -152,13 +221,21 @@ def _leave_after(slot: Slot) -> Callable[[Forward], Forward]:
     return wrapper
 
 
-def _dummy(shape: Shape, wire: Wire, dtype: torch.dtype) -> Callable[[Forward], Forward]:
-    """Zeros of the shape that the real module would return; some definitions write into them."""
+def _dummy(
+    structure: Structure, path: str, shapes: Any, wire: Wire, dtype: torch.dtype
+) -> Callable[[Forward], Forward]:
+    """Zeros of the shapes that the real module would return; some definitions write into them."""
+    places = _by_module(structure, structure.sides)[path]
+
+    def zeros(shape: Any) -> Any:
+        if not isinstance(shape, Shape):
+            return shape
+        sizes = shape.sizes(wire.batch, wire.length)
+        return torch.zeros(sizes, dtype=shape.run_dtype(dtype), device=wire.device)
 
     def wrapper(forward: Forward) -> Forward:
-        def dummy(*args: Any, **kwargs: Any) -> torch.Tensor:
-            kind = dtype if shape.dtype.is_floating_point else shape.dtype
-            return torch.zeros(shape.sizes(wire.batch, wire.length), dtype=kind, device=wire.device)
+        def dummy(*args: Any, **kwargs: Any) -> Any:
+            return _fill(places, wire, args, kwargs, torch.utils._pytree.tree_map(zeros, shapes))
 
         return dummy
 

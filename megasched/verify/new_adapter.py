@@ -170,8 +170,8 @@ def unusual_calls(model: nn.Module) -> list[str]:
         structure = find_structure(model)
     except ScheduleError as error:
         return [*found, f"its layers were not found, so nothing was inferred: {error.problems[0].what}"]
-    if structure.crosses:
-        found.append(f"later layers of {structure.layers} read more than the hidden state: no pipeline stages")
+    if structure.uncuttable:
+        found.append(f"{structure.layers} can't be cut into pipeline stages: {structure.uncuttable}")
     if not structure.calls_loss:
         found.append("its forward does not call loss_function: the loss is computed from its logits")
     return found

@@ -7,7 +7,8 @@ from transformers import AutoConfig
 
 from megasched.definition import build_definition
 from megasched.errors import ScheduleError
-from megasched.lowering.structure import Shape, Slot, find_structure
+from megasched.lowering.shape import Shape
+from megasched.lowering.structure import Slot, find_structure
 from tests import tiny
 from tests.lowering.models import tiny_config
 
@@ -37,7 +38,8 @@ def test_layers_what_is_before_and_what_is_after(family):
     assert {path: shape.dims for path, shape in structure.before.items()} == before
     assert structure.after == AFTER.get(family, ("model.norm", "lm_head"))
     assert structure.slot.argument in (0, "hidden_states")
-    assert not structure.crosses
+    assert (structure.sides, structure.between, structure.called, structure.uncuttable) == ((), {}, (), "")
+    assert structure.hidden == Shape(("b", "s", 32), torch.float32)
     path = structure.layer_path(2)
     assert structure.index_of(path) == structure.index_of(path + ".mlp.deep") == 2
     assert structure.index_of(structure.layers) is None
@@ -90,18 +92,19 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("form", "slot", "extra"),
+    ("form", "slot", "sides"),
     [
-        ("tensor", Slot("hidden_states", None), False),
-        ("tuple", Slot("hidden_states", 1, ("word", None, None)), False),
-        ("list", Slot("hidden_states", 0, (None,), as_list=True), False),
-        ("extra", Slot("hidden_states", 0, (None, None)), False),
-        ("read", Slot("hidden_states", 0, (None, None)), True),
+        ("tensor", Slot("hidden_states", None), []),
+        ("tuple", Slot("hidden_states", 1, ("word", None, None)), []),
+        ("list", Slot("hidden_states", 0, (None,), as_list=True), []),
+        ("extra", Slot("hidden_states", 0, (None, None)), []),
+        ("read", Slot("hidden_states", 0, (None, None)), [(0, 1), (1, 2)]),
     ],
 )
-def test_where_the_hidden_state_stands(form, slot, extra):
+def test_where_the_hidden_state_stands(form, slot, sides):
     structure = find_structure(Model(form))
-    assert (structure.layers, structure.slot, structure.crosses) == ("layers", slot, extra)
+    assert (structure.layers, structure.slot) == ("layers", slot)
+    assert [(side.made, side.read) for side in structure.sides] == sides
     assert (structure.before, structure.after) == ({"embed": Shape(("b", "s", 8), torch.float32)}, ("out",))
 
 
@@ -153,8 +156,3 @@ def test_slots_read_and_put():
     assert nested.rewrap(("b", hidden), new) == ("b", new)
     assert nested.result(("b", hidden)) is hidden
     assert listed.wrap(new) == listed.rewrap([hidden, 2], new) == [new, 2]
-
-
-def test_shapes_follow_batch_and_sequence():
-    assert Shape(("b", "s", 8), torch.float32).sizes(3, 7) == (3, 7, 8)
-    assert Shape(("b*s", 4), torch.float32).sizes(3, 7) == (21, 4)

@@ -21,6 +21,7 @@ def arguments(folder, schedule="auto", **changes):
         "seed": 1234,
         "rank": 0,
         "gradient_accumulation_fusion": True,
+        "overlap_grad_reduce": False,
         "fp8": None,
         "tp_comm_overlap": False,
         "eval_interval": 10,

@@ -1,0 +1,64 @@
+"""Stages of models whose layers read more than the hidden state, or that are built otherwise than most."""
+
+import pytest
+import torch
+
+from megasched.verify.parity import TOLERANCE, check_layout
+from megasched.verify.rank_pool import RankError
+from megasched.verify.shrink import TOKENS, VOCABULARY
+from megasched.verify.small_models import write_small_model
+from megasched.verify.trainer_run import gather, losses, train
+
+# Model type -> layout, and what it is here for.
+CASES = {
+    "gemma4_text": ("tp2-pp2", "keys and values in a mapping, embeddings for each layer; cut over TP"),
+    "glm_moe_dsa": ("pp2-vpp2", "indices that a layer hands on"),
+    "zamba": ("pp2-vpp2", "the embeddings again, a block that several stages share"),
+    "deepseek_v4": ("pp2", "token ids, a hidden state of four dimensions"),
+    "xlm": ("pp2-vpp2", "modules between the layers"),
+    "xlnet": ("pp2", "a hidden state [s, b, h]"),
+    "mllama": ("pp2-vpp2", "a layer that is not called"),
+    "prophetnet": ("pp2", "a tuple before the layers, weights read by other modules"),
+}
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_a_step_equals_the_unscheduled_model(ranks, tmp_path, model_type):
+    (folder,) = ranks.run(1, write_small_model, model_type, str(tmp_path))
+    outcome = check_layout(ranks, folder, CASES[model_type][0])
+    assert (outcome.verdict, outcome.why) == ("equal", "")
+    assert max(outcome.errors.values()) <= TOLERANCE
+
+
+def test_reversible_layers_are_refused(ranks, tmp_path):
+    (folder,) = ranks.run(1, write_small_model, "reformer", str(tmp_path))
+    outcome = check_layout(ranks, folder, "pp2")
+    assert outcome.verdict == "refused"
+    assert "the model computes their gradients by a function of its own" in outcome.why
+    assert check_layout(ranks, folder, "one").verdict == "equal"
+
+
+PP2 = ["--pipeline-model-parallel-size", "2"]
+
+
+def test_a_parameter_of_several_stages_is_trained_as_one(ranks, tmp_path):
+    """Zamba's shared block: several steps at PP2, of the distributed optimizer, as on one rank."""
+    (folder,) = ranks.run(1, write_small_model, "zamba", str(tmp_path / "model"))
+    flags = ["--vocab-size", str(VOCABULARY), "--use-distributed-optimizer"]
+    options = {"iterations": 4, "random_init": False, "tokens": TOKENS}
+    whole = ranks.run(1, train, folder, flags, **options)
+    staged = ranks.run(2, train, folder, [*PP2, *flags], **options)
+    torch.testing.assert_close(losses(staged), losses(whole), rtol=2e-6, atol=0)
+    for report in staged:
+        torch.testing.assert_close(report.grad_norms, whole[0].grad_norms, rtol=1e-5, atol=0)
+    expected, weights = gather(whole, "weights", 1), gather(staged, "weights", 1)
+    assert weights.keys() == expected.keys()
+    for name, wanted in expected.items():
+        torch.testing.assert_close(weights[name], wanted, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_shared_parameters_need_their_gradients_before_they_are_reduced(ranks, tmp_path):
+    (folder,) = ranks.run(1, write_small_model, "zamba", str(tmp_path))
+    flags = [*PP2, "--overlap-grad-reduce", "--vocab-size", str(VOCABULARY)]
+    with pytest.raises(RankError, match="leave out --overlap-grad-reduce"):
+        ranks.run(2, train, folder, flags, iterations=1)
