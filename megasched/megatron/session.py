@@ -273,7 +273,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     plan = session.plan
     if not args.allow_unverified:
         refuse_unverified(session.definition, plan.layout)
-    refuse_overlap(plan, args.overlap_grad_reduce)
+    refuse_overlap(plan, args.overlap_grad_reduce, getattr(args, "dist_ckpt_optim_fully_reshardable", False))
     session.source = weight_source(args, session.definition)
     session.batch_shape = args.micro_batch_size, args.seq_length
     session.source.check({placement.name for placement in plan.placements.values()})
