@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,10 @@ from megatron.core.utils import make_viewless_tensor
 from torch import nn
 
 from megasched.assembly import Assembly
+from megasched.errors import ConfigError
 from megasched.lowering.context import Context
+from megasched.lowering.context_masks import context_masks
+from megasched.lowering.context_parallel import ContextParallel
 from megasched.lowering.fp8 import enter_fp8, fp8_pass
 from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.megatron.checkpoint import Place, refuse_mismatch, sharded_entry
@@ -56,7 +60,9 @@ class ScheduledModel(MegatronModule):
         self.pre_process, self.post_process = stage.first, stage.last
         self.input_tensor: torch.Tensor | None = None
         self._wire = Wire()
+        self._positions_checked = False
         self._device = _device(config)
+        self._context = ContextParallel(pg_collection.cp) if plan.layout.cp > 1 else None
         self._build(schedule, source)
         self._tie()
 
@@ -71,6 +77,7 @@ class ScheduledModel(MegatronModule):
             source=source,
             device=self._device,
             megatron_finalizes=True,
+            context_parallel=self._context,
         )
         self._assemblies = context.assemblies
         make_stage(self.definition, structure, self.stage, self._wire, self.config.params_dtype)
@@ -149,12 +156,12 @@ class ScheduledModel(MegatronModule):
         loss_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """One micro-batch through this stage.
+        """One micro-batch through this stage; under context parallelism s is a rank's part of the sequence.
 
         Args:
             input_ids: [b, s] on the first stage.
             position_ids, attention_mask: not used: one causal sequence a row, positions from 0, as the
-                definition makes them by itself.
+                definition makes them by itself, or those of this rank's part.
             labels: [b, s] on the last stage, shifted already.
 
         Returns:
@@ -164,12 +171,15 @@ class ScheduledModel(MegatronModule):
         if self.stage.empty:
             assert self.input_tensor is not None
             return self.input_tensor.clone()
+        if kwargs.get("packed_seq_params") is not None:
+            raise ConfigError("packed sequences: the definition sees one causal sequence a row; leave --sft out")
         ids = self._receive(input_ids)
         structure = self.plan.structure
         calls_loss = structure is not None and structure.calls_loss
         try:
             given = {"labels": labels} if calls_loss else {}
-            with fp8_pass(self.config):
+            given |= self._positions(ids, position_ids)
+            with fp8_pass(self.config), self._masks():
                 output = self.definition(input_ids=ids, use_cache=False, **given)
         except StageEnd as end:
             return self._send(end.hidden)
@@ -191,6 +201,28 @@ class ScheduledModel(MegatronModule):
         wire.received, wire.device = hidden, hidden.device
         wire.batch, wire.length = hidden.shape[0], hidden.shape[1] * parts
         return torch.zeros(wire.batch, wire.length, dtype=torch.long, device=wire.device)
+
+    def _masks(self) -> AbstractContextManager[None]:
+        if self._context is None:
+            return nullcontext()
+        return context_masks(self._context.zigzag, self._context.gather)
+
+    def _positions(self, ids: torch.Tensor, given: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Places of this rank's tokens in the sequence, which a definition can't know by itself."""
+        sequence = self.plan.sequence
+        if self._context is None or sequence is None:
+            return {}
+        self._context.batch = ids.shape[0]
+        positions = self._context.zigzag.positions(ids.shape[1], ids.device).expand(ids.shape).contiguous()
+        if given is not None and not self._positions_checked:
+            self._positions_checked = True  # once: it makes the CPU wait
+            if not torch.equal(given, positions):
+                raise ConfigError(
+                    "position_ids of the batch are not those of context parallel rank "
+                    f"{self._context.zigzag.rank}: split the batch with "
+                    "megatron.core.utils.get_batch_on_this_cp_rank, and pack no sequences"
+                )
+        return {"position_ids": positions} if sequence.takes_positions else {}
 
     @staticmethod
     def _send(hidden: torch.Tensor) -> torch.Tensor:

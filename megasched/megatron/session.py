@@ -114,11 +114,14 @@ def open_session(args: Namespace, layout: Layout) -> Session:
     Raises:
         ConfigError, ScheduleError: whatever can't be used as given.
     """
+    from megasched import patches
     from megasched.definition import build_definition, load_config
     from megasched.lowering import attention
     from megasched.schedule import create_schedule
     from megasched.schedule_file import apply_schedule, find_schedule
 
+    if layout.cp > 1:
+        patches.apply("zigzag_positions")
     function = find_schedule(args.model_schedule)
     remote = bool(args.trust_remote_code)
     config = load_config(args.hf_model, args.hf_override or (), trust_remote_code=remote)
@@ -140,11 +143,14 @@ def _refuse_router_losses(config: Any, layout: Layout) -> None:
     """HF's auxiliary loss is made of the router's logits of all layers and tokens, in one process."""
     if not getattr(config.get_text_config(decoder=True), "output_router_logits", False):
         return
-    if layout.pp == 1 and not layout.sp:
+    if layout.pp == 1 and not layout.sp and layout.cp == 1:
         return
-    where = "of the layers of its own stage alone" if layout.pp > 1 else "inside of tensor-parallel regions"
+    where, cause = "of a rank's part of the sequence alone", "context parallelism"
+    if layout.pp > 1:
+        where, cause = "of the layers of its own stage alone", "pipeline stages"
+    elif layout.sp:
+        where, cause = "inside of tensor-parallel regions", "sequence parallelism"
     what = f"output_router_logits: the auxiliary loss would be made of the router's logits {where}"
-    cause = "pipeline stages" if layout.pp > 1 else "sequence parallelism"
     remedy = f"run it without {cause}, or say --hf-override output_router_logits=false"
     raise ScheduleError(Problem(what, remedy=remedy))
 
