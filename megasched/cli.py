@@ -102,6 +102,7 @@ HfModel = Annotated[str, typer.Option(metavar="DIR", help="The Hugging Face mode
 Tp = Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="TP ranks.")]
 Sp = Annotated[bool, typer.Option("--sp", "--sequence-parallel", help="Sequence parallelism.")]
 Pp = Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="Pipeline ranks.")]
+Cp = Annotated[int, typer.Option("--cp", "--context-parallel-size", help="Ranks that share a sequence.")]
 Ep = Annotated[int, typer.Option("--ep", "--expert-model-parallel-size", help="Ranks that share out experts.")]
 HfOverride = Annotated[
     list[str] | None, typer.Option(metavar="FIELD=VALUE ...", help="Change fields of the HF config.")
@@ -128,6 +129,7 @@ def show(
         int,
         typer.Option("--vp", "--num-virtual-stages-per-pipeline-rank", help="Model chunks per pipeline rank."),
     ] = 1,
+    cp: Cp = 1,
     ep: Ep = 1,
     dp: Annotated[int, typer.Option("--dp", help="Replicas of the whole.")] = 1,
     micro_batch_size: Annotated[int, typer.Option(help="Sequences in one forward.")] = 1,
@@ -158,6 +160,7 @@ def show(
         sequence_parallel=sp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vp if vp != 1 else None,
+        context_parallel_size=cp,
         expert_model_parallel_size=ep,
         data_parallel_size=dp,
         micro_batch_size=micro_batch_size,
@@ -194,6 +197,7 @@ def explain(
     tp: Tp = 2,
     sp: Sp = False,
     pp: Pp = 1,
+    cp: Cp = 1,
     ep: Ep = 1,
     hf_override: HfOverride = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -211,6 +215,7 @@ def explain(
         tensor_model_parallel_size=tp,
         sequence_parallel=sp,
         pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
         expert_model_parallel_size=ep,
     )
     with quiet_imports():

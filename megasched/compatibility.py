@@ -51,6 +51,8 @@ def checks_for(layout: Layout) -> list[str]:
         checks.append("tp2-pp2")
     if layout.ep > 1:
         checks.append("ep2")
+    if layout.cp > 1:
+        checks.append("cp2-tp2" if layout.tp > 1 else "cp2")
     return checks
 
 

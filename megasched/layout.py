@@ -82,6 +82,10 @@ class Layout:
         return self.pipeline_model_parallel_size
 
     @property
+    def cp(self) -> int:
+        return self.context_parallel_size
+
+    @property
     def ep(self) -> int:
         return self.expert_model_parallel_size
 
@@ -104,7 +108,7 @@ class Layout:
         parts += ["SP"] if self.sp else []
         parts += [f"PP{self.pp}"] if self.pp > 1 else []
         parts += [f"VPP{self.vpp}"] if self.vpp > 1 else []
-        parts += [f"CP{self.context_parallel_size}"] if self.context_parallel_size > 1 else []
+        parts += [f"CP{self.cp}"] if self.cp > 1 else []
         parts += [f"EP{self.ep}"] if self.ep > 1 else []
         parts += [f"DP{self.data_parallel_size}"] if self.data_parallel_size > 1 else []
         text = " x ".join(parts) or "one rank"

@@ -30,6 +30,8 @@ def test_the_checks_that_speak_for_a_layout():
     assert checks_for(Layout(data_parallel_size=8)) == []
     assert checks_for(TP2) == ["tp2"]
     assert checks_for(Layout(pipeline_model_parallel_size=4)) == ["pp2"]
+    assert checks_for(Layout(context_parallel_size=2)) == ["cp2"]
+    assert checks_for(Layout(context_parallel_size=2, tensor_model_parallel_size=2)) == ["tp2", "cp2-tp2"]
     assert checks_for(ALL) == ["tp2-sp", "pp2-vpp2", "tp2-pp2", "ep2"]
 
 

@@ -1,7 +1,8 @@
 """Attention through HF's ``AttentionInterface``: one function for every definition that asks for one.
 
 It sees local heads only, so it is the same at any TP. Plain causal attention goes to a fused kernel; a
-mask that HF built (sliding window, chunks) is applied as it is.
+mask that HF built (sliding window, chunks) is applied as it is. Under context parallelism a rank's queries meet
+the keys of all ranks (``context_parallel.py``), and masks are those of their true places (``context_masks.py``).
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from torch.nn import functional as F
 
 from megasched.errors import MegaschedError, ScheduleError
 from megasched.lowering.attention_te import TeCore, why_not_te, window_of
+from megasched.lowering.context_masks import in_context, of_queries
 from megasched.lowering.recompute import recompute
 from megasched.lowering.rng import fork_rng
+from megasched.lowering.zigzag import causal_mask
 from megasched.objectives import objective_of
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from megasched.lowering.context_parallel import ContextParallel
 
 NAME = "megasched"
 EAGER_MASK = "megasched_eager_mask"
@@ -37,14 +42,22 @@ class AttentionSettings:
             definition that views heads by a count of its own would go wrong silently.
         sharded: heads are cut over TP, so that dropout must differ between the ranks.
         te: Transformer Engine's kernels, where they are used.
+        context: the ranks that share the sequence of these queries; None where this module has all of it.
         recompute: compute the attention core again in the backward pass (Megatron's ``core_attn``).
         told: why calls stayed with torch where Transformer Engine is there; each reason is logged once.
     """
 
-    def __init__(self, local_heads: int, sharded: bool, te: TeCore | None = None) -> None:
+    def __init__(
+        self,
+        local_heads: int,
+        sharded: bool,
+        te: TeCore | None = None,
+        context: ContextParallel | None = None,
+    ) -> None:
         self.local_heads = local_heads
         self.sharded = sharded
         self.te = te
+        self.context = context
         self.recompute = False
         self.told: set[str] = set()
 
@@ -77,7 +90,8 @@ def attention_forward(
     Args:
         query: [b, heads, s, head_dim]; key and value may have fewer heads (GQA).
         attention_mask: [b or 1, 1, s, s], boolean (True attends) or additive; None is causal or full
-            attention, as ``module.is_causal`` says.
+            attention, as ``module.is_causal`` says. Under context parallelism [b or 1, 1, s / cp, s], of this
+            rank's queries; everything else is s / cp long.
         indices: [b, s, k] of the keys that each query attends to, of those that the mask leaves it (DeepSeek's
             sparse attention, arXiv 2512.02556); None for all.
 
@@ -85,10 +99,17 @@ def attention_forward(
         [b, s, heads, value_head_dim] and no attention weights.
 
     Raises:
-        MegaschedError: more heads than this rank holds, or a tensor argument whose meaning is not known.
+        MegaschedError: more heads than this rank holds, a tensor argument whose meaning is not known, or what
+            can't be made whole under context parallelism.
     """
     _refuse_unknown(module, kwargs)
     settings: AttentionSettings | None = getattr(module, "megasched_attention", None)
+    context = None if settings is None else settings.context
+    if context is None and in_context():
+        raise MegaschedError(
+            f"{type(module).__name__} calls attention on its part of the sequence, and did not in the trial call: "
+            "context parallelism does not know of it. Run it without --context-parallel-size"
+        )
     if settings is not None and query.shape[1] != settings.local_heads:
         raise MegaschedError(
             f"{type(module).__name__} views {query.shape[1]} query heads where this rank holds "
@@ -103,7 +124,7 @@ def attention_forward(
         sliding_window = None  # the mask says it
 
     plain = softcap is None and s_aux is None and position_bias is None
-    window = window_of(sliding_window, query.shape[2])
+    window = window_of(sliding_window, query.shape[2] * (1 if context is None else context.zigzag.size))
     # A causal layer's mask is its window; any other mask is the definition's own and goes to torch.
     windowed = bool(is_causal) and attention_mask is not None and window[0] >= 0
     reason = why_not_te(
@@ -113,7 +134,17 @@ def attention_forward(
         position_bias=position_bias,
         other_mask=attention_mask is not None and not windowed,
     )
+    if not reason and context is not None and settings is not None and settings.te is not None:
+        reason = settings.te.why_not_in_context(query, key, windowed=windowed, softcap=softcap, sinks=s_aux)
     te = None if settings is None or settings.stays_with_torch(reason) else settings.te
+    if context is not None and te is None:
+        if indices is not None or position_bias is not None:
+            raise MegaschedError(
+                f"{type(module).__name__} chooses keys, or biases logits, by its part of the sequence alone; "
+                "run it without --context-parallel-size"
+            )
+        key, value, attention_mask = _of_all_ranks(context, query, key, value, attention_mask, causal)
+        causal = False
 
     def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if te is not None:
@@ -145,12 +176,32 @@ def attention_forward(
     return output.transpose(1, 2).contiguous(), None  # some definitions view it
 
 
+def _of_all_ranks(
+    context: ContextParallel,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Keys and values [b, heads, s, d] of the whole sequence, and the mask of this rank's queries."""
+    key, value = context.gather_together(key, value)
+    if causal:
+        mask = causal_mask(context.zigzag.positions(query.shape[2], query.device), key.shape[2])[None, None]
+    if mask is not None and mask.shape[-2:] != (query.shape[2], key.shape[2]):
+        raise MegaschedError(
+            f"a mask {list(mask.shape)} for {query.shape[2]} queries of this rank and {key.shape[2]} keys of all: "
+            "the definition made it of its part of the sequence alone. Run it without --context-parallel-size"
+        )
+    return key, value, mask
+
+
 # Tensor arguments that say nothing about attention itself.
-_HARMLESS = frozenset(["position_ids", "cache_position", "input_ids", "token_type_ids", "labels"])
+HARMLESS = frozenset(["position_ids", "cache_position", "input_ids", "token_type_ids", "labels"])
 
 
 def _refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:
-    unknown = [n for n, value in arguments.items() if isinstance(value, torch.Tensor) and n not in _HARMLESS]
+    unknown = [n for n, value in arguments.items() if isinstance(value, torch.Tensor) and n not in HARMLESS]
     if unknown:
         raise MegaschedError(
             f"{type(module).__name__} calls attention with {', '.join(unknown)}, which megasched's attention does "
@@ -237,8 +288,8 @@ def register() -> None:
 
     for name in NAMES:
         AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    AttentionMaskInterface.register(EAGER_MASK, eager_mask)
+    AttentionMaskInterface.register(NAME, of_queries(sdpa_mask))
+    AttentionMaskInterface.register(EAGER_MASK, of_queries(eager_mask))
 
 
 @contextmanager

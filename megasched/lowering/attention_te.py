@@ -2,12 +2,14 @@
 
 TE picks among its kernels (cuDNN fused, flash, unfused) by itself. Grouped heads, scales, dropout, sliding windows
 and learned sinks are passed to it; soft caps where it has a kernel for them. What it can't do here (position bias,
-masks of other shapes) stays with torch.
+masks of other shapes) stays with torch. Under context parallelism TE exchanges keys and values by itself, as
+``--cp-comm-type`` says.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -40,6 +42,14 @@ def te_caps_logits() -> bool:
     from transformer_engine.pytorch.attention.dot_product_attention.utils import FlashAttentionUtils as flash
 
     return bool(flash.v2_6_0_plus or flash.fa3_supports_softcap)
+
+
+@cache
+def _flash_attn_2_caps_logits() -> bool:
+    """Whether the one kernel is there that caps logits under context parallelism, too (flash-attn 3 does not)."""
+    from transformer_engine.pytorch.attention.dot_product_attention.utils import FlashAttentionUtils as flash
+
+    return bool(flash.v2_6_0_plus)
 
 
 def why_not_te(
@@ -75,16 +85,75 @@ def window_of(sliding_window: int | None, length: int) -> tuple[int, int]:
     return (sliding_window - 1, 0)
 
 
+@dataclass(frozen=True)
+class TeContext:
+    """What TE is told of context parallelism, under its own names.
+
+    Attributes:
+        cp_group: the ranks that share a sequence; a list of two groups, one in the other, for ``a2a+p2p``.
+        cp_global_ranks: of that group.
+        cp_stream: CUDA stream on which TE communicates; one for all modules.
+        cp_comm_type: ``p2p``, ``all_gather``, ``a2a`` or ``a2a+p2p``.
+        size: how many ranks they are.
+    """
+
+    cp_group: Any
+    cp_global_ranks: list[int]
+    cp_stream: Any
+    cp_comm_type: str
+    size: int
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of ``DotProductAttention``."""
+        names = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
+        return {name: getattr(self, name) for name in names}
+
+
 class TeCore:
     """The TE modules of one attention module, one for each form of call that it makes.
 
     Args:
         tp_size, tp_group: of the ranks that share the heads.
+        context: what TE is told of context parallelism; None without.
     """
 
-    def __init__(self, tp_size: int, tp_group: Any) -> None:
-        self.tp_size, self.tp_group = tp_size, tp_group
+    def __init__(self, tp_size: int, tp_group: Any, context: TeContext | None = None) -> None:
+        self.tp_size, self.tp_group, self.context = tp_size, tp_group, context
         self._made: dict[tuple[Any, ...], Any] = {}
+
+    def why_not_in_context(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        *,
+        windowed: bool,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> str:
+        """Why a call stays with torch under context parallelism (``attn_forward_func_with_cp`` and
+        ``get_attention_backend`` in TE 2.20); empty where TE takes it.
+
+        Args:
+            query, key: [b, heads, s / cp, d].
+        """
+        if self.context is None:
+            return "context parallelism, of which Transformer Engine was not told"
+        kind, size = self.context.cp_comm_type, self.context.size
+        if query.dtype not in (torch.float16, torch.bfloat16):
+            return "context parallelism in 32 bits, for which Transformer Engine has no kernel"
+        if windowed and kind not in ("a2a", "all_gather"):
+            return (
+                f"a sliding window under --cp-comm-type {kind}; Transformer Engine has it with a2a and all_gather"
+            )
+        if sinks is not None and kind != "a2a":
+            return f"sinks under --cp-comm-type {kind}; Transformer Engine has them with a2a"
+        if softcap is not None and not _flash_attn_2_caps_logits():
+            return (
+                "soft-capped logits under context parallelism, for which Transformer Engine needs flash-attn 2.6"
+            )
+        if kind == "a2a" and (query.shape[1] % size or key.shape[1] % size):
+            return f"--cp-comm-type a2a with {query.shape[1]} and {key.shape[1]} heads on {size} ranks"
+        return ""
 
     def __call__(
         self,
@@ -135,6 +204,8 @@ class TeCore:
             options["softcap"] = softcap
         if sinks:
             options["softmax_type"] = "learnable"
+        if self.context is not None:
+            options |= self.context.options()
         core = cls(
             num_attention_heads=heads * self.tp_size,
             kv_channels=key_width if key_width == value_width else (key_width, value_width),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,12 +19,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import nn
 from torch.nn import functional as F
 
+from megasched.errors import Problem, ScheduleError
 from megasched.lowering.attention import fused_attention
 from megasched.lowering.attention_te import uses_transformer_engine
 from megasched.lowering.blocks import assemblies, has_bias
 from megasched.lowering.context import Context
+from megasched.lowering.context_parallel import ContextParallel, comm_type
+from megasched.lowering.dims import Along
 from megasched.lowering.rng import fork_rng
 from megasched.lowering.structure import Slot
+from megasched.lowering.zigzag import Zigzag, causal_mask
 from megasched.roles import Block
 
 Angles = Callable[[int, torch.device], torch.Tensor]
@@ -37,22 +41,30 @@ class MegatronLayer(nn.Module):
         layer: Megatron's, which takes and returns [s (/ tp under SP), b, h].
         slot: where the hidden state stands in the definition's call.
         angles: (sequence length, device) -> rotary angles [s, 1, 1, head_dim], float32; None without positions.
-        parts: in how many parts the hidden state is split along the sequence.
+        parts: in how many parts the hidden state is split along the sequence by sequence parallelism.
+        zigzag: which part of the sequence that hidden state is of; None for all of it.
     """
 
-    def __init__(self, layer: TransformerLayer, slot: Slot, angles: Angles | None, parts: int) -> None:
+    def __init__(
+        self, layer: TransformerLayer, slot: Slot, angles: Angles | None, parts: int, zigzag: Zigzag | None = None
+    ) -> None:
         super().__init__()
         self.layer = layer
-        self.slot, self.angles, self.parts = slot, angles, parts
+        self.slot, self.angles, self.parts, self.zigzag = slot, angles, parts, zigzag
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The hidden state [b, s (/ tp), h] among the arguments goes through the layer; the others (masks,
         positions) say nothing that Megatron's causal layer does not know."""
         hidden = self.slot.get(args, kwargs).transpose(0, 1).contiguous()
         length = hidden.shape[0] * self.parts
-        angles = None if self.angles is None else self.angles(length, hidden.device)
+        angles = None if self.angles is None else self._angles_of(length, self.angles, hidden.device)
         output, _ = self.layer(hidden, attention_mask=None, rotary_pos_emb=angles)
         return self.slot.wrap(output.transpose(0, 1))
+
+    def _angles_of(self, length: int, angles: Angles, device: torch.device) -> torch.Tensor:
+        if self.zigzag is None:
+            return angles(length, device)
+        return self.zigzag.own_part(angles(length * self.zigzag.size, device), Along(0))
 
 
 def lower_block(
@@ -76,7 +88,7 @@ def lower_block(
     config = _config(context, block, index, add_bias_linear=out, add_qkv_bias=qkv)
     layer = TransformerLayer(
         config,
-        _submodules(config, context.device, mlp_bias=fc1),
+        _submodules(path, index, config, context, mlp_bias=fc1),
         layer_number=index + 1,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         add_layer_offset=False,
@@ -94,8 +106,9 @@ def lower_block(
     if left:
         raise RuntimeError(f"{path}: Megatron's layer has no parameter for {', '.join(sorted(left))}")
     parts = context.size if config.sequence_parallel else 1
+    ranks = context.context_parallel
     rotated = not block.rotated or block.rotated[index]
-    new = MegatronLayer(layer, structure.slot, angles if rotated else None, parts)
+    new = MegatronLayer(layer, structure.slot, angles if rotated else None, parts, ranks and ranks.zigzag)
     for name, value in vars(old).items():  # the model may read them off its layers (attention_type)
         if isinstance(value, str | int | float) and name not in vars(new):
             setattr(new, name, value)
@@ -139,12 +152,15 @@ def _config(context: Context, block: Block, index: int, **biases: bool) -> Trans
     return config
 
 
-def _submodules(config: TransformerConfig, device: torch.device, mlp_bias: bool) -> TransformerLayerSubmodules:
+def _submodules(
+    path: str, index: int, config: TransformerConfig, context: Context, mlp_bias: bool
+) -> TransformerLayerSubmodules:
     """Transformer Engine's modules where it is there, else Megatron's own with torch's norm and attention."""
-    if uses_transformer_engine(device):
+    if uses_transformer_engine(context.device):
+        _refuse_window_in_context(path, index, config, context)
         submodules = get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=config.qk_layernorm)
     else:
-        submodules = _without_transformer_engine(config, device)
+        submodules = _without_transformer_engine(config, context)
     build, other = submodules.mlp, copy.copy(config)
     other.add_bias_linear = mlp_bias  # Megatron's one flag speaks of attention and MLP
 
@@ -155,7 +171,18 @@ def _submodules(config: TransformerConfig, device: torch.device, mlp_bias: bool)
     return submodules
 
 
-def _without_transformer_engine(config: TransformerConfig, device: torch.device) -> TransformerLayerSubmodules:
+def _refuse_window_in_context(path: str, index: int, config: TransformerConfig, context: Context) -> None:
+    kind = comm_type(config, index)
+    if context.context_parallel is None or config.window_size is None or kind in ("a2a", "all_gather"):
+        return
+    what = f"Transformer Engine has no sliding window under context parallelism with --cp-comm-type {kind}"
+    raise ScheduleError(
+        Problem(what, path, remedy="say --cp-comm-type a2a or all_gather, or use level('fused') here")
+    )
+
+
+def _without_transformer_engine(config: TransformerConfig, context: Context) -> TransformerLayerSubmodules:
+    device = context.device
     submodules = get_gpt_layer_local_submodules(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
 
     def norm(config: TransformerConfig, hidden_size: int, eps: float) -> nn.Module:
@@ -163,7 +190,7 @@ def _without_transformer_engine(config: TransformerConfig, device: torch.device)
 
     submodules.input_layernorm = submodules.pre_mlp_layernorm = norm
     inner = submodules.self_attention.submodules
-    inner.core_attention = CoreAttention
+    inner.core_attention = partial(CoreAttention, ranks=context.context_parallel)
     if config.qk_layernorm:
         inner.q_layernorm = inner.k_layernorm = norm
     return submodules
@@ -175,8 +202,15 @@ class CoreAttention(nn.Module):
     Megatron's own without Transformer Engine keeps a [b, heads, s, s] tensor.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        ranks: ContextParallel | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__()
+        self.ranks = ranks
         self.dropout, self.scale = config.attention_dropout, softmax_scale
         self.window = None if config.window_size is None else config.window_size[0] + 1
 
@@ -186,7 +220,12 @@ class CoreAttention(nn.Module):
         """[s, b, heads, d] each, k and v with fewer heads -> [s, b, heads * d]."""
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         dropout = self.dropout if self.training else 0.0
-        mask = None if self.window is None else window_mask(self.window, q.shape[2], q.device)
+        if self.ranks is None:
+            mask = None if self.window is None else window_mask(self.window, q.shape[2], q.device)
+        else:
+            k, v = self.ranks.gather_together(k, v)
+            places = self.ranks.zigzag.positions(q.shape[2], q.device)
+            mask = causal_mask(places, k.shape[2], self.window)
         with fork_rng() if dropout else nullcontext():  # each TP rank has heads of its own
             output = fused_attention(q, k, v, mask, mask is None, dropout, self.scale)
         return output.permute(2, 0, 1, 3).flatten(2)

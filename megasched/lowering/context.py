@@ -19,6 +19,7 @@ from megasched.placement import Placement
 if TYPE_CHECKING:
     from megatron.core import ModelParallelConfig
 
+    from megasched.lowering.context_parallel import ContextParallel
     from megasched.weights.source import WeightSource
 
 
@@ -35,6 +36,7 @@ class Context:
         expert_group: Megatron's EP group; None where experts are not shared out.
         megatron_finalizes: Megatron's ``finalize_model_grads`` will run, which sums the gradients of parameters
             marked ``sequence_parallel`` over TP; otherwise a hook on the parameter does.
+        context_parallel: the ranks that share a sequence; None without context parallelism.
         assemblies: name in the lowered model -> HF tensors, for parameters of blocks.
         made: canonical name -> parameter on this rank, so that ties stay ties.
     """
@@ -48,6 +50,7 @@ class Context:
     assemblies: dict[str, Assembly] = field(default_factory=dict)
     made: dict[str, nn.Parameter] = field(default_factory=dict)
     expert_group: Any = None
+    context_parallel: ContextParallel | None = None
 
     @property
     def rank(self) -> int:

@@ -76,7 +76,7 @@ def follow(
     name = func.overloadpacket.__name__
     if torch.Tag.pointwise in func.tags or name == "copy_":
         return [_pointwise(operands, cut, out) for out in outputs]
-    told = _told(func, args, kwargs)
+    told = arguments_of(func, args, kwargs)
     if name in _PRODUCTS:
         placed = _product(*operands[-2:], along, outputs[0])
         if placed is not None and len(operands) > 2:  # what is added to the product
@@ -103,7 +103,7 @@ def follow(
     return [moved] * len(outputs)
 
 
-def _told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The operation's arguments by the names of its schema."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
     return {

@@ -13,6 +13,7 @@ from megasched.lowering.attention import AttentionSettings
 from megasched.lowering.attention_te import TeCore, uses_transformer_engine
 from megasched.lowering.carry import carry_hooks, module_places
 from megasched.lowering.context import Context
+from megasched.lowering.context_parallel import enter_sequence_region
 from megasched.lowering.embedding import lower_embedding, lower_features
 from megasched.lowering.experts import lower_experts
 from megasched.lowering.graphs import trace_modules
@@ -59,6 +60,7 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
     fused = fused_paths(plan)
     traced = trace_modules(model, context, here)  # before anything wraps a module: regions stay outermost
     fuse_norms(model, lambda path: alone(path) and fused(path) and not traced(path))
+    _enter_sequence_regions(model, context, alone)  # inside of TP regions, which have all of a rank's part
     _lower_regions(regions, model, context, alone)
     divide_local_attributes(schedule.roles, model, context, alone)
     _settle_attention(model, context, alone)
@@ -168,11 +170,27 @@ def _lower_regions(
             leave_region(module, slots[0], derived.exits[path], context.group)
 
 
+def _enter_sequence_regions(model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
+    """Whole sequences for what needs them; outside of layers, each stage runs what has no parameters."""
+    plan, ranks = context.plan, context.context_parallel
+    if plan.sequence is None or plan.structure is None or ranks is None:
+        return
+    for path, region in plan.sequence.regions.items():
+        if here(path) or (plan.structure.index_of(path) is None and not plan.holds_parameters(path)):
+            enter_sequence_region(path, model.get_submodule(path), region, ranks)
+
+
 def _settle_attention(model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
-    for path, (heads, sharded) in context.plan.derived.attention.items():
+    plan = context.plan
+    for path, (heads, sharded) in plan.derived.attention.items():
         if here(path):
             sharded = sharded and context.size > 1
             size, group = (context.size, context.group) if sharded else (1, None)
-            te = TeCore(size, group) if uses_transformer_engine(context.device) else None
-            settings = AttentionSettings(heads // size, sharded, te)
+            split = plan.sequence is not None and path in plan.sequence.attention
+            ranks = context.context_parallel if split else None
+            te = None
+            if uses_transformer_engine(context.device):
+                layer = plan.structure.index_of(path) if plan.structure is not None else None
+                te = TeCore(size, group, ranks.for_te(context.config, layer) if ranks is not None else None)
+            settings = AttentionSettings(heads // size, sharded, te, ranks)
             model.get_submodule(path).megasched_attention = settings

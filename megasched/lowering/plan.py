@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from megasched.layout import Layout
 from megasched.lowering.labels import Derived
 from megasched.lowering.replicated_heads import ReplicatedHeads
+from megasched.lowering.sequence_plan import SequencePlan
 from megasched.lowering.structure import Structure
 from megasched.placement import Placement
 from megasched.records import Record
@@ -27,6 +28,7 @@ class Plan:
         canonical: every parameter name (ties have several) -> canonical name.
         structure: where the layers are; None for a model that is not a causal language model.
         derived: what follows from the placements.
+        sequence: what context parallelism does; None without.
         blocks: decoder layers that Megatron's ``TransformerLayer`` computes; nothing inside them is lowered
             by itself.
         te_linears: linears whose product is Transformer Engine's, in 8 bits; those in ``blocks`` are not named.
@@ -42,6 +44,7 @@ class Plan:
     canonical: dict[str, str] = field(default_factory=dict)
     structure: Structure | None = None
     derived: Derived = field(default_factory=Derived)
+    sequence: SequencePlan | None = None
     blocks: set[str] = field(default_factory=set)
     te_linears: set[str] = field(default_factory=set)
     joint: list[tuple[str, ...]] = field(default_factory=list)
@@ -53,6 +56,10 @@ class Plan:
     def local_shape(self, placement: Placement) -> tuple[int, ...]:
         """Shape of what a rank holds of a parameter."""
         return placement.local_shape(self.layout.size_of(placement.group))
+
+    def holds_parameters(self, path: str) -> bool:
+        """Whether there are parameters in the module at ``path``."""
+        return any(name.startswith(f"{path}.") for name in self.canonical)
 
     def in_block(self, path: str) -> bool:
         """Whether the module at ``path`` is inside a layer of ``blocks``."""

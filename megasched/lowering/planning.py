@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -24,6 +25,7 @@ from megasched.lowering.placing import place
 from megasched.lowering.plan import Plan
 from megasched.lowering.propagate import propagate
 from megasched.lowering.record_lowerings import is_lowered
+from megasched.lowering.sequence_run import plan_sequence
 from megasched.lowering.structure import find_structure
 from megasched.lowering.sync import check_syncs
 from megasched.records import Record
@@ -66,6 +68,7 @@ def make_plan(
         trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         problems += choose_blocks(plan, schedule.roles.block, trained, by_trainer=causal_lm)
         join_columns(plan, model)
+        problems += _plan_sequence(plan, model)
         problems = problems or [*choose_fp8(plan, schedule.roles.block), *overlap_problems(plan)]
     if problems:
         raise ScheduleError(problems)
@@ -126,13 +129,45 @@ def _derive(model: nn.Module, plan: Plan, inputs: Mapping[str, Any] | None, caus
             inputs = plan.structure.trial_inputs() if inputs is None else inputs
         if plan.cuts and inputs is None:
             return take_pairs(plan, model) + check_syncs(plan)
-        if inputs is not None and (plan.cuts or plan.layout.sp or plan.records_of("replace", "replace_all")):
+        spread = plan.cuts or plan.layout.sp or plan.layout.cp > 1
+        if inputs is not None and (spread or plan.records_of("replace", "replace_all")):
             plan.derived = _propagate(model, plan, inputs, causal_lm)
             problems = _settle_gathered(plan)
     except ScheduleError as error:
         return _with_sources(plan, error.problems)
     _mark_partial(plan)
     return _with_sources(plan, [*problems, *plan.derived.problems]) + check_syncs(plan)
+
+
+def _plan_sequence(plan: Plan, model: nn.Module) -> list[Problem]:
+    """What context parallelism does; who trains a part of the sequence must be Megatron's trainer."""
+    if plan.layout.cp == 1:
+        return []
+    if plan.structure is None:
+        remedy = "run it through `python -m megasched pretrain_gpt.py`, or without context parallelism"
+        return [Problem("context parallelism is for causal language models in Megatron's trainer", remedy=remedy)]
+    refuse = partial(why_not_sequence_region, plan)
+    plan.sequence = plan_sequence(model, plan.structure, plan.layout.cp, refuse)
+    return plan.sequence.problems
+
+
+def why_not_sequence_region(plan: Plan, path: str) -> str:
+    """Why a module can't be run on the whole sequence under context parallelism; empty where it can.
+
+    Under sequence parallelism a row-parallel linear hands each TP rank a part of what it sees: of the whole
+    sequence that would be another part than of a context parallel rank's own.
+    """
+    structure, derived = plan.structure, plan.derived
+    if structure is None or structure.index_of(path) is None:
+        elsewhere = plan.layout.pp > 1 and plan.holds_parameters(path)
+        return "its parameters are on one pipeline stage, and others run it, too" if elsewhere else ""
+    if not plan.layout.sp:
+        return ""
+    rows = [row for row, cut in plan.cuts.items() if cut == "row" and row.startswith(f"{path}.")]
+    split = [row for row in rows if row not in derived.rows_inside]
+    if path not in derived.needed_regions or split:
+        return "it can't have it under sequence parallelism too"
+    return ""
 
 
 def _propagate(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_lm: bool) -> Derived:

@@ -31,14 +31,11 @@ AUTO_SCHEDULE = "auto"
 # Why a flag is refused -> Megatron's `args` attributes (shell patterns). The default value is never refused.
 _REASONS = {
     "it packs sequences into one row; the definition sees one causal sequence a row": (
-        "reset_position_ids reset_attention_mask dataloader_inter_document_masking sft"
+        "reset_position_ids reset_attention_mask dataloader_inter_document_masking sft hybrid_context_parallel"
     ),
     "reinforcement learning drives Megatron's own inference engine": "perform_rl_step",
     "FSDP shards Megatron's own layers; --use-distributed-optimizer shards the optimizer": (
         "use_megatron_fsdp use_torch_fsdp2"
-    ),
-    "context parallelism is not available under a schedule yet": (
-        "context_parallel_size hierarchical_context_parallel_sizes hybrid_context_parallel"
     ),
     "it reorders the steps of Megatron's own layers": "overlap_moe_expert_parallel_comm",
     "whole experts are shared out, their features are not": "expert_tensor_parallel_num_weight_shards",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,10 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import nn
 
 from megasched.assembly import Assembly
+from megasched.errors import ConfigError
 from megasched.lowering.context import Context
+from megasched.lowering.context_masks import context_masks
+from megasched.lowering.context_parallel import ContextParallel
 from megasched.lowering.fp8 import enter_fp8, fp8_pass
 from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.megatron.checkpoint import Place, refuse_mismatch, sharded_entry
@@ -66,9 +70,11 @@ class ScheduledModel(MegatronModule):
         self.pre_process, self.post_process = stage.first, stage.last
         self.input_tensor: torch.Tensor | None = None
         self._wire = Wire()
+        self._positions_checked = False
         self._device = _device(config)
         self._objective = objective_of(definition)
         self._trained = {name: parameter.requires_grad for name, parameter in definition.named_parameters()}
+        self._context = ContextParallel(pg_collection.cp) if plan.layout.cp > 1 else None
         self._build(schedule, source)
         self._tie()
         self._share(stages)
@@ -84,6 +90,7 @@ class ScheduledModel(MegatronModule):
             source=source,
             device=self._device,
             megatron_finalizes=True,
+            context_parallel=self._context,
         )
         self._assemblies = context.assemblies
         make_stage(self.definition, structure, self.stage, self._wire, self.config.params_dtype)
@@ -194,13 +201,14 @@ class ScheduledModel(MegatronModule):
         loss_mask: torch.Tensor | None = None,
         **inputs: Any,
     ) -> torch.Tensor:
-        """One micro-batch through this stage.
+        """One micro-batch through this stage; under context parallelism s is a rank's part of the sequence.
 
         Args:
             input_ids: [b, s] on the first stage.
             attention_mask: [b, s], 1 for a token and 0 for padding, on every stage, where the objective has it. A
                 causal language model does not use it: one causal sequence a row.
-            position_ids, loss_mask: not used; positions are what the definition makes them by itself.
+            position_ids, loss_mask: not used; positions are what the definition makes them by itself, or those of
+                this rank's part.
             labels: [b, s] on the last stage, shifted already where they are the next tokens; [b] of images.
             inputs: what else the objective gives the definition, by HF's names.
 
@@ -211,13 +219,17 @@ class ScheduledModel(MegatronModule):
         if self.stage.empty:
             assert self.input_tensor is not None
             return self.input_tensor.clone()
+        if inputs.pop("packed_seq_params", None) is not None:
+            raise ConfigError("packed sequences: the definition sees one causal sequence a row; leave --sft out")
         given = self._receive({"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
         structure = self.plan.structure
         calls_loss = structure is not None and structure.calls_loss
         try:
             if calls_loss:
                 given["labels"] = labels
-            with fp8_pass(self.config):
+            if self._context is not None:
+                given |= self._positions(given["input_ids"], position_ids)
+            with fp8_pass(self.config), self._masks():
                 output = self.definition(**given, **self._objective.constants)
         except StageEnd as end:
             return self._send(end.hidden)
@@ -250,6 +262,28 @@ class ScheduledModel(MegatronModule):
         if read is not None:
             found["input_ids"] = wire.values.setdefault(read, found["input_ids"])
         return found
+
+    def _masks(self) -> AbstractContextManager[None]:
+        if self._context is None:
+            return nullcontext()
+        return context_masks(self._context.zigzag, self._context.gather)
+
+    def _positions(self, ids: torch.Tensor, given: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Places of this rank's tokens in the sequence, which a definition can't know by itself."""
+        sequence = self.plan.sequence
+        assert self._context is not None
+        assert sequence is not None
+        self._context.batch = ids.shape[0]
+        positions = self._context.zigzag.positions(ids.shape[1], ids.device).expand(ids.shape).contiguous()
+        if given is not None and not self._positions_checked:
+            self._positions_checked = True  # once: it makes the CPU wait
+            if not torch.equal(given, positions):
+                raise ConfigError(
+                    "position_ids of the batch are not those of context parallel rank "
+                    f"{self._context.zigzag.rank}: split the batch with "
+                    "megatron.core.utils.get_batch_on_this_cp_rank, and pack no sequences"
+                )
+        return {"position_ids": positions} if sequence.takes_positions else {}
 
     def _send(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the next stage gets."""

@@ -24,7 +24,7 @@ from megasched.lowering.planning import make_plan
 from megasched.lowering.replacement import replace_modules
 from megasched.megatron.cut import balance, cuts_asked_for, layer_costs, layout_string
 from megasched.megatron.shared import refuse_overlap
-from megasched.objectives import find_objective
+from megasched.objectives import CAUSAL_LM, find_objective, objective_of
 from megasched.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -74,6 +74,10 @@ class Session:
             what += "the hidden state at the first call of one and joins it after the last"
             raise ScheduleError(Problem(what, plan.structure.layers, remedy="run it without --sequence-parallel"))
         _refuse_stages(plan, self.definition.config)
+        objective = objective_of(self.definition)
+        if plan.layout.cp > 1 and objective is not CAUSAL_LM:
+            what = f"context parallelism splits the tokens of a causal language model, and this is a {objective.model}"
+            raise ScheduleError(Problem(what, remedy="run it without --context-parallel-size"))
         return plan
 
     def pipeline_layout(self, sequence_length: int) -> str | None:
@@ -121,6 +125,10 @@ class Session:
         packing = Packing(self.replaced, structure, dtype, parts, self.plan.derived.sides, layout.tp)
         if not packing.needed(boundaries):
             return None
+        if layout.cp > 1:
+            what = "more than the hidden state goes from stage to stage, and how context parallelism splits it is "
+            what += "not known"
+            raise ScheduleError(Problem(what, structure.layers, remedy="run it without --context-parallel-size"))
         if self.plan.blocks:  # its layers read the config's hidden_size, which is what is sent then
             what = "more than the hidden state goes from stage to stage, and Megatron's layers know no more"
             remedy = "use another level than block, or no pipeline stages"
@@ -157,11 +165,14 @@ def open_session(
     Raises:
         ConfigError, ScheduleError: whatever can't be used as given.
     """
+    from megasched import patches
     from megasched.definition import build_definition, load_config
     from megasched.lowering import attention
     from megasched.schedule import create_schedule
     from megasched.schedule_file import apply_schedule, find_schedule
 
+    if layout.cp > 1:
+        patches.apply("zigzag_positions")
     function = find_schedule(schedule)
     config = load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
     definition = build_definition(config, find_objective(objective), trust_remote_code=trust_remote_code)
@@ -198,11 +209,14 @@ def _refuse_router_losses(config: Any, layout: Layout) -> None:
     """HF's auxiliary loss is made of the router's logits of all layers and tokens, in one process."""
     if not getattr(config.get_text_config(decoder=True), "output_router_logits", False):
         return
-    if layout.pp == 1 and not layout.sp:
+    if layout.pp == 1 and not layout.sp and layout.cp == 1:
         return
-    where = "of the layers of its own stage alone" if layout.pp > 1 else "inside of tensor-parallel regions"
+    where, cause = "of a rank's part of the sequence alone", "context parallelism"
+    if layout.pp > 1:
+        where, cause = "of the layers of its own stage alone", "pipeline stages"
+    elif layout.sp:
+        where, cause = "inside of tensor-parallel regions", "sequence parallelism"
     what = f"output_router_logits: the auxiliary loss would be made of the router's logits {where}"
-    cause = "pipeline stages" if layout.pp > 1 else "sequence parallelism"
     remedy = f"run it without {cause}, or say --hf-override output_router_logits=false"
     raise ScheduleError(Problem(what, remedy=remedy))
 

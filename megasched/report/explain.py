@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megasched.layout import Layout
+from megasched.lowering.plan import Plan
 from megasched.megatron.session import Session, open_session
 from megasched.placement import Placement
 from megasched.report.fold import label_indices
@@ -42,16 +43,21 @@ class Decision:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All decisions for one model at one layout, in the order of the definition's parameters."""
+    """All decisions for one model at one layout, in the order of the definition's parameters.
+
+    Attributes:
+        context: what context parallelism does, in words; empty without.
+    """
 
     model: str
     layout: Layout
     decisions: list[Decision]
+    context: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON."""
         decisions = [asdict(decision) for decision in self.decisions]
-        return {"model": self.model, "layout": vars(self.layout), "decisions": decisions}
+        return {"model": self.model, "layout": vars(self.layout), "decisions": decisions, "context": self.context}
 
 
 def explain_schedule(
@@ -76,7 +82,8 @@ def explain_schedule(
         trust_remote_code=trust_remote_code,
         objective=objective,
     )
-    return Explanation(type(session.definition).__name__, layout, decisions_of(session, by_user=schedule != AUTO))
+    decisions = decisions_of(session, by_user=schedule != AUTO)
+    return Explanation(type(session.definition).__name__, layout, decisions, context_lines(session.plan))
 
 
 def decisions_of(session: Session, *, by_user: bool) -> list[Decision]:
@@ -108,6 +115,32 @@ def decisions_of(session: Session, *, by_user: bool) -> list[Decision]:
             )
         )
     return fold_decisions(made)
+
+
+def context_lines(plan: Plan) -> tuple[str, ...]:
+    """What context parallelism does, layers folded."""
+    if plan.sequence is None:
+        return ()
+    lines = [f"each CP rank runs the definition on 2 of {2 * plan.layout.cp} pieces of a sequence"]
+    if plan.sequence.attention:
+        lines.append(f"queries meet the keys of all CP ranks: {_fold_layers(plan, plan.sequence.attention)}")
+    if plan.sequence.regions:
+        lines.append(f"run on whole sequences by each CP rank: {_fold_layers(plan, plan.sequence.regions)}")
+    return tuple(lines)
+
+
+def _fold_layers(plan: Plan, paths: Iterable[str]) -> str:
+    """Paths, as one where they differ in their layer alone."""
+    structure = plan.structure
+    assert structure is not None
+    groups: dict[str, list[int]] = {}
+    for path in sorted(paths):
+        index = structure.index_of(path)
+        inside = path if index is None else path.removeprefix(structure.layer_path(index))
+        groups.setdefault(inside, []).extend([] if index is None else [index])
+    folded = [(f"{structure.layers}.{label_indices(sorted(found))}" if found else "") + inside
+              for inside, found in groups.items()]  # fmt: skip
+    return ", ".join(folded)
 
 
 def _declined(roles: Roles, module: str) -> str:

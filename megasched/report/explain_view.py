@@ -11,6 +11,10 @@ from megasched.report.explain import Decision, Explanation
 def print_explanation(explanation: Explanation, console: Console) -> None:
     """Prints a few lines a parameter; made for 100 columns."""
     console.print(Text.assemble((explanation.model, "bold"), f" on {explanation.layout}\n"))
+    for line in explanation.context:
+        console.print(Text(line))
+    if explanation.context:
+        console.print()
     for decision in explanation.decisions:
         console.print(_lines(decision))
 

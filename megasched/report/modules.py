@@ -207,12 +207,21 @@ class _View:
             notes.append(f"by one matrix product with {', '.join(others)}")
         if path in self.plan.experts:
             notes.append(f"experts shared out over EP {self.plan.layout.ep}, tokens sent to them")
+        notes += self._context_notes(path)
         fp8 = self.plan.layout.fp8
         if fp8 is not None and (path in self.plan.blocks or path in self.plan.te_linears):
             notes.append(f"in 8 bits ({fp8.fp8_recipe})" if self.plan.in_8_bits(path) else "in 16 bits")
         if self.tp > 1:
             notes += self._tp_notes(path, module, kind)
         return notes
+
+    def _context_notes(self, path: str) -> list[str]:
+        sequence, cp = self.plan.sequence, self.plan.layout.cp
+        if sequence is None or self.plan.in_block(path):
+            return []
+        if path in sequence.regions:
+            return [f"whole sequences, on each of {cp} CP ranks, and a rank's part of what comes out"]
+        return [f"queries of a CP rank, keys and values of all {cp}"] if path in sequence.attention else []
 
     def _tp_notes(self, path: str, module: nn.Module, kind: Kind) -> list[str]:
         notes = []

@@ -41,6 +41,8 @@ LAYOUTS: dict[str, CheckedLayout] = {
     "pp2-vpp2": CheckedLayout(2, 1, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
     "ep2": CheckedLayout(2, 1, "--expert-model-parallel-size 2", of_experts=True),
     "tp2-pp2": CheckedLayout(4, 2, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "cp2": CheckedLayout(2, 1, "--context-parallel-size 2"),
+    "cp2-tp2": CheckedLayout(4, 2, "--context-parallel-size 2 --tensor-model-parallel-size 2"),
 }
 
 
@@ -142,7 +144,7 @@ def compare(
         exact: the reference in float64, where it is known. What is beyond the tolerance may be as far from that as
             ``ROUNDING`` times the reference itself is.
     """
-    logits = [out for report in reports if report.tp_rank == 0 for out in report.logits]
+    logits = trainer_run.logits_of(reports)
     gradients = trainer_run.gather(reports, "gradients", tp)
     differing = sorted(gradients.keys() ^ expected.gradients.keys())
     if differing or len(logits) != len(expected.logits):

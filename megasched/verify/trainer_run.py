@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from megasched.lowering.zigzag import Zigzag
+
 VOCABULARY = 99  # divides by no TP: the embedding is padded
 SEQUENCE = 16
 
@@ -39,6 +41,7 @@ class RankReport:
         gradients: HF name -> (shard of the first iteration's gradient, its placement); no copies of ties.
         weights: HF name -> (shard after the last iteration, placement).
         logits: [b, s, v] of each micro-batch of the first iteration (last stage only).
+        cp_rank: among the ranks that share a sequence; tokens, labels and logits are of its part.
         ep_rank, expert_dp_rank: among the ranks that share out experts, and that hold the same ones.
         batches: (iteration, tokens, labels) of each micro-batch, where this rank has them.
         samples: (iteration, whole micro-batch) of the scripts beside ``pretrain_gpt.py``.
@@ -55,6 +58,7 @@ class RankReport:
     batches: list[tuple[int, torch.Tensor | None, torch.Tensor | None]] = field(default_factory=list)
     samples: list[tuple[int, dict[str, torch.Tensor]]] = field(default_factory=list)
     iterations: int = 0
+    cp_rank: int = 0
     ep_rank: int = 0
     expert_dp_rank: int = 0
 
@@ -113,6 +117,7 @@ def train(
     report.tp_rank = parallel_state.get_tensor_model_parallel_rank()
     report.dp_rank = parallel_state.get_data_parallel_rank()
     report.pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    report.cp_rank = parallel_state.get_context_parallel_rank()
     report.ep_rank = parallel_state.get_expert_model_parallel_rank()
     report.expert_dp_rank = parallel_state.get_expert_data_parallel_rank()
     report.weights = _shards(_chunks, lambda parameter: parameter.detach().clone())
@@ -258,14 +263,37 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def batches_of(reports: list[RankReport], iteration: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(tokens, labels) of each micro-batch of an iteration, over all DP ranks."""
+    """(tokens, labels) of each micro-batch of an iteration, over all DP ranks; whole sequences."""
 
     def seen(own: list[RankReport], field: int) -> list[torch.Tensor]:
-        columns = [[b[field] for b in r.batches if b[0] == iteration and b[field] is not None] for r in own]
-        return next(column for column in columns if column)
+        columns = [
+            (r.cp_rank, [b[field] for b in r.batches if b[0] == iteration and b[field] is not None]) for r in own
+        ]
+        return _joined([column for column in columns if column[1]])
 
     found = []
     for rank in sorted({report.dp_rank for report in reports}):
         own = [report for report in reports if report.dp_rank == rank and report.tp_rank == 0]
         found += list(zip(seen(own, 1), seen(own, 2), strict=True))
     return found
+
+
+def logits_of(reports: list[RankReport]) -> list[torch.Tensor]:
+    """[b, s, v] of each micro-batch of the first iteration, over all DP ranks; whole sequences."""
+    found = []
+    for rank in sorted({report.dp_rank for report in reports}):
+        own = [report for report in reports if report.dp_rank == rank and report.tp_rank == 0]
+        found += _joined([(report.cp_rank, report.logits) for report in own if report.logits])
+    return found
+
+
+def _joined(parts: list[tuple[int, list[Any]]]) -> list[torch.Tensor]:
+    """Whole sequences of the parts [b, s / cp, ...] that each CP rank has; of several of a rank, the first."""
+    by_rank: dict[int, list[torch.Tensor]] = {}
+    for rank, tensors in parts:
+        by_rank.setdefault(rank, tensors)
+    zigzag = Zigzag(len(by_rank), 0)
+    columns = zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)
+    return [
+        zigzag.in_order(torch.cat([part.transpose(0, 1) for part in column])).transpose(0, 1) for column in columns
+    ]

@@ -29,5 +29,5 @@ def test_first_step_equals_hf(ranks, tmp_path, form, layout):
 def test_an_encoder_decoder_is_not_cut_into_stages(ranks, tmp_path):
     folder = save("t5", tmp_path)
     flags = ["--pipeline-model-parallel-size", "2", *LENGTHS]
-    with pytest.raises(RankError, match="the layers of the decoder read what the encoder made"):
+    with pytest.raises(RankError, match="the layers of an encoder-decoder are two lists"):
         ranks.run(2, train, folder, flags, iterations=1, script="pretrain_t5")

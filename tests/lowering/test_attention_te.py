@@ -13,8 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from megasched.errors import MegaschedError
 from megasched.lowering import attention, attention_te
 from megasched.lowering.attention import AttentionSettings, attention_forward
+from megasched.lowering.dims import Along
+from megasched.lowering.zigzag import Zigzag
 
 
 class StandIn:
@@ -133,3 +136,97 @@ def test_dropout_differs_between_ranks_where_heads_are_cut_and_only_there(te, mo
     attention_forward(module, *[torch.randn(2, heads, 7, 8) for heads in (4, 2, 2)], None, dropout=0.1)
     assert len(forks) == int(sharded)
     assert (te[0]["attention_dropout"], "get_rng_state_tracker" in te[0]) == (0.1, False)
+
+
+# ---- context parallelism --------------------------------------------------------------------------
+
+
+class OneOfTwo:
+    """Stands for ``ContextParallel`` on a rank of two, in one process: the whole of a tensor is known."""
+
+    def __init__(self, rank, key, value):
+        self.zigzag, self.key, self.value = Zigzag(2, rank), key, value
+
+    def gather_together(self, key, value):
+        return self.key, self.value
+
+
+def context(kind):
+    return attention_te.TeContext("group", [3, 7], "stream", kind, 2)
+
+
+def parts_of_attention(core, rank=1, dtype=torch.bfloat16, heads=4, **options):
+    """One rank's part of what ``attend`` computes of all of a sequence of 8; and that."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, heads, 8, 8, generator=generator).to(dtype)
+    key, value = (torch.randn(2, heads // 2, 8, 8, generator=generator).to(dtype) for _ in range(2))
+    ranks = OneOfTwo(rank, key, value)
+    own = [ranks.zigzag.own_part(t, Along(2)) for t in (query, key, value)]
+    mask = options.pop("mask", None)
+    part = None if mask is None else ranks.zigzag.own_part(mask, Along(2))
+    found = []
+    for tensors, allowed, settings in (
+        (own, part, AttentionSettings(heads, False, core, ranks)),
+        ((query, key, value), mask, AttentionSettings(heads, False)),
+    ):
+        module = nn.Module()
+        module.is_causal = True
+        module.megasched_attention = settings
+        found.append(attention_forward(module, *tensors, allowed, **options)[0])
+    return found[0], ranks.zigzag.own_part(found[1], Along(1))
+
+
+WINDOW = {"mask": torch.ones(8, 8, dtype=torch.bool).tril().triu(-2).expand(2, 1, 8, 8), "sliding_window": 3}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "options", [{}, WINDOW, {"softcap": 2.0}, {"s_aux": torch.linspace(-1, 1, 4)}, {"is_causal": False}]
+)
+def test_a_ranks_queries_meet_the_keys_of_all(rank, options):
+    got, wanted = parts_of_attention(None, rank, torch.float32, **options)
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("p2p", {}), ("a2a", WINDOW), ("all_gather", WINDOW)])
+def test_transformer_engine_is_told_who_shares_a_sequence(te, kind, options):
+    """It is handed this rank's keys and exchanges them itself."""
+    parts_of_attention(attention_te.TeCore(1, None, context(kind)), **options)
+    told = {name: te[0][name] for name in ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")}
+    assert told == {"cp_group": "group", "cp_global_ranks": [3, 7], "cp_stream": "stream", "cp_comm_type": kind}
+    assert te[0]["window_size"] == ((2, 0) if options else (-1, 0))
+    assert te[0]["attn_mask_type"] == "causal"
+
+
+def test_without_context_parallelism_it_is_told_nothing_of_it(te):
+    attend(attention_te.TeCore(1, None))
+    assert not [name for name in te[0] if name.startswith("cp_")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "why"),
+    [
+        ("p2p", WINDOW, "a sliding window under --cp-comm-type p2p"),
+        ("all_gather", {"s_aux": torch.linspace(-1, 1, 4)}, "sinks under --cp-comm-type all_gather"),
+        ("p2p", {"dtype": torch.float32}, "context parallelism in 32 bits"),
+        ("a2a", {"heads": 2}, "--cp-comm-type a2a with 2 and 1 heads on 2 ranks"),
+    ],
+)
+def test_what_transformer_engine_has_not_under_context_parallelism_stays_with_torch(
+    te, caplog, kind, options, why
+):
+    core = attention_te.TeCore(1, None, context(kind))
+    with caplog.at_level(logging.DEBUG, logger="megasched"):
+        got, wanted = parts_of_attention(core, **options)
+    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+    assert te == []
+    assert why in caplog.text
+
+
+def test_a_mask_of_a_part_of_the_sequence_is_refused():
+    module = nn.Module()
+    tensors = [torch.zeros(1, 2, 4, 8) for _ in range(3)]
+    whole = [torch.zeros(1, 2, 8, 8) for _ in range(2)]
+    module.megasched_attention = AttentionSettings(2, False, None, OneOfTwo(0, *whole))
+    with pytest.raises(MegaschedError, match="for 4 queries of this rank and 8 keys of all"):
+        attention_forward(module, *tensors, torch.ones(1, 1, 4, 4, dtype=torch.bool))

@@ -432,7 +432,7 @@ def test_legacy_rope_flag_contradicts_learned_positions(gpt2_model: str) -> None
         "--use-megatron-fsdp",
         "--use-torch-fsdp2",
         "--mtp-num-layers 1",
-        "--context-parallel-size 2",
+        "--hybrid-context-parallel",
         "--overlap-moe-expert-parallel-comm",
         "--init-model-with-meta-device",
         "--spec local x",

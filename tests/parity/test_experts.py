@@ -157,6 +157,7 @@ def test_the_auxiliary_loss_equals_hfs(ranks, folders, balanced, name):
     [
         ("--tensor-model-parallel-size 2 --sequence-parallel", "inside of tensor-parallel regions"),
         ("--pipeline-model-parallel-size 2", "of the layers of its own stage alone"),
+        ("--context-parallel-size 2", "of a rank's part of the sequence alone"),
     ],
 )
 def test_an_auxiliary_loss_that_would_differ_is_refused(ranks, balanced, flags, said):

@@ -186,3 +186,15 @@ def test_layers_that_are_not_megatrons_are_refused(ranks, tmp_path, block, famil
         ranks.run(1, train, folder, [], iterations=1, schedule=block())
     assert "block.py:7" in str(raised.value)
     assert "level('fused')" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"), [("mistral", ""), ("qwen3", "--tensor-model-parallel-size 2 --sequence-parallel")]
+)
+def test_blocks_on_parts_of_the_sequence_equal_hf(ranks, tmp_path, block, family, flags):
+    """Megatron's layer gets the angles, and its core the mask, of a context parallel rank's positions."""
+    folder = tiny.save(family, tmp_path / "model")
+    tp = 2 if flags else 1
+    found = ranks.run(2 * tp, _train, folder, f"--context-parallel-size 2 {flags}".split(), block())
+    assert [count for _, count in found] == [4] * 2 * tp
+    _equal_hf(ranks, folder, [report for report, _ in found], tp)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megasched.verify.reference import hf_step, relative
-from megasched.verify.trainer_run import batches_of, gather, losses, train
+from megasched.verify.trainer_run import batches_of, gather, logits_of, losses, train
 from tests import tiny
 
 ITERATIONS = 5
@@ -71,12 +71,12 @@ def test_other_families_at_two_layouts(ranks, runs, family, layout):
     test_layout_equals_hf(ranks, runs, family, layout)
 
 
-def assert_first_step_equals_hf(folder, reports, tp):
+def assert_first_step_equals_hf(folder, reports, tp, random_init=True):
     batches = batches_of(reports)
-    expected = hf_step(folder, batches)
+    expected = hf_step(folder, batches, random_init=random_init)
     assert losses(reports)[0] == pytest.approx(expected.loss, rel=1e-5)
     assert reports[0].grad_norms[0] == pytest.approx(expected.grad_norm, rel=1e-5)
-    logits = [out for report in reports if report.tp_rank == 0 for out in report.logits]
+    logits = logits_of(reports)
     assert len(logits) == len(expected.logits)
     for got, wanted in zip(logits, expected.logits, strict=True):
         assert relative(got, wanted) < 1e-5

@@ -112,7 +112,7 @@ def test_every_patch_says_what_why_and_for_which_versions():
     assert [patch.name for patch in patches] == list(registry.MODULES)
     for patch in patches:
         assert ".py:" in patch.why, patch.name
-        assert "megatron-core" in patch.versions, patch.name
+        assert patch.versions, patch.name
         assert all(target.count(":") == 1 for target in patch.targets), patch.name
         assert set(patch.signature) <= set(patch.targets), patch.name
 

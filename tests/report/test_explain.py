@@ -83,3 +83,20 @@ def test_the_command_prints_text_and_json(tmp_path, capsys):
     data = json.loads(printed(capsys, "explain", "--hf-model", folder, "--tp", "2", "--json"))
     assert data["model"] == "LlamaForCausalLM"
     assert {"parameter", "decided_by", "gradient", "declined"} <= data["decisions"][0].keys()
+
+
+def test_what_context_parallelism_does_is_told(tmp_path, capsys):
+    from megasched.verify.small_models import small_config
+
+    small_config("lfm2").save_pretrained(tmp_path)
+    found = explain_schedule("auto", str(tmp_path), Layout(context_parallel_size=2))
+    assert found.context == (
+        "each CP rank runs the definition on 2 of 4 pieces of a sequence",
+        "queries meet the keys of all CP ranks: model.layers.1,3.self_attn",
+        "run on whole sequences by each CP rank: model.layers.0,2.conv",
+    )
+    said = printed(capsys, "explain", "auto", "--hf-model", str(tmp_path), "--tp", "1", "--cp", "2")
+    assert "run on whole sequences by each CP rank: model.layers.0,2.conv" in said
+    said = printed(capsys, "show", "auto", "--hf-model", str(tmp_path), "--cp", "2")
+    assert "whole sequences, on each of 2 CP ranks" in said
+    assert "queries of a CP rank, keys and values of all 2" in said

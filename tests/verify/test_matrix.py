@@ -53,7 +53,7 @@ def write(file, types, made_with=None):
 
 
 def test_the_layouts_leave_out_the_run_on_one_rank():
-    assert LAYOUT_NAMES == ("tp2", "tp2-sp", "pp2", "pp2-vpp2", "ep2", "tp2-pp2")
+    assert LAYOUT_NAMES == ("tp2", "tp2-sp", "pp2", "pp2-vpp2", "ep2", "tp2-pp2", "cp2", "cp2-tp2")
 
 
 def test_everything_is_run_where_there_is_no_file(checks, file):

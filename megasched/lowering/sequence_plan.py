@@ -1,0 +1,40 @@
+"""What context parallelism does to a definition; found by ``sequence_run``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megasched.errors import Problem
+from megasched.lowering.dims import Along
+
+
+class SequenceRegion(NamedTuple):
+    """A module that is run on the whole sequence.
+
+    Attributes:
+        inputs: where the sequence is in its arguments: number of a leaf in
+            ``tree_flatten((args, kwargs))``.
+        outputs: the same in what it returns.
+    """
+
+    inputs: Mapping[int, Along]
+    outputs: Mapping[int, Along]
+
+
+@dataclass
+class SequencePlan:
+    """What context parallelism does to a definition.
+
+    Attributes:
+        regions: modules that are run on the whole sequence.
+        attention: modules whose attention gets the keys of all ranks.
+        takes_positions: the forward takes ``position_ids``.
+        problems: what can't be made right.
+    """
+
+    regions: dict[str, SequenceRegion] = field(default_factory=dict)
+    attention: set[str] = field(default_factory=set)
+    takes_positions: bool = False
+    problems: list[Problem] = field(default_factory=list)

@@ -1,0 +1,31 @@
+"""Positions of a part of a sequence, under context parallelism, are no packed sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megasched.patches.attributes import Undo, set_attribute
+from megasched.patches.registry import Patch
+
+_TARGET = "transformers.masking_utils:find_packed_sequence_indices"
+
+
+def _change() -> Undo:
+    def find_packed_sequence_indices(position_ids: Any) -> None:
+        """None: one sequence a row. Packed ones are refused under a schedule."""
+
+    return set_attribute(_TARGET, find_packed_sequence_indices)
+
+
+PATCH = Patch(
+    name="zigzag_positions",
+    targets=(_TARGET,),
+    versions={"transformers": ">=5.17,<5.24"},
+    why=(
+        "transformers/masking_utils.py:750 takes positions that do not count up by one for several sequences "
+        "packed into a row, and masks them from each other; a context parallel rank has two pieces of one "
+        "sequence (megatron/core/utils.py, get_batch_on_this_cp_rank), with a jump between them"
+    ),
+    change=_change,
+    signature={_TARGET: ("position_ids",)},
+)
