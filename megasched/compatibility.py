@@ -47,13 +47,17 @@ def checks_for(layout: Layout) -> list[str]:
         checks.append("tp2-sp" if layout.sp else "tp2")
     if layout.pp > 1:
         checks.append("pp2-vpp2" if layout.vpp > 1 else "pp2")
-    if layout.tp > 1 and layout.pp > 1:
-        checks.append("tp2-pp2")
     if layout.ep > 1:
         checks.append("ep2")
     if layout.cp > 1:
-        checks.append("cp2-tp2" if layout.tp > 1 else "cp2")
+        checks.append("cp2")
     return checks
+
+
+def products_for(layout: Layout) -> list[str]:
+    """The layouts of the matrix that are products of such: need not have been checked, but must not be wrong."""
+    pairs = {"tp2-pp2": layout.pp > 1, "cp2-tp2": layout.cp > 1}
+    return [name for name, other in pairs.items() if other and layout.tp > 1]
 
 
 def unverified(model: PreTrainedModel, layout: Layout, results: dict[str, Any]) -> list[str]:
@@ -76,12 +80,10 @@ def unverified(model: PreTrainedModel, layout: Layout, results: dict[str, Any]) 
     known = results.get(model_type)
     if known is None or "model" in known:
         return [f"model type {model_type!r} has not been checked"]
-    doubts = []
-    for check in checks:
+    doubts = [f"{model_type} has not been checked at {check}" for check in checks if check not in known]
+    for check in (*checks, *products_for(layout)):
         outcome = known.get(check)
-        if outcome is None:
-            doubts.append(f"{model_type} has not been checked at {check}")
-        elif outcome["verdict"] in DOUBTS:
+        if outcome is not None and outcome["verdict"] in DOUBTS:
             doubts.append(f"{model_type} {DOUBTS[outcome['verdict']]} when checked at {check}: {outcome['why']}")
     return doubts
 

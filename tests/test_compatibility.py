@@ -4,7 +4,7 @@ import pytest
 from transformers import BertConfig, LlamaConfig, LlamaForCausalLM
 
 from megasched import compatibility
-from megasched.compatibility import checks_for, refuse_unverified, unverified
+from megasched.compatibility import checks_for, products_for, refuse_unverified, unverified
 from megasched.errors import ConfigError
 from megasched.layout import Layout
 from megasched.objectives import MASKED_LM, set_objective
@@ -31,8 +31,10 @@ def test_the_checks_that_speak_for_a_layout():
     assert checks_for(TP2) == ["tp2"]
     assert checks_for(Layout(pipeline_model_parallel_size=4)) == ["pp2"]
     assert checks_for(Layout(context_parallel_size=2)) == ["cp2"]
-    assert checks_for(Layout(context_parallel_size=2, tensor_model_parallel_size=2)) == ["tp2", "cp2-tp2"]
-    assert checks_for(ALL) == ["tp2-sp", "pp2-vpp2", "tp2-pp2", "ep2"]
+    both = Layout(context_parallel_size=2, tensor_model_parallel_size=2)
+    assert (checks_for(both), products_for(both)) == (["tp2", "cp2"], ["cp2-tp2"])
+    assert (checks_for(ALL), products_for(ALL)) == (["tp2-sp", "pp2-vpp2", "ep2"], ["tp2-pp2"])
+    assert products_for(Layout(pipeline_model_parallel_size=2)) == []
 
 
 def test_one_rank_of_the_model_needs_no_check(llama):
@@ -41,18 +43,18 @@ def test_one_rank_of_the_model_needs_no_check(llama):
 
 def test_what_was_equal_is_verified(llama):
     assert unverified(llama, TP2, {"llama": {"tp2": EQUAL}}) == []
-    applies = {"tp2-sp": EQUAL, "pp2-vpp2": EQUAL, "tp2-pp2": EQUAL, "ep2": {"verdict": "not applicable"}}
+    applies = {"tp2-sp": EQUAL, "pp2-vpp2": EQUAL, "ep2": {"verdict": "not applicable"}}
     assert unverified(llama, ALL, {"llama": applies}) == []
 
 
 def test_every_doubt_is_told(llama):
-    results = {"tp2-sp": {"verdict": "wrong", "why": "loss differ"}, "pp2-vpp2": {"verdict": "failed", "why": "x"}}
+    results = {"tp2-sp": {"verdict": "wrong", "why": "loss differ"}, "tp2-pp2": {"verdict": "failed", "why": "x"}}
     results["ep2"] = {"verdict": "refused", "why": "experts cut"}
     assert unverified(llama, ALL, {"llama": results}) == [
+        "llama has not been checked at pp2-vpp2",
         "llama computed wrong numbers when checked at tp2-sp: loss differ",
-        "llama failed when checked at pp2-vpp2: x",
-        "llama has not been checked at tp2-pp2",
         "llama was refused when checked at ep2: experts cut",
+        "llama failed when checked at tp2-pp2: x",
     ]
 
 

@@ -47,6 +47,25 @@ _WHOLE = frozenset(
         *("_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "topk", "kthvalue", "flip", "roll"),
     )
 )
+# Compute nothing, or each element by itself, and are not tagged as pointwise.
+_KEEPS = frozenset(
+    (
+        *("clone", "detach", "alias", "contiguous", "_to_copy", "lift_fresh", "native_dropout", "view_as_real"),
+        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
+        *(
+            "fill_",
+            "zero_",
+            "uniform_",
+            "normal_",
+            "exponential_",
+            "bernoulli",
+            "bernoulli_",
+            "log_sigmoid_forward",
+        ),
+    )
+)
+# Take elements along a dimension, or put them there.
+_ALONG_ONE = frozenset(["scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"])
 _NORMS = frozenset(["native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"])
 _VIEWS = frozenset(["view", "_unsafe_view", "reshape", "_reshape_alias"])
 _PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm", "matmul"])
@@ -216,9 +235,16 @@ def _moved(name: str, told: dict[str, Any], x: torch.Tensor, a: Along, out: torc
         dim = a.dim + out.dim() - x.dim()
     elif name.startswith("new_") and out.dim() == x.dim() and out.shape[: a.dim + 1] == x.shape[: a.dim + 1]:
         dim = a.dim  # sizes that were taken from a tensor that is cut
-    elif name.startswith("new_") or out.shape != x.shape:
+    elif out.shape != x.shape or not (name in _KEEPS or _beside(name, told, x, a)):
         return None
     return replace(a, dim=dim)
+
+
+def _beside(name: str, told: dict[str, Any], x: torch.Tensor, a: Along) -> bool:
+    """Whether this takes or puts elements along other dimensions than the cut one."""
+    if name == "index":
+        return a.dim < len(told["indices"]) and told["indices"][a.dim] is None
+    return name in _ALONG_ONE and told["dim"] % x.dim() != a.dim
 
 
 def _viewed(before: Sequence[int], a: Along, after: Sequence[int]) -> Along | None:

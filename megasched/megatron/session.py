@@ -76,7 +76,7 @@ class Session:
         _refuse_stages(plan, self.definition.config)
         objective = objective_of(self.definition)
         if plan.layout.cp > 1 and objective is not CAUSAL_LM:
-            what = f"context parallelism splits the tokens of a causal language model, and this is a {objective.model}"
+            what = f"context parallelism is for causal language models, and this is a {objective.model}"
             raise ScheduleError(Problem(what, remedy="run it without --context-parallel-size"))
         return plan
 
