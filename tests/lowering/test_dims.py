@@ -141,6 +141,23 @@ def test_needs_the_whole(make):
         moved(make, (2, 3, 8), X)
 
 
+@pytest.mark.parametrize(
+    ("make", "kept"),
+    [
+        (lambda x: torch.nn.functional.pad(x, (1, -1)), False),  # a token later, and as many
+        (lambda x: torch.nn.functional.pad(x, (0, 0, 1, -1)), False),
+        (lambda x: torch.nn.functional.conv1d(x, torch.zeros(3, 3, 3, device="meta"), padding=1), False),
+        (lambda x: x[:, [2, 0, 1]], True),
+        (lambda x: x[..., [7, 6, 5, 4, 3, 2, 1, 0]], False),
+        (lambda x: x.scatter(1, torch.zeros(2, 1, 8, dtype=torch.long, device="meta"), 1.0), True),
+        (lambda x: x.scatter(2, torch.zeros(2, 3, 1, dtype=torch.long, device="meta"), 1.0), False),
+        (lambda x: torch.rand_like(x), True),
+    ],
+)
+def test_a_shape_that_stays_says_nothing_by_itself(make, kept):
+    assert moved(make, (2, 3, 8), X)[0] == (X if kept else None)
+
+
 PACKED = Along(2, components=(4, 2, 2))
 
 
