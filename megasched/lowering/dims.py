@@ -243,7 +243,7 @@ def _moved(name: str, told: dict[str, Any], x: torch.Tensor, a: Along, out: torc
 def _beside(name: str, told: dict[str, Any], x: torch.Tensor, a: Along) -> bool:
     """Whether this takes or puts elements along other dimensions than the cut one."""
     if name == "index":
-        return a.dim < len(told["indices"]) and told["indices"][a.dim] is None
+        return a.dim >= len(told["indices"]) or told["indices"][a.dim] is None
     return name in _ALONG_ONE and told["dim"] % x.dim() != a.dim
 
 
