@@ -12,9 +12,9 @@ from torch import nn
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.capture import Graph, capture
 from megasched.graph.intercept import Limits, keeps_weights_of_its_own
-from megasched.lowering.meta_call import DefaultScalars, call_hooks, meta_copy, own_inputs, run_on_meta
 from megasched.records import caller_source
 from megasched.schedule import matches_glob
+from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, own_inputs, run_on_meta
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.lowering.labelling import Labelling
-from megasched.lowering.labels import Label
-from megasched.lowering.meta_call import (
+from megasched.lowering.placing import output_axis
+from megasched.lowering.propagate import recorded_calls
+from megasched.roles import Cut
+from megasched.trial.labelling import Labelling
+from megasched.trial.labels import Label
+from megasched.trial.meta_call import (
     DefaultScalars,
     call_hooks,
     meta_copy,
     run_on_meta,
     tensors_in,
 )
-from megasched.lowering.placing import output_axis
-from megasched.lowering.propagate import recorded_calls
-from megasched.lowering.structure import Structure
-from megasched.roles import Cut
+from megasched.trial.structure import Structure
 
 # So many attributes at most must be divided together.
 _AT_MOST = 3

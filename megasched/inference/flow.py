@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.lowering.meta_call import (
+from megasched.lowering.placing import is_linear, output_axis
+from megasched.trial.meta_call import (
     DefaultScalars,
     call_hooks,
     meta_copy,
     run_on_meta,
     tensors_in,
 )
-from megasched.lowering.placing import is_linear, output_axis
-from megasched.lowering.structure import Structure
+from megasched.trial.structure import Structure
 
 
 @dataclass

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from megasched.errors import ScheduleError
 from megasched.inference.counts import find_counts
 from megasched.inference.flow import Flow, Group, find_groups, watch_flow
-from megasched.lowering.labels import Derived
-from megasched.lowering.meta_call import meta_copy
 from megasched.lowering.propagate import propagate
-from megasched.lowering.structure import Structure, find_structure
 from megasched.roles import ROLES, Cut, Roles
+from megasched.trial.labels import Derived
+from megasched.trial.meta_call import meta_copy
+from megasched.trial.structure import Structure, find_structure
 
 if TYPE_CHECKING:
     from torch import nn

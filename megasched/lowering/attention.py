@@ -339,7 +339,7 @@ def is_used(model: nn.Module, name: str = NAME) -> bool:
     Some classes accept any implementation name and silently compute something else, so the name is switched
     only where the function is called.
     """
-    from megasched.lowering.meta_call import call_hooks, meta_copy, run_on_meta
+    from megasched.trial.meta_call import call_hooks, meta_copy, run_on_meta
 
     def called(*args: Any, **kwargs: Any) -> Any:
         raise _Called

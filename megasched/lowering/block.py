@@ -25,11 +25,11 @@ from megasched.lowering.attention_te import uses_transformer_engine
 from megasched.lowering.blocks import assemblies, has_bias
 from megasched.lowering.context import Context
 from megasched.lowering.context_parallel import ContextParallel, comm_type
-from megasched.lowering.dims import Along
 from megasched.lowering.rng import fork_rng
-from megasched.lowering.structure import Slot
 from megasched.lowering.zigzag import Zigzag, causal_mask
 from megasched.roles import Block
+from megasched.trial.dims import Along
+from megasched.trial.structure import Slot
 
 Angles = Callable[[int, torch.device], torch.Tensor]
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from megasched.errors import Problem, ScheduleError
 from megasched.lowering import attention
-from megasched.lowering.meta_call import own_inputs
 from megasched.lowering.plan import Plan
 from megasched.lowering.planning import make_plan
 from megasched.lowering.replacement import replace_modules
 from megasched.schedule import Schedule, current_layout
+from megasched.trial.meta_call import own_inputs
 
 
 def build(schedule: Schedule, *, inputs: Mapping[str, Any] | None = None) -> nn.Module:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megasched.lowering.dims import Along
 from megasched.lowering.zigzag import Zigzag
+from megasched.trial.dims import Along
 
 Mask = torch.Tensor | None
 

@@ -17,10 +17,10 @@ from megasched.errors import MegaschedError
 from megasched.graph import opaque
 from megasched.lowering.attention_te import TeContext
 from megasched.lowering.context_masks import whole_sequence
-from megasched.lowering.dims import Along
-from megasched.lowering.sequence_plan import SequenceRegion
 from megasched.lowering.wrap import Forward, wrap_forward
 from megasched.lowering.zigzag import Zigzag
+from megasched.trial.dims import Along
+from megasched.trial.sequence_plan import SequenceRegion
 
 
 class ContextParallel:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megasched.lowering import attention
-from megasched.lowering.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
 
 _LENGTH = 6
 _CPU = torch.device("cpu")

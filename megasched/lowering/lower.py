@@ -19,7 +19,6 @@ from megasched.lowering.experts import lower_experts
 from megasched.lowering.graphs import trace_modules
 from megasched.lowering.joining import fused_paths
 from megasched.lowering.joint import JointColumns
-from megasched.lowering.labels import Region
 from megasched.lowering.linear import lower_linear
 from megasched.lowering.linear_te import TeProduct, lower_te_linear
 from megasched.lowering.local_attributes import divide_local_attributes
@@ -31,6 +30,7 @@ from megasched.lowering.sync import shared_regions
 from megasched.lowering.wrap import draw_forked
 from megasched.roles import Block
 from megasched.schedule import Schedule
+from megasched.trial.labels import Region
 
 
 def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megasched.layout import Layout
-from megasched.lowering.labels import Derived
 from megasched.lowering.replicated_heads import ReplicatedHeads
-from megasched.lowering.sequence_plan import SequencePlan
-from megasched.lowering.structure import Structure
 from megasched.placement import Placement
 from megasched.records import Record
 from megasched.roles import Cut
+from megasched.trial.labels import Derived
+from megasched.trial.sequence_plan import SequencePlan
+from megasched.trial.structure import Structure
 
 
 @dataclass

@@ -17,20 +17,20 @@ from megasched.experts import find_experts
 from megasched.lowering.blocks import choose_blocks, overlap_problems
 from megasched.lowering.fp8 import choose_fp8
 from megasched.lowering.joining import join_columns
-from megasched.lowering.labels import Derived
 from megasched.lowering.local_attributes import check_local_attributes
-from megasched.lowering.meta_call import meta_copy, to_meta
 from megasched.lowering.pairs import take_pairs
 from megasched.lowering.placing import place
 from megasched.lowering.plan import Plan
 from megasched.lowering.propagate import propagate
 from megasched.lowering.record_lowerings import is_lowered
 from megasched.lowering.sequence_run import plan_sequence
-from megasched.lowering.structure import find_structure
 from megasched.lowering.sync import check_syncs
 from megasched.records import Record
 from megasched.registry import get_primitive
 from megasched.schedule import Schedule
+from megasched.trial.labels import Derived
+from megasched.trial.meta_call import meta_copy, to_meta
+from megasched.trial.structure import find_structure
 
 
 def make_plan(

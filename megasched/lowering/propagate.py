@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem
-from megasched.lowering.entries import columns_that_share, find_entries
-from megasched.lowering.labelling import Labelling
-from megasched.lowering.labels import Derived, Label, Region
-from megasched.lowering.lookup import watch_lookups
-from megasched.lowering.meta_call import call_hooks, run_on_meta, tensors_in
-from megasched.lowering.structure import Structure
 from megasched.roles import Cut
+from megasched.trial.entries import columns_that_share, find_entries
+from megasched.trial.labelling import Labelling
+from megasched.trial.labels import Derived, Label, Region
+from megasched.trial.lookup import watch_lookups
+from megasched.trial.meta_call import call_hooks, run_on_meta, tensors_in
+from megasched.trial.structure import Structure
 
 
 def propagate(

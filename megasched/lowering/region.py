@@ -18,9 +18,9 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 
 from megasched.graph import opaque
-from megasched.lowering.dims import Along
-from megasched.lowering.structure import Slot
 from megasched.lowering.wrap import Forward, wrap_forward
+from megasched.trial.dims import Along
+from megasched.trial.structure import Slot
 
 
 def enter_region(

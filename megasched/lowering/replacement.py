@@ -11,10 +11,10 @@ from torch import nn
 
 from megasched.errors import Problem, ScheduleError
 from megasched.lowering.carry import carry_hooks, carry_weights, module_places
-from megasched.lowering.meta_call import call_hooks, meta_copy, own_inputs, run_on_meta, to_meta
 from megasched.primitives.replace_all import matches
 from megasched.records import Record
 from megasched.schedule import Schedule
+from megasched.trial.meta_call import call_hooks, meta_copy, own_inputs, run_on_meta, to_meta
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -20,12 +20,13 @@ from megasched.errors import Problem, ScheduleError
 from megasched.experts import is_experts
 from megasched.lowering import attention
 from megasched.lowering.context_masks import context_masks, whole_sequence
-from megasched.lowering.dims import Along
 from megasched.lowering.given_positions import takes_counted_positions
-from megasched.lowering.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
-from megasched.lowering.sequence_dims import CONSTANTS, follow_sequence
-from megasched.lowering.sequence_plan import SequencePlan, SequenceRegion
-from megasched.lowering.sequence_trial import (
+from megasched.lowering.zigzag import Zigzag
+from megasched.trial.dims import Along
+from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.trial.sequence_dims import CONSTANTS, follow_sequence
+from megasched.trial.sequence_plan import SequencePlan, SequenceRegion
+from megasched.trial.sequence_trial import (
     REMEDY,
     Call,
     Origin,
@@ -36,8 +37,7 @@ from megasched.lowering.sequence_trial import (
     takes_positions,
     trial_sizes,
 )
-from megasched.lowering.structure import Structure
-from megasched.lowering.zigzag import Zigzag
+from megasched.trial.structure import Structure
 
 _WRITES = "_"  # ends the name of an operation that changes its operand
 

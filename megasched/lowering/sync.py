@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megasched.errors import Problem
-from megasched.lowering.labels import Region
 from megasched.lowering.plan import Plan
+from megasched.trial.labels import Region
 
 
 def derived_syncs(plan: Plan, path: str) -> dict[str, str | None]:

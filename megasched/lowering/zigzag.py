@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megasched.lowering.dims import Along
+from megasched.trial.dims import Along
 
 
 @dataclass(frozen=True)

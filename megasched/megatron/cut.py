@@ -16,8 +16,8 @@ from megasched.definition import text_config
 from megasched.errors import Problem, ScheduleError
 
 if TYPE_CHECKING:
-    from megasched.lowering.structure import Structure
     from megasched.schedule import Schedule
+    from megasched.trial.structure import Structure
 
 
 def cuts_asked_for(schedule: Schedule, structure: Structure, stages: int) -> list[int] | None:

@@ -7,9 +7,9 @@ from torch import nn
 
 from megasched.errors import ConfigError
 from megasched.lowering.block import MegatronLayer
-from megasched.lowering.structure import Structure
 from megasched.lowering.wrap import recompute_module
 from megasched.megatron.stage import Stage
+from megasched.trial.structure import Structure
 
 
 def apply_recompute_flags(model: nn.Module, structure: Structure, stage: Stage, config: TransformerConfig) -> None:

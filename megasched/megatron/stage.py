@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.lowering.crossing import Place, Side
-from megasched.lowering.shape import Shape
-from megasched.lowering.structure import Slot, Structure
 from megasched.lowering.wrap import Forward, wrap_forward
 from megasched.megatron.wire import Wire
+from megasched.trial.crossing import Place, Side
+from megasched.trial.shape import Shape
+from megasched.trial.structure import Slot, Structure
 
 
 class StageEnd(BaseException):

@@ -17,9 +17,9 @@ import torch
 from megatron.core.utils import make_viewless_tensor
 from torch import nn
 
-from megasched.lowering.crossing import Place, Side
-from megasched.lowering.structure import Structure
 from megasched.objectives import objective_of
+from megasched.trial.crossing import Place, Side
+from megasched.trial.structure import Structure
 
 _ALIGNED = 8  # bytes; a view in another dtype must begin at a multiple of its size
 

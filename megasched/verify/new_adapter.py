@@ -157,7 +157,7 @@ def still_open(model: nn.Module, roles: Roles, left_out: Mapping[str, str]) -> l
 def unusual_calls(model: nn.Module) -> list[str]:
     """What a definition does otherwise than most, and what follows from it."""
     from megasched.lowering import attention
-    from megasched.lowering.structure import find_structure
+    from megasched.trial.structure import find_structure
 
     found = []
     if not attention.is_used(model, attention.name_for(model)):

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from megasched.errors import MegaschedError
 from megasched.lowering import attention, attention_te
 from megasched.lowering.attention import AttentionSettings, attention_forward
-from megasched.lowering.dims import Along
 from megasched.lowering.zigzag import Zigzag
+from megasched.trial.dims import Along
 
 
 class StandIn:

@@ -8,9 +8,9 @@ from torch import nn
 
 from megasched import patches
 from megasched.lowering import sequence_run
-from megasched.lowering.dims import Along
 from megasched.lowering.sequence_run import plan_sequence
-from megasched.lowering.structure import find_structure
+from megasched.trial.dims import Along
+from megasched.trial.structure import find_structure
 from tests.lowering.models import tiny_model
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megasched.lowering.dims import Along
 from megasched.lowering.zigzag import Zigzag, causal_mask
+from megasched.trial.dims import Along
 
 
 @pytest.mark.parametrize(("size", "rank", "places"), [(2, 0, [0, 1, 6, 7]), (2, 1, [2, 3, 4, 5]), (4, 3, [3, 4])])

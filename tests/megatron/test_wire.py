@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megasched.lowering.crossing import BEFORE, Place, Side
-from megasched.lowering.shape import Shape
-from megasched.lowering.structure import Slot, Structure
 from megasched.megatron.wire import Packing, Wire, receive_hidden, send_hidden
+from megasched.trial.crossing import BEFORE, Place, Side
+from megasched.trial.shape import Shape
+from megasched.trial.structure import Slot, Structure
 
 IDS = Side(BEFORE, 3, (Place(""),))
 KEYS = Side(0, 2, (Place("layers.0", 0, "shared", "kv"),))

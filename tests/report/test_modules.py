@@ -4,10 +4,10 @@ import pytest
 
 from megasched.errors import ScheduleError
 from megasched.layout import Layout
-from megasched.lowering.labels import Derived, Region
 from megasched.lowering.plan import Plan
 from megasched.lowering.sync import shared_regions
 from megasched.report.communication import Transfer
+from megasched.trial.labels import Derived, Region
 
 LAYER = "model.layers.1"
 

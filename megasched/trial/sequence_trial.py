@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem
-from megasched.lowering.dims import Along
+from megasched.trial.dims import Along
 
 REMEDY = "run it without --context-parallel-size"
 # Module path, operation, and the numbers it got beside tensors.

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasched.errors import MegaschedError, Problem, ScheduleError
-from megasched.lowering.meta_results import MetaResults
+from megasched.trial.meta_results import MetaResults
 
 
 def meta_copy(model: nn.Module) -> nn.Module:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from megasched.lowering.crossing import BEFORE, Place
-from megasched.lowering.structure import find_structure
+from megasched.trial.crossing import BEFORE, Place
+from megasched.trial.structure import find_structure
 
 
 class Layer(nn.Module):

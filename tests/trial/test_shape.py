@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megasched.lowering.shape import SIZES, FollowsNeither, Shape, shape_of
+from megasched.trial.shape import SIZES, FollowsNeither, Shape, shape_of
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megasched.lowering.labels import Region
+from megasched.trial.labels import Region
 
 if TYPE_CHECKING:
-    from megasched.lowering.structure import Structure
+    from megasched.trial.structure import Structure
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megasched.lowering.meta_call import tensors_in
+from megasched.trial.meta_call import tensors_in
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megasched.lowering.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
+from megasched.trial.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
 
 if TYPE_CHECKING:
-    from megasched.lowering.structure import Slot
+    from megasched.trial.structure import Slot
 
 # Operations that look at the shape and dtype of an operand, not at its values.
 _SHAPE_ONLY = tuple(

@@ -5,7 +5,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megasched.lowering.dims import Along, NeedsWhole, follow
+from megasched.trial.dims import Along, NeedsWhole, follow
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megasched.errors import Problem
-from megasched.lowering.dims import Along
+from megasched.trial.dims import Along
 
 
 class SequenceRegion(NamedTuple):

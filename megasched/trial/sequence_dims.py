@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megasched.lowering.dims import Along, NeedsWhole, arguments_of, follow
+from megasched.trial.dims import Along, NeedsWhole, arguments_of, follow
 
 Place = Callable[[torch.Tensor], Along | None]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megasched.lowering.meta_results import MetaResults
+from megasched.trial.meta_results import MetaResults
 
 
 class Remembering(TorchDispatchMode):

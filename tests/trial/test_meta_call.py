@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from megasched.lowering.meta_call import meta_copy, run_on_meta
+from megasched.trial.meta_call import meta_copy, run_on_meta
 
 
 class Asks(nn.Module):

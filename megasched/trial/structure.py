@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
-from megasched.lowering.crossing import FlowRun, Place, Side
-from megasched.lowering.meta_call import (
+from megasched.objectives import CAUSAL_LM, objective_of
+from megasched.trial.crossing import FlowRun, Place, Side
+from megasched.trial.meta_call import (
     call_hooks,
     meta_copy,
     run_on_meta,
     tensors_in,
     token_inputs,
 )
-from megasched.lowering.shape import SIZES, FollowsNeither, Shape, shape_of
-from megasched.objectives import CAUSAL_LM, objective_of
+from megasched.trial.shape import SIZES, FollowsNeither, Shape, shape_of
 
 
 @dataclass(frozen=True)

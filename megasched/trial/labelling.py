@@ -13,12 +13,12 @@ from torch import nn
 
 from megasched.errors import Problem
 from megasched.experts import is_experts
-from megasched.lowering.dims import Along, NeedsWhole, follow
-from megasched.lowering.entries import ColumnCall
-from megasched.lowering.labels import Derived, Label
-from megasched.lowering.meta_call import DefaultScalars, tensors_in
-from megasched.lowering.structure import Structure
 from megasched.roles import Cut
+from megasched.trial.dims import Along, NeedsWhole, follow
+from megasched.trial.entries import ColumnCall
+from megasched.trial.labels import Derived, Label
+from megasched.trial.meta_call import DefaultScalars, tensors_in
+from megasched.trial.structure import Structure
 
 _SPLIT = Label("S", active=True, fed=True, along=Along(1))
 # Give tensors of one value, from nothing or from such a tensor: each rank can make its own part of one.

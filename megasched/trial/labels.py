@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from megasched.errors import Problem
-from megasched.lowering.crossing import Place
-from megasched.lowering.dims import Along
+from megasched.trial.crossing import Place
+from megasched.trial.dims import Along
 
 
 @dataclass(frozen=True)
