@@ -171,7 +171,7 @@ def test_every_flag_of_megasched_is_in_run_md():
 
 
 def test_flags_that_run_md_says_are_refused_are(training_parser):
-    from megasched.megatron.arguments import REFUSED
+    from megasched.megatron.refused_flags import REFUSED
 
     section = (ROOT / "docs" / "run.md").read_text().partition("| not available |")[2].partition("\n\n")[0]
     flags = FLAG.findall(section)

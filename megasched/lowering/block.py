@@ -29,7 +29,7 @@ from megasched.lowering.rng import fork_rng
 from megasched.lowering.zigzag import Zigzag, causal_mask
 from megasched.roles import Block
 from megasched.trial.dims import Along
-from megasched.trial.structure import Slot
+from megasched.trial.slot import Slot
 
 Angles = Callable[[int, torch.device], torch.Tensor]
 

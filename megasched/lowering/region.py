@@ -20,7 +20,7 @@ from torch import nn
 from megasched.graph import opaque
 from megasched.lowering.wrap import Forward, wrap_forward
 from megasched.trial.dims import Along
-from megasched.trial.structure import Slot
+from megasched.trial.slot import Slot
 
 
 def enter_region(

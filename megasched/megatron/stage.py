@@ -20,7 +20,8 @@ from megasched.lowering.wrap import Forward, wrap_forward
 from megasched.megatron.wire import Wire
 from megasched.trial.crossing import Place, Side
 from megasched.trial.shape import Shape
-from megasched.trial.structure import Slot, Structure
+from megasched.trial.slot import Slot
+from megasched.trial.structure import Structure
 
 
 class StageEnd(BaseException):

@@ -19,7 +19,7 @@ from torch import nn
 from megasched.trial.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
 
 if TYPE_CHECKING:
-    from megasched.trial.structure import Slot
+    from megasched.trial.slot import Slot
 
 # Operations that look at the shape and dtype of an operand, not at its values.
 _SHAPE_ONLY = tuple(

@@ -18,7 +18,6 @@ from megasched.errors import ConfigError
 from megasched.layout import Fp8, Layout
 from megasched.megatron import te_flags
 from megasched.megatron.arguments import (
-    REFUSED,
     add_megasched_arguments,
     apply_derived,
     check_tokenizer,
@@ -27,6 +26,7 @@ from megasched.megatron.arguments import (
     refuse_unsupported,
 )
 from megasched.megatron.derive import derive, derive_megatron_args
+from megasched.megatron.refused_flags import REFUSED
 from megasched.megatron.rehearsal import DROPPED, SWITCHES, VALUES, rehearsal_flags, rehearsal_mode
 
 SMALL = {

@@ -6,7 +6,8 @@ import torch
 from megasched.megatron.wire import Packing, Wire, receive_hidden, send_hidden
 from megasched.trial.crossing import BEFORE, Place, Side
 from megasched.trial.shape import Shape
-from megasched.trial.structure import Slot, Structure
+from megasched.trial.slot import Slot
+from megasched.trial.structure import Structure
 
 IDS = Side(BEFORE, 3, (Place(""),))
 KEYS = Side(0, 2, (Place("layers.0", 0, "shared", "kv"),))

@@ -8,7 +8,8 @@ from transformers import AutoConfig
 from megasched.definition import build_definition
 from megasched.errors import ScheduleError
 from megasched.trial.shape import Shape
-from megasched.trial.structure import Slot, find_structure
+from megasched.trial.slot import Slot
+from megasched.trial.structure import find_structure
 from tests import tiny
 from tests.lowering.models import tiny_config
 
