@@ -17,10 +17,9 @@ import torch
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.training.utils import get_blend_and_blend_per_split
 
 from megasched.errors import ConfigError
-from megasched.launch.pretraining import holds_data, mock_sets, train
+from megasched.launch.pretraining import holds_data, masked_data, mock_sets, train
 from megasched.megatron.arguments import load_hf_config
 from megasched.objectives import MASKED_LM
 
@@ -87,26 +86,10 @@ def dataset_config(args: Namespace) -> BERTMaskedWordPieceDatasetConfig:
             f"the tokenizer ({args.tokenizer_model or args.vocab_file or args.tokenizer_type}) has no "
             f"{', '.join(missing)} token; masked language modelling needs {', '.join(SPECIAL_TOKENS)}"
         )
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
     return BERTMaskedWordPieceDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        **masked_data(args),
         tokenizer=tokenizer,
-        masking_probability=args.mask_prob,
-        short_sequence_probability=args.short_seq_prob,
         masking_max_ngram=3,
-        masking_do_full_word=True,
-        masking_do_permutation=False,
-        masking_use_longer_ngrams=False,
         masking_use_geometric_distribution=False,
         classification_head=False,
     )

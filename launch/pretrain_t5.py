@@ -18,10 +18,9 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.training.utils import get_blend_and_blend_per_split
 
 from megasched.errors import ConfigError
-from megasched.launch.pretraining import holds_data, mock_sets, train
+from megasched.launch.pretraining import holds_data, masked_data, mock_sets, train
 from megasched.megatron.arguments import load_hf_config
 from megasched.objectives import SEQ2SEQ_LM
 
@@ -109,27 +108,11 @@ def decoder_start(config: Any) -> int:
 
 def dataset_config(args: Namespace) -> T5MaskedWordPieceDatasetConfig:
     """Megatron's dataset configuration, from its flags."""
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
     return T5MaskedWordPieceDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
+        **masked_data(args),
         sequence_length_decoder=args.decoder_seq_length or args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         tokenizer=SpanTokenizer(build_tokenizer(args), decoder_start(load_hf_config(args))),
-        masking_probability=args.mask_prob,
-        short_sequence_probability=args.short_seq_prob,
         masking_max_ngram=10,
-        masking_do_full_word=True,
-        masking_do_permutation=False,
-        masking_use_longer_ngrams=False,
         masking_use_geometric_distribution=True,
     )
 

@@ -21,6 +21,7 @@ from megatron.core.utils import StragglerDetector
 from megatron.training import get_args, get_timers, inprocess_restart, pretrain, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split
 
 from megasched.launch.pretrain_gpt import LossReport, get_embedding_ranks, loss_func
 from megasched.objectives import Objective
@@ -46,6 +47,29 @@ def mock_sets(make: Callable[[int, int], Any], num_samples: list[int]) -> tuple[
     seeds = np.cumsum([0, *(n or 0 for n in num_samples)]).tolist()
     train, valid, test = (make(n, seed) if n else None for n, seed in zip(num_samples, seeds, strict=False))
     return train, valid, test
+
+
+def masked_data(args: Namespace) -> dict[str, Any]:
+    """What the configurations of Megatron's masked data sets have in common, from its flags."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return {
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "split": args.split,
+        "multiple_validation_sets": args.multiple_validation_sets,
+        "full_validation": args.full_validation,
+        "path_to_cache": args.data_cache_path,
+        "mmap_bin_files": args.mmap_bin_files,
+        "num_dataset_builder_threads": args.num_dataset_builder_threads,
+        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
+        "masking_probability": args.mask_prob,
+        "short_sequence_probability": args.short_seq_prob,
+        "masking_do_full_word": True,
+        "masking_do_permutation": False,
+        "masking_use_longer_ngrams": False,
+    }
 
 
 def get_batch(data_iterator: Iterator[Batch] | None, objective: Objective) -> Batch:
