@@ -83,6 +83,7 @@ def attention_forward(
     position_bias: torch.Tensor | None = None,
     sliding_window: int | None = None,
     indices: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention core in HF's calling convention.
@@ -92,6 +93,8 @@ def attention_forward(
         attention_mask: [b or 1, 1, s, s], boolean (True attends) or additive; None is causal or full
             attention, as ``module.is_causal`` says. Under context parallelism [b or 1, 1, s / cp, s], of this
             rank's queries; everything else is s / cp long.
+        s_aux: [heads], logits of a place that is attended to and left out of the result (gpt-oss).
+        sinks: [b, heads, s, 1], the same for each query (Inkling).
         indices: [b, s, k] of the keys that each query attends to, of those that the mask leaves it (DeepSeek's
             sparse attention, arXiv 2512.02556); None for all.
 
@@ -123,6 +126,7 @@ def attention_forward(
         attention_mask, causal = _of_selected(attention_mask, causal, indices, key.shape[2]), False
         sliding_window = None  # the mask says it
 
+    s_aux = s_aux if sinks is None else sinks
     plain = softcap is None and s_aux is None and position_bias is None
     window = window_of(sliding_window, query.shape[2] * (1 if context is None else context.zigzag.size))
     # A causal layer's mask is its window; any other mask is the definition's own and goes to torch.
@@ -268,7 +272,8 @@ def _spelled_out(
         lowest = max(torch.finfo(logits.dtype).min, torch.finfo(torch.float32).min)
         logits = logits.masked_fill(~mask, lowest) if mask.dtype == torch.bool else logits + mask
     if s_aux is not None:
-        sinks = s_aux.view(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], -1)
+        of_heads = s_aux.view(1, -1, 1, 1) if s_aux.dim() == 1 else s_aux
+        sinks = of_heads.expand(query.shape[0], -1, query.shape[2], -1)
         logits = torch.cat([logits, sinks], dim=-1)
     weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(query.dtype)
     if s_aux is not None:

@@ -69,6 +69,8 @@ def why_not_te(
         return "a bias on the logits"
     if other_mask:
         return "a mask that is neither causal nor a sliding window"
+    if s_aux is not None and s_aux.dim() > 1:
+        return "sinks of each query's own"
     if softcap is not None and not te_caps_logits():
         return "soft-capped logits, for which Transformer Engine needs flash-attn 2.6"
     if softcap is not None and dropout:

@@ -39,7 +39,8 @@ def by_hand(q, k, v, allowed, scaling=None, softcap=None, bias=None, sinks=None)
                     logits = logits + bias[0, head, i]
                 keep = allowed[b, i].nonzero().flatten()
                 weights = torch.exp(logits[keep])
-                total = weights.sum() + (torch.exp(sinks[head]) if sinks is not None else 0)
+                sink = None if sinks is None else sinks[head] if sinks.dim() == 1 else sinks[b, head, i, 0]
+                total = weights.sum() + (0 if sink is None else torch.exp(sink))
                 out[b, i, head] = (weights / total) @ v[b, group, keep]
     return out
 
@@ -48,6 +49,8 @@ CAUSAL = torch.ones(S, S, dtype=torch.bool).tril().expand(B, S, S)
 WINDOW = CAUSAL & torch.ones(S, S, dtype=torch.bool).triu(-2)
 BIAS = torch.linspace(-1, 1, HEADS * S * S, dtype=torch.float64).reshape(1, HEADS, S, S)
 SINKS = torch.linspace(-1, 1, HEADS, dtype=torch.float64)
+
+SINKS_OF_QUERIES = torch.linspace(-1, 1, B * HEADS * S, dtype=torch.float64).reshape(B, HEADS, S, 1)
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
@@ -62,6 +65,8 @@ SINKS = torch.linspace(-1, 1, HEADS, dtype=torch.float64)
         (CAUSAL, None, {"softcap": 0.7}),
         (WINDOW, WINDOW[:, None], {"softcap": 0.7}),
         (CAUSAL, None, {"s_aux": SINKS}),
+        (CAUSAL, None, {"sinks": SINKS_OF_QUERIES}),
+        (WINDOW, WINDOW[:, None], {"sinks": SINKS_OF_QUERIES, "position_bias": BIAS}),
         (CAUSAL, None, {"position_bias": BIAS}),
         (WINDOW, WINDOW[:, None], {"position_bias": BIAS, "s_aux": SINKS, "softcap": 2.0, "scaling": 1.0}),
     ],
@@ -69,7 +74,7 @@ SINKS = torch.linspace(-1, 1, HEADS, dtype=torch.float64)
 def test_values_and_gradients(groups, allowed, mask, options):
     q, k, v = tensors(groups)
     output, weights = attention_forward(Module(), q, k, v, mask, **options)
-    names = {"scaling": "scaling", "softcap": "softcap", "position_bias": "bias", "s_aux": "sinks"}
+    names = {"position_bias": "bias", "s_aux": "sinks"} | {name: name for name in ("scaling", "softcap", "sinks")}
     want = by_hand(q, k, v, allowed, **{names[n]: value for n, value in options.items() if n in names})
     assert weights is None
     assert torch.allclose(output, want, rtol=1e-5, atol=1e-6)
