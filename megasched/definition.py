@@ -147,7 +147,8 @@ def build_definition(
         try:
             model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
         except ValueError as error:
-            raise ConfigError(f"transformers has no {objective.model} for this config: {error}") from error
+            reason = str(error).partition("\n")[0]  # all that there are follow
+            raise ConfigError(f"transformers has no {objective.model} for this config: {reason}") from error
     for module in model.modules():  # the two stacks of an encoder-decoder have configs of their own
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False

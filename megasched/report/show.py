@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from megasched.compatibility import load_matrix, unverified
 from megasched.layout import Layout
 from megasched.megatron.session import Session, open_session
 from megasched.records import Record
@@ -29,6 +30,7 @@ class ShowReport:
         modules: in the order of the module tree, unfolded.
         stages: in the order in which a batch runs through them.
         records: the schedule's calls.
+        unverified: why a run would need ``--allow-unverified``; empty where it does not.
     """
 
     hf_model: str
@@ -40,6 +42,7 @@ class ShowReport:
     modules: list[ModuleReport]
     stages: list[StageReport]
     records: list[Record]
+    unverified: list[str]
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON; the records as text."""
@@ -100,6 +103,7 @@ def inspect_schedule(
         describe_modules(session),
         describe_stages(session, sequence_length),
         list(session.schedule.records),
+        unverified(session.definition, layout, load_matrix()["types"]),
     )
 
 

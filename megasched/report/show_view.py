@@ -36,6 +36,8 @@ def print_report(report: ShowReport, console: Console) -> None:
     console.print()
     console.print(_stage_table(report))
     console.print(_legend(report))
+    for doubt in report.unverified:
+        console.print(Text(f"not known to be right, a run would need --allow-unverified: {doubt}", "yellow"))
 
 
 def format_count(count: int) -> str:

