@@ -17,6 +17,7 @@ from typing import Any
 
 from megasched.compatibility import DATA, load_matrix
 from megasched.errors import ConfigError
+from megasched.verify.facts import facts
 from megasched.verify.parity import LAYOUTS, check_layout, failure
 from megasched.verify.rank_pool import RankError, RankPool
 from megasched.verify.small_models import causal_lm_types, write_small_model
@@ -75,33 +76,6 @@ def check_here(model_type: str) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"the installed transformers has no causal language model {model_type!r}{hint}")
     with RankPool() as ranks, tempfile.TemporaryDirectory() as folder:
         return check_type(ranks, model_type, folder)
-
-
-def facts(folder: str) -> dict[str, Any]:
-    """In a rank: what is cut of a model at TP 2, by what, what of its linears stays whole, whether it ties
-    weights, and what of it is fused: ``block`` where Megatron's own layer can stand for its layers, ``joint``
-    where projections share one matrix product."""
-    from megasched.layout import Layout
-    from megasched.megatron.session import open_session
-    from megasched.model_adapters.registry import find_adapter
-    from megasched.report.explain import decisions_of
-    from megasched.roles import Block
-
-    session = open_session("auto", folder, Layout(tensor_model_parallel_size=2))
-    decisions = decisions_of(session, by_user=False)
-    inferred = [d.parameter for d in decisions if d.decided_by.startswith("inferred")]
-    return {
-        "class": type(session.definition).__name__,
-        "plan": any(d.decided_by.startswith("HF's plan") for d in decisions if "layers" in d.parameter),
-        "adapter": find_adapter(session.definition.config.model_type) is not None,
-        "inferred": [name for name in inferred if name.endswith(".weight")],
-        "tied": any(name != canonical for name, canonical in session.plan.canonical.items()),
-        "fused": [
-            *(["joint"] if session.plan.joint else []),
-            *(["block"] if isinstance(session.schedule.roles.block, Block) else []),
-        ],
-        "whole": {d.parameter: d.declined for d in decisions if d.declined},
-    }
 
 
 def missing(matrix: dict[str, Any], types: Sequence[str], layouts: Sequence[str]) -> list[tuple[str, list[str]]]:
