@@ -52,6 +52,12 @@ def test_rounding_that_the_unscheduled_model_has_too_is_allowed():
     assert (outcome.verdict, outcome.worst) == ("wrong", "decay")
 
 
+def test_what_differs_from_itself_by_more_than_rounding_excuses_nothing():
+    exact = step(-DECAY.double(), dtype=torch.float64)  # another draw of a router
+    outcome = compare([report(DECAY * 0.9)], step(), 1, exact)
+    assert (outcome.verdict, outcome.worst) == ("wrong", "decay")
+
+
 def test_a_good_float32_excuses_nothing():
     outcome = compare([report(DECAY + 1e-6)], step(), 1, step(dtype=torch.float64))
     assert outcome.verdict == "wrong"
