@@ -5,7 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from megasched.report.explain import Decision, Explanation
+from megasched.megatron.decisions import Decision
+from megasched.report.explain import Explanation
 
 
 def print_explanation(explanation: Explanation, console: Console) -> None:

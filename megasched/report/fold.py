@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megasched.indices import label_indices
 from megasched.report.modules import CUT, ModuleReport
-
-# More pieces than this in the label of a fold are abbreviated.
-LABEL_PIECES = 4
 
 
 @dataclass
@@ -82,17 +80,3 @@ def _merged(nodes: list[Node], name: str, members: int) -> Node:
     children = [_merged(list(alike), alike[0].name, alike[0].members) for alike in columns]
     reports = [report for node in nodes for report in node.reports]
     return Node(name, reports, children, members, nodes[0].like)
-
-
-def label_indices(indices: list[int]) -> str:
-    """``0-3`` for neighbours, ``0,2,…,30`` for every second, ``0,3,7`` for what has no rule."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    pieces = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    if len(pieces) > LABEL_PIECES:
-        pieces = [*pieces[:2], "…", pieces[-1]]
-    return ",".join(pieces)

@@ -12,9 +12,9 @@ def facts(folder: str) -> dict[str, Any]:
     """In a rank: what is cut of a model at TP 2, by what, what of its linears stays whole, whether it ties
     weights, and what of it is fused: ``block`` where Megatron's own layer can stand for its layers, ``joint``
     where projections share one matrix product."""
+    from megasched.megatron.decisions import decisions_of
     from megasched.megatron.session import open_session
     from megasched.model_adapters.registry import find_adapter
-    from megasched.report.explain import decisions_of
 
     session = open_session("auto", folder, Layout(tensor_model_parallel_size=2))
     decisions = decisions_of(session, by_user=False)

@@ -6,7 +6,8 @@ import pytest
 
 from megasched.cli import main
 from megasched.layout import Layout
-from megasched.report.explain import Decision, explain_schedule, fold_decisions
+from megasched.megatron.decisions import Decision, fold_decisions
+from megasched.report.explain import explain_schedule
 from tests import tiny
 
 

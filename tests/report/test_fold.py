@@ -2,7 +2,8 @@
 
 import pytest
 
-from megasched.report.fold import fold, label_indices
+from megasched.indices import label_indices
+from megasched.report.fold import fold
 from megasched.report.modules import Asked, ModuleReport
 
 
