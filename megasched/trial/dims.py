@@ -40,7 +40,7 @@ class NeedsWhole(Exception):
 
 
 # Take the whole of the dimensions they are told, or of all where they are told none.
-_WHOLE = frozenset(
+WHOLE = frozenset(
     (
         *("sum", "mean", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "all", "any", "median"),
         *("var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp"),
@@ -52,24 +52,16 @@ _KEEPS = frozenset(
     (
         *("clone", "detach", "alias", "contiguous", "_to_copy", "lift_fresh", "native_dropout", "view_as_real"),
         *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
-        *(
-            "fill_",
-            "zero_",
-            "uniform_",
-            "normal_",
-            "exponential_",
-            "bernoulli",
-            "bernoulli_",
-            "log_sigmoid_forward",
-        ),
+        *("fill_", "zero_", "uniform_", "normal_", "exponential_", "bernoulli", "bernoulli_"),
+        "log_sigmoid_forward",
     )
 )
 # Take elements along a dimension, or put them there.
 _ALONG_ONE = frozenset(["scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"])
-_NORMS = frozenset(["native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"])
-_VIEWS = frozenset(["view", "_unsafe_view", "reshape", "_reshape_alias"])
-_PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm", "matmul"])
-_PARTS = frozenset(["slice", "select", "split", "split_with_sizes", "unbind", "index_select", "gather", "narrow"])
+NORMS = frozenset(["native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"])
+VIEWS = frozenset(["view", "_unsafe_view", "reshape", "_reshape_alias"])
+PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm", "matmul"])
+PARTS = frozenset(["slice", "select", "split", "split_with_sizes", "unbind", "index_select", "gather", "narrow"])
 
 
 def follow(
@@ -96,7 +88,7 @@ def follow(
     if torch.Tag.pointwise in func.tags or name == "copy_":
         return [_pointwise(operands, cut, out) for out in outputs]
     told = arguments_of(func, args, kwargs)
-    if name in _PRODUCTS:
+    if name in PRODUCTS:
         placed = _product(*operands[-2:], along, outputs[0])
         if placed is not None and len(operands) > 2:  # what is added to the product
             _same_for_all(operands[:1], [], placed, outputs[0])
@@ -106,17 +98,17 @@ def follow(
     if name == "stack":
         place = _cat(operands, cut, -1)
         return [replace(place, dim=place.dim + (told["dim"] % outputs[0].dim() <= place.dim))]
-    if name in _WHOLE:
+    if name in WHOLE:
         dims = _dims(told, x)
         if a.dim in dims:
             raise NeedsWhole
         gone = sum(d < a.dim for d in dims) if outputs[0].dim() < x.dim() else 0
         return [replace(a, dim=a.dim - gone)] * len(outputs)
-    if name in _NORMS:
+    if name in NORMS:
         if a.dim >= x.dim() - len(told["normalized_shape"]):
             raise NeedsWhole
         return [a if out.dim() == x.dim() else None for out in outputs]
-    if name in _PARTS:
+    if name in PARTS:
         return _part(name, told, x, a, outputs)
     moved = _moved(name, told, x, a, outputs[0]) if outputs else None
     return [moved] * len(outputs)
@@ -217,7 +209,7 @@ def _components_of(a: Along, size: int, start: int, end: int) -> tuple[int, ...]
 def _moved(name: str, told: dict[str, Any], x: torch.Tensor, a: Along, out: torch.Tensor) -> Along | None:
     """Where an operation that computes nothing takes the cut dimension."""
     dim = a.dim
-    if name in _VIEWS:
+    if name in VIEWS:
         return _viewed(x.shape, a, out.shape)
     if name == "transpose":
         swapped = [told["dim0"] % x.dim(), told["dim1"] % x.dim()]

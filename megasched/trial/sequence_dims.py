@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megasched.trial.dims import Along, NeedsWhole, arguments_of, follow
+from megasched.trial.dims import NORMS, PRODUCTS, VIEWS, WHOLE, Along, NeedsWhole, arguments_of, follow
 
 Place = Callable[[torch.Tensor], Along | None]
 
@@ -25,18 +25,10 @@ _SAME = frozenset(
     )
 )
 _MOVES = frozenset(["transpose", "t", "permute", "unsqueeze", "squeeze", "expand"])
-_VIEWS = frozenset(["view", "_unsafe_view", "reshape", "_reshape_alias"])
-_COMPUTED = frozenset(
-    (
-        *("mm", "bmm", "addmm", "baddbmm", "matmul", "cat", "stack"),
-        *("sum", "mean", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "all", "any", "median"),
-        *("var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp"),
-        *("_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "topk", "kthvalue", "flip", "roll"),
-        *("native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"),
-        *("slice", "select", "split", "split_with_sizes", "unbind", "narrow"),
-    )
+_COMPUTED = (
+    PRODUCTS | WHOLE | NORMS | {"cat", "stack", "slice", "select", "split", "split_with_sizes", "unbind", "narrow"}
 )
-_KNOWN = _SAME | _MOVES | _VIEWS | _COMPUTED
+_KNOWN = _SAME | _MOVES | VIEWS | _COMPUTED
 
 
 def follow_sequence(
