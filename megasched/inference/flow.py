@@ -107,6 +107,12 @@ class _FlowRun(DefaultScalars):
             self._set(tensors_in(output)[0], _Stem(frozenset([path])))
 
 
+def linears_in(model: nn.Module, structure: Structure) -> dict[str, nn.Module]:
+    """Every linear inside the layers."""
+    prefix = structure.layers + "."
+    return {path: m for path, m in model.named_modules() if path.startswith(prefix) and is_linear(m)}
+
+
 def watch_flow(model: nn.Module, structure: Structure) -> Flow:
     """Runs a causal language model once on meta.
 
@@ -115,8 +121,7 @@ def watch_flow(model: nn.Module, structure: Structure) -> Flow:
         structure: where its layers are; the flow begins anew in each.
     """
     probe = meta_copy(model)
-    prefix = structure.layers + "."
-    watched = {path: m for path, m in probe.named_modules() if path.startswith(prefix) and is_linear(m)}
+    watched = linears_in(probe, structure)
     run = _FlowRun(probe, watched)
     starts = set(structure.layer_paths())
 

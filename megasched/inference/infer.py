@@ -6,32 +6,32 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megasched.errors import ScheduleError
 from megasched.inference.counts import find_counts
-from megasched.inference.flow import Flow, Group, find_groups, watch_flow
+from megasched.inference.flow import Flow, Group, find_groups, linears_in, watch_flow
 from megasched.lowering.propagate import propagate
 from megasched.roles import ROLES, Cut, Roles
 from megasched.trial.labels import Derived
 from megasched.trial.meta_call import meta_copy
-from megasched.trial.structure import Structure, find_structure
+from megasched.trial.structure import Structure
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def infer_roles(model: nn.Module, roles: Roles, *, tp: int, sequence_parallel: bool = False) -> Roles:
+def infer_roles(
+    model: nn.Module, roles: Roles, structure: Structure | None, *, tp: int, sequence_parallel: bool = False
+) -> Roles:
     """The roles, and ``column`` and ``row`` for the linears inside the layers that can be cut besides.
 
     Args:
         model: the definition, parameters on meta.
-        roles: what is known of it.
+        roles: what is known of its modules.
+        structure: how it runs; without one there are no layers to look into.
         tp: tensor parallel size that they are to be cut for.
         sequence_parallel: as the run will have it.
     """
-    try:
-        structure = find_structure(model)
-    except ScheduleError:
-        return roles  # it has no layers to look into; whoever plans it is told so
+    if structure is None or all(path in roles.role for path in linears_in(model, structure)):
+        return roles
     flow = watch_flow(model, structure)
     known = set(roles.role)
     groups = find_groups(flow, lambda path: path in known)

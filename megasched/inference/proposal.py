@@ -12,6 +12,7 @@ from megasched.inference.naming import name_roles, parts_of
 from megasched.inference.sizes import write_sizes
 from megasched.model_adapters.generic import read_plan
 from megasched.roles import Roles
+from megasched.trial.structure import structure_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +39,7 @@ class Proposal:
 
 def found_roles(model: nn.Module) -> Roles:
     """What is known of a definition without an adapter: HF's plan, and what is inferred at TP 2."""
-    return infer_roles(model, read_plan(model), tp=2)
+    return infer_roles(model, read_plan(model), structure_of(model), tp=2)
 
 
 def propose(model: nn.Module, roles: Roles, small: nn.Module | None = None) -> Proposal:

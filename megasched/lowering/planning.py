@@ -30,7 +30,7 @@ from megasched.registry import get_primitive
 from megasched.schedule import Schedule
 from megasched.trial.labels import Derived
 from megasched.trial.meta_call import meta_copy, to_meta
-from megasched.trial.structure import find_structure
+from megasched.trial.structure import Structure, find_structure
 
 
 def make_plan(
@@ -40,6 +40,7 @@ def make_plan(
     inputs: Mapping[str, Any] | None = None,
     causal_lm: bool = False,
     vocab_multiple: int | None = None,
+    structure: Structure | None = None,
 ) -> Plan:
     """Validates a schedule and derives everything from it.
 
@@ -50,12 +51,13 @@ def make_plan(
         causal_lm: an HF causal language model for Megatron's trainer: logits stay cut over the vocabulary
             up to the loss, and the layers must form a list.
         vocab_multiple: vocabularies are padded to a multiple of this; TP by default.
+        structure: how the model runs, where the caller has found it already; for a causal language model alone.
 
     Raises:
         ScheduleError: with every problem found.
     """
     model = schedule.mod if model is None else model
-    plan = Plan(schedule.layout, list(schedule.records))
+    plan = Plan(schedule.layout, list(schedule.records), structure=structure)
     names: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
     plan.canonical = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     problems, shards = _check_records(schedule, model)
@@ -125,7 +127,7 @@ def _derive(model: nn.Module, plan: Plan, inputs: Mapping[str, Any] | None, caus
     problems: list[Problem] = []
     try:
         if causal_lm:
-            plan.structure = find_structure(model)
+            plan.structure = plan.structure or find_structure(model)
             inputs = plan.structure.trial_inputs() if inputs is None else inputs
         if plan.cuts and inputs is None:
             return take_pairs(plan, model) + check_syncs(plan)

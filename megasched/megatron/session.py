@@ -26,6 +26,7 @@ from megasched.megatron.cut import balance, cuts_asked_for, layer_costs, layout_
 from megasched.megatron.shared import refuse_overlap
 from megasched.objectives import CAUSAL_LM, find_objective, objective_of
 from megasched.schedule import Schedule
+from megasched.trial.structure import Structure, structure_of
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +46,7 @@ class Session:
         replaced: the definition after replacements; the same object where there are none.
         renamed: parameter of a replaced module -> parameter of the definition it stands for.
         vocab_multiple: vocabularies are padded to a multiple of this.
+        structure: how ``replaced`` runs, where that is known.
         source: where the weights come from.
         batch_shape: [b, s] of a micro-batch.
     """
@@ -54,6 +56,7 @@ class Session:
     replaced: Any
     renamed: dict[str, str]
     vocab_multiple: int
+    structure: Structure | None = None
     source: WeightSource | None = None
     batch_shape: tuple[int, int] = (1, 1)
 
@@ -65,7 +68,13 @@ class Session:
             ScheduleError: with every problem found.
         """
         _refuse_router_losses(self.definition.config, self.schedule.layout)
-        plan = make_plan(self.schedule, model=self.replaced, causal_lm=True, vocab_multiple=self.vocab_multiple)
+        plan = make_plan(
+            self.schedule,
+            model=self.replaced,
+            causal_lm=True,
+            vocab_multiple=self.vocab_multiple,
+            structure=self.structure,
+        )
         for new, old in self.renamed.items():
             canonical = plan.canonical[new]
             plan.placements[canonical] = replace(plan.placements[canonical], name=old)
@@ -177,7 +186,8 @@ def open_session(
     config = load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
     definition = build_definition(config, find_objective(objective), trust_remote_code=trust_remote_code)
     attention.switch_on(definition)
-    root = create_schedule(definition, layout, _roles(definition, schedule, layout))
+    structure = structure_of(definition)
+    root = create_schedule(definition, layout, _roles(definition, structure, schedule, layout))
     apply_schedule(root, function)
     replaced: Any = definition
     renamed: dict[str, str] = {}
@@ -185,7 +195,9 @@ def open_session(
         _refuse_computed_weights(root)
         replaced = copy.deepcopy(definition)
         renamed = replace_modules(root, replaced)
-    return Session(definition, root, replaced, renamed, make_vocab_size_divisible_by * layout.tp)
+        structure = None  # of what runs now; planning finds it
+    vocab_multiple = make_vocab_size_divisible_by * layout.tp
+    return Session(definition, root, replaced, renamed, vocab_multiple, structure)
 
 
 def _refuse_stages(plan: Plan, config: Any) -> None:
@@ -237,7 +249,7 @@ def _refuse_computed_weights(schedule: Schedule) -> None:
         raise ScheduleError(problems)
 
 
-def _roles(definition: Any, schedule: str, layout: Layout) -> Any:
+def _roles(definition: Any, structure: Structure | None, schedule: str, layout: Layout) -> Any:
     """The adapter's roles, and what can be inferred besides; a schedule of the user's own can do without."""
     from megasched.inference.infer import infer_roles
     from megasched.model_adapters.registry import find_adapter, roles_of
@@ -251,7 +263,7 @@ def _roles(definition: Any, schedule: str, layout: Layout) -> Any:
         return Roles()
     if find_adapter(definition.config.model_type) is not None:
         return roles
-    return infer_roles(definition, roles, tp=max(layout.tp, 2), sequence_parallel=layout.sp)
+    return infer_roles(definition, roles, structure, tp=max(layout.tp, 2), sequence_parallel=layout.sp)
 
 
 # Flags by which a user cuts the pipeline; Megatron's own rules hold where one is given.

@@ -7,6 +7,7 @@ stage be cut out of any definition whose layers form a list.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -151,7 +152,7 @@ class _Enough(BaseException):
     """Ends a trial call early. No error, so nothing that catches errors may catch it."""
 
 
-def _record(model: nn.Module, batch: int, length: int, limit: int | None = None) -> list[_Call]:
+def _record(model: nn.Module, inputs: Mapping[str, torch.Tensor], limit: int | None = None) -> list[_Call]:
     """Every module call of one forward, in order; holds the tensors, so that identities stay comparable.
 
     Args:
@@ -172,14 +173,14 @@ def _record(model: nn.Module, batch: int, length: int, limit: int | None = None)
         call.output = output
         call.end = len(calls)
 
-    inputs = objective_of(model).trial_inputs(getattr(model, "config", None), batch, length)
     with suppress(_Enough), call_hooks(model, before, after):
         run_on_meta(model, inputs)
     return calls
 
 
-def _calls_loss(model: nn.Module) -> bool:
-    """Whether the forward hands all logits, and the labels as it got them, to ``loss_function``."""
+def _record_with_loss(model: nn.Module) -> tuple[list[_Call], bool]:
+    """The calls up to the loss, and whether the forward hands all logits, and the labels as it got them, to
+    ``loss_function``."""
     called = []
     inputs = _trial(model)
 
@@ -189,14 +190,22 @@ def _calls_loss(model: nn.Module) -> bool:
 
     real = getattr(model, "loss_function", None)
     model.loss_function = loss
-    with suppress(_Enough, ScheduleError), call_hooks(model):  # its own loss may not take labels as long as these
-        run_on_meta(model, inputs)
+    calls: list[_Call] = []
+    with suppress(ScheduleError):  # a loss of its own may not take labels as long as these
+        calls = _record(model, inputs)
     model.loss_function = real
-    return called == [True]
+    if called == [True]:
+        return calls, True
+    return _record(model, _inputs(model, *SIZES[0])), False
 
 
 def _trial(model: nn.Module) -> dict[str, torch.Tensor]:
     return objective_of(model).trial(getattr(model, "config", None), *SIZES[0])
+
+
+def _inputs(model: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """A batch without labels."""
+    return objective_of(model).trial_inputs(getattr(model, "config", None), batch, length)
 
 
 def _in_autograd(model: nn.Module, layer: str) -> bool:
@@ -208,17 +217,15 @@ def _in_autograd(model: nn.Module, layer: str) -> bool:
             seen.append(torch.is_grad_enabled())
             raise _Enough
 
-    inputs = objective_of(model).trial_inputs(getattr(model, "config", None), *SIZES[0])
     with suppress(_Enough), call_hooks(model, before):
-        run_on_meta(model, inputs, autograd=True)
+        run_on_meta(model, _inputs(model, *SIZES[0]), autograd=True)
     return seen == [True]
 
 
 def _follow(run: FlowRun, model: nn.Module, batch: int, length: int) -> None:
     """Only a causal language model's later stages lack its inputs; other batches are read on every stage."""
-    objective = objective_of(model)
-    inputs = objective.trial_inputs(getattr(model, "config", None), batch, length)
-    run.run(inputs, first_stage_only="input_ids" if objective is CAUSAL_LM else None)
+    first_stage_only = "input_ids" if objective_of(model) is CAUSAL_LM else None
+    run.run(_inputs(model, batch, length), first_stage_only)
 
 
 def find_structure(model: nn.Module) -> Structure:
@@ -228,8 +235,7 @@ def find_structure(model: nn.Module) -> Structure:
         ScheduleError: no list of layers is called one after the other, or the model can't run on meta.
     """
     probe = meta_copy(model)
-    calls = _record(probe, *SIZES[0])
-    calls_loss = _calls_loss(probe)
+    calls, calls_loss = _record_with_loss(probe)
     layers, repeated = _find_layers(probe, calls)
     count = len(probe.get_submodule(layers))
     paths = {f"{layers}.{i}" for i in range(count)}
@@ -268,6 +274,13 @@ def find_structure(model: nn.Module) -> Structure:
     return found
 
 
+def structure_of(model: nn.Module) -> Structure | None:
+    """The same; None where there is none."""
+    with suppress(ScheduleError):
+        return find_structure(model)
+    return None
+
+
 def _learn_shapes(structure: Structure, probe: nn.Module, calls: list[_Call]) -> None:
     """What follows the batch and the sequence, and which floats stay in float32 in another precision.
 
@@ -279,7 +292,7 @@ def _learn_shapes(structure: Structure, probe: nn.Module, calls: list[_Call]) ->
         for parameter in probe.parameters():
             parameter.data = parameter.data.to(dtype)
         try:
-            others = _record(probe, *SIZES[1], limit=len(calls))
+            others = _record(probe, _inputs(probe, *SIZES[1]), limit=len(calls))
             break
         except ScheduleError:  # one that can't run in bfloat16 will not be trained in it
             if dtype == torch.float32:

@@ -12,13 +12,14 @@ from megasched.inference.infer import infer_roles
 from megasched.lowering import attention
 from megasched.model_adapters.generic import read_plan
 from megasched.roles import Roles
+from megasched.trial.structure import structure_of
 from megasched.verify.small_models import small_config
 
 
 def inferred(model_type, **options):
     model = build_definition(small_config(model_type))
     attention.switch_on(model)
-    return model, infer_roles(model, read_plan(model), **{"tp": 2, **options})
+    return model, infer_roles(model, read_plan(model), structure_of(model), **{"tp": 2, **options})
 
 
 def by_pattern(values):
@@ -115,7 +116,8 @@ class Toy(nn.Module):
 
 def test_parts_that_lie_side_by_side_are_cut_one_by_one():
     with torch.device("meta"):
-        roles = infer_roles(Toy(), Roles(), tp=2)
+        toy = Toy()
+        roles = infer_roles(toy, Roles(), structure_of(toy), tp=2)
     assert by_pattern(roles.role) == {"layers.*.up": "column", "layers.*.down": "row"}
     assert by_pattern(roles.components) == {"layers.*.up": (6, 6)}
     assert by_pattern(roles.declined) == {"layers.*.odd": "no other linear was found that it could be cut with"}
