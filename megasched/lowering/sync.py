@@ -55,22 +55,15 @@ def shared_regions(plan: Plan) -> dict[str, Region]:
     """Modules whose input is taken over to TP once for all columns inside: path -> arguments and columns.
 
     It pays for several columns, unless one matrix product computes them all and communicates by itself. Under
-    sequence parallelism attention needs it, which reads the sequence length off its input, and so does whatever
-    views shards as heads. Where something whole inside meets shards it must be so.
+    sequence parallelism whatever views shards as heads needs it, which reads the sequence length off its input.
+    Where something whole inside meets shards it must be so.
     """
     split = plan.layout.sp
     joint = {frozenset(paths) for paths in plan.joint}
-    attending = {around for path in plan.derived.attention for around in _and_around(path)}
     return {
         path: region
         for path, region in plan.derived.regions.items()
         if path in plan.derived.needed_regions
         or (len(region.columns) > 1 and frozenset(region.columns) not in joint)
-        or (split and (path in attending or not plan.derived.by_heads.isdisjoint(region.columns)))
+        or (split and not plan.derived.by_heads.isdisjoint(region.columns))
     }
-
-
-def _and_around(path: str) -> list[str]:
-    """The module at ``path`` and all that it lies in, the root left out."""
-    parts = path.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
