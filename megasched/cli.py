@@ -104,6 +104,10 @@ Sp = Annotated[bool, typer.Option("--sp", "--sequence-parallel", help="Sequence 
 Pp = Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="Pipeline ranks.")]
 Cp = Annotated[int, typer.Option("--cp", "--context-parallel-size", help="Ranks that share a sequence.")]
 Ep = Annotated[int, typer.Option("--ep", "--expert-model-parallel-size", help="Ranks that share out experts.")]
+Vp = Annotated[
+    int, typer.Option("--vp", "--num-virtual-stages-per-pipeline-rank", help="Model chunks per pipeline rank.")
+]
+Dp = Annotated[int, typer.Option("--dp", help="Replicas of the whole.")]
 HfOverride = Annotated[
     list[str] | None, typer.Option(metavar="FIELD=VALUE ...", help="Change fields of the HF config.")
 ]
@@ -125,13 +129,10 @@ def show(
     tp: Tp = 1,
     sp: Sp = False,
     pp: Pp = 1,
-    vp: Annotated[
-        int,
-        typer.Option("--vp", "--num-virtual-stages-per-pipeline-rank", help="Model chunks per pipeline rank."),
-    ] = 1,
+    vp: Vp = 1,
     cp: Cp = 1,
     ep: Ep = 1,
-    dp: Annotated[int, typer.Option("--dp", help="Replicas of the whole.")] = 1,
+    dp: Dp = 1,
     micro_batch_size: Annotated[int, typer.Option(help="Sequences in one forward.")] = 1,
     fp8_recipe: Annotated[
         str | None, typer.Option(metavar="RECIPE", help="8-bit training: delayed, tensorwise, blockwise, mxfp8.")
@@ -235,6 +236,67 @@ def explain(
         from megasched.report.explain_view import print_explanation
 
         print_explanation(explanation, report_console())
+
+
+@app.command()
+def verify(
+    schedule: Annotated[str, typer.Argument(help="As for `show`.")],
+    hf_model: Annotated[str, typer.Option(metavar="DIR", help="The Hugging Face model.")],
+    tp: Tp = 1,
+    sp: Sp = False,
+    pp: Pp = 1,
+    vp: Vp = 1,
+    cp: Cp = 1,
+    ep: Ep = 1,
+    dp: Dp = 1,
+    layers: Annotated[int | None, typer.Option(min=1, help="Of the small copy; 4, or one a stage.")] = None,
+    full_size: Annotated[bool, typer.Option("--full-size", help="No small copy: the model as it is.")] = False,
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what was found, for --require-certificate of a run.")
+    ] = None,
+    hf_override: HfOverride = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> None:
+    """Check that a scheduled model computes what the unscheduled one does, and find out where it does not.
+
+    One step of Megatron's trainer, rehearsed on this machine's CPUs in float32, on a small copy of the model with
+    random weights: loss, logits, hidden states, every gradient, the gradient norm and the optimizer's step are
+    compared with plain Hugging Face in one process. The exit status is 0 when all are equal.
+    """
+    from megasched.layout import Layout
+    from megasched.report.console import quiet_imports, report_console
+
+    layout = Layout(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp if vp != 1 else None,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        data_parallel_size=dp,
+    )
+    with quiet_imports():
+        from megasched.report.verify_view import print_verification
+        from megasched.verify.verify import certify, verify_schedule
+
+    found = verify_schedule(
+        schedule,
+        hf_model,
+        layout,
+        full_size=full_size,
+        layers=layers,
+        overrides=hf_override or (),
+        trust_remote_code=trust_remote_code,
+        progress=lambda doing: print(f"{doing} ...", file=sys.stderr),
+    )
+    if certificate is not None:
+        certify(found, certificate, overrides=hf_override or (), trust_remote_code=trust_remote_code)
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        print_verification(found, report_console())
+    raise typer.Exit(0 if found.right else 1)
 
 
 @app.command("new-adapter")

@@ -99,6 +99,22 @@ class Layout:
         """Whether sequence parallelism is on and does something (Megatron ignores it at TP 1)."""
         return self.sequence_parallel and self.tp > 1
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job; those of EP are among them."""
+        return self.tp * self.pp * self.cp * self.data_parallel_size
+
+    def flags(self) -> list[str]:
+        """Megatron's flags that say the same; data parallelism is what the number of ranks leaves over."""
+        found = []
+        for name in ("tensor_model", "pipeline_model", "context", "expert_model"):
+            size = getattr(self, f"{name}_parallel_size")
+            if size > 1:
+                found += [f"--{name.replace('_', '-')}-parallel-size", str(size)]
+        if self.vpp > 1:
+            found += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
+        return [*found, "--sequence-parallel"] if self.sequence_parallel else found
+
     def size_of(self, group: Group) -> int:
         """Ranks in one group of that kind."""
         return self.ep if group == "ep" else self.tp

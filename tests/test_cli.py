@@ -85,7 +85,10 @@ def test_help_is_quick():
 def test_help_names_the_commands_and_the_scripts(run):
     status, out, _ = run("--help")
     assert status == 0
-    assert all(word in out for word in ("primitives", "show", "new-adapter", "doctor", "quickstart", "SCRIPT.py"))
+    assert all(
+        word in out
+        for word in ("primitives", "show", "verify", "new-adapter", "doctor", "quickstart", "SCRIPT.py")
+    )
 
 
 def test_version(run):
@@ -252,6 +255,34 @@ def test_doctor_ends_with_1_when_nothing_can_run(run, monkeypatch):
     assert status == 1
     assert "problem: there is no Megatron" in out
     assert out.splitlines()[-1] == "megasched 0.1.0: no run can start here"
+
+
+# ---- verify -----------------------------------------------------------------------------------------
+
+
+def test_verify_prints_writes_and_ends_with_its_verdict(run, llama, tmp_path, monkeypatch):
+    from megasched.layout import Layout
+    from megasched.verify.locate import Finding
+    from megasched.verify.verify import Check, Verification
+
+    finding = Finding("forward", "model.norm", "what it gives", (1,), 0.5, "it is 2 times", "twice", ("a hook",))
+    checks = [Check("loss", 2e-3, 1e-5, equal=False), Check("dropout masks", None, 0.0)]
+    layout = Layout(tensor_model_parallel_size=2)
+    found = Verification(
+        "auto", str(llama), layout, "Llama", True, 4, "wrong", "loss differs", checks, finding, 7.0
+    )
+    asked = {}
+    monkeypatch.setattr("megasched.verify.verify.verify_schedule", lambda *given, **o: asked.update(o) or found)
+    file = tmp_path / "certificate.json"
+    words = ("verify", "auto", "--hf-model", llama, "--tp", "2", "--layers", "6", "--certificate", file)
+    status, out, _ = run(*words)
+    assert (status, asked["layers"]) == (1, 6)
+    assert "where it goes wrong first: forward, model.norm" in out
+    assert "what it gives is off by 5.0e-01 on rank 1" in out
+    assert json.loads(file.read_text())["found"]["verdict"] == "wrong"
+    found.verdict, found.finding = "equal", None
+    status, out, _ = run(*words, "--json")
+    assert (status, json.loads(out)["verdict"]) == (0, "equal")
 
 
 # ---- new-adapter ------------------------------------------------------------------------------------

@@ -96,6 +96,12 @@ def add_megasched_arguments(parser: argparse.ArgumentParser) -> argparse.Argumen
         help="Run an architecture at a layout where no check has shown that it computes what the definition does.",
     )
     group.add_argument(
+        "--require-certificate",
+        metavar="FILE",
+        help="Run only what this certificate speaks for: `megasched verify --certificate FILE` of the same "
+        "schedule, model, versions and kinds of parallelism found it equal. It stands for --allow-unverified.",
+    )
+    group.add_argument(
         "--objective",
         choices=sorted(OBJECTIVES),
         help="What the model is trained to do, which says its Hugging Face class and what it is given; "

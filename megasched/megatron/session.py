@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasched.certificate import require_certificate, subject_of
 from megasched.compatibility import refuse_unverified
 from megasched.errors import NAMED_MODULES, ConfigError, Problem, ScheduleError
 from megasched.layout import Layout
@@ -297,7 +298,10 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
     )
     plan = session.plan
-    if not args.allow_unverified:
+    if args.require_certificate is not None:
+        subject = subject_of(args.model_schedule, session.definition.config, plan.layout)
+        require_certificate(Path(args.require_certificate), subject)
+    elif not args.allow_unverified:
         refuse_unverified(session.definition, plan.layout)
     refuse_overlap(plan, args.overlap_grad_reduce, getattr(args, "dist_ckpt_optim_fully_reshardable", False))
     session.source = weight_source(args, session.definition)

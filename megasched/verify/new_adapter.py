@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -127,7 +126,7 @@ def check_source(
 ) -> dict[str, Outcome]:
     """Layout -> whether a small model under the adapter computes what it computes alone."""
     from megasched.verify.rank_pool import RankPool
-    from megasched.verify.small_models import write_model
+    from megasched.verify.small_models import copy_code, write_model
 
     outcomes = {}
     with tempfile.TemporaryDirectory() as folder, RankPool() as ranks:
@@ -135,9 +134,7 @@ def check_source(
         adapter.write_text(source)
         small = Path(folder) / "model"
         small.mkdir()
-        if trust_remote_code and Path(hf_model).is_dir():
-            for file in Path(hf_model).glob("*.py"):
-                shutil.copy(file, small)
+        copy_code(hf_model, small, trust_remote_code)
         write_model(small_config, small, trust_remote_code=trust_remote_code)
         for layout in CHECKED:
             progress(layout)

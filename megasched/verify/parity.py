@@ -136,9 +136,34 @@ def reference_step(folder: str, batches: Any, trust_remote_code: bool = False, i
     return hf_step(folder, batches, random_init=False, **options)
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """A step against the reference.
+
+    Attributes:
+        errors: as an ``Outcome`` has them.
+        worst: the parameter whose gradient differs most.
+        wrong: which of the errors rounding does not explain.
+        why: what is wrong; and what is beyond the tolerance but for rounding.
+    """
+
+    errors: dict[str, float]
+    worst: str
+    wrong: tuple[str, ...]
+    why: str
+
+
 def compare(
     reports: list[trainer_run.RankReport], expected: HfStep, tp: int, exact: HfStep | None = None
 ) -> Outcome:
+    """``compare_step`` as an outcome."""
+    found = compare_step(reports, expected, tp, exact)
+    return Outcome("wrong" if found.wrong else "equal", found.errors, found.worst, found.why)
+
+
+def compare_step(
+    reports: list[trainer_run.RankReport], expected: HfStep, tp: int, exact: HfStep | None = None
+) -> Comparison:
     """First iteration of a run against the reference.
 
     Args:
@@ -149,7 +174,7 @@ def compare(
     gradients = trainer_run.gather(reports, "gradients", tp)
     differing = sorted(gradients.keys() ^ expected.gradients.keys())
     if differing or len(logits) != len(expected.logits):
-        return Outcome("wrong", {}, why=f"not on both sides: {', '.join(differing) or 'logits'}")
+        return Comparison({}, "", ("gradient",), f"not on both sides: {', '.join(differing) or 'logits'}")
     norm = max((report.grad_norms[0] for report in reports), key=lambda norm: abs(norm - expected.grad_norm))
     got = HfStep(trainer_run.losses(reports)[0], logits, gradients, norm)
     found = differences(got, expected)
@@ -163,14 +188,19 @@ def compare(
         most = max(wrong, key=lambda name: found[name])
         note = f"{most} differs by {found[most]:.1e}; from float64 it is {ours[most]:.1e}, "
         note += f"and the unscheduled model's {theirs[most]:.1e}"
-        wrong = [name for name in wrong if not ours[name] <= min(ROUNDING * theirs[name], MOST_ROUNDING)]
+        wrong = [name for name in wrong if not is_rounding(ours[name], theirs[name])]
     if not wrong:
-        return Outcome("equal", errors, worst, note)
+        return Comparison(errors, worst, (), note)
     bad = [name for name in wrong if name in expected.gradients]
-    kinds = [name for name in errors if name in wrong or (name == "gradient" and bad)]
+    kinds = tuple(name for name in errors if name in wrong or (name == "gradient" and bad))
     why = f"{', '.join(kinds)} differ by more than {TOLERANCE:g}"
     why += f"; gradients of {', '.join(bad[:4])}{' ...' if len(bad) > 4 else ''}" if bad else ""
-    return Outcome("wrong", errors, worst, why)
+    return Comparison(errors, worst, kinds, why)
+
+
+def is_rounding(ours: float, theirs: float) -> bool:
+    """Whether what is so far from float64 is so by rounding, where the unscheduled model is so far from it."""
+    return ours <= min(ROUNDING * theirs, MOST_ROUNDING)
 
 
 def failure(report: str) -> Outcome:

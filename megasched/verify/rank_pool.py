@@ -126,9 +126,14 @@ class Rank:
 
 
 class RankPool:
-    """At most ``MAX_RANKS`` processes, started when a case first needs them."""
+    """Processes that are started when a case first needs them."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_RANKS) -> None:
+        """
+        Args:
+            most: processes that there may be.
+        """
+        self.most = most
         self._template: Template | None = None
         self._ranks: list[Rank] = []
         self._store: Any = None
@@ -141,7 +146,7 @@ class RankPool:
         """Runs ``fn(*args, **kwargs)`` on ranks 0 to ``world_size - 1`` of a gloo world of that size.
 
         Args:
-            world_size: 1 to 4.
+            world_size: 1 to ``most``.
             fn: a function at module level.
             timeout: seconds for the case (starting the processes not counted).
 
@@ -151,8 +156,8 @@ class RankPool:
         Raises:
             RankError: a rank raised, died or did not end in time. The pool is then started anew.
         """
-        if not 1 <= world_size <= MAX_RANKS:
-            raise ValueError(f"world_size {world_size}: the pool has 1 to {MAX_RANKS} ranks")
+        if not 1 <= world_size <= self.most:
+            raise ValueError(f"world_size {world_size}: the pool has 1 to {self.most} ranks")
         payload = pickle.dumps((fn, args, kwargs))
         ranks = self._started(world_size)
         self._cases += 1
@@ -166,6 +171,10 @@ class RankPool:
             self._end_ranks()
             raise RankError(report)
         return [pickle.loads(outcomes[rank.number][1]) for rank in ranks]
+
+    def renew(self) -> None:
+        """Ends the ranks: the next case gets new ones, with nothing left of what cases before have changed."""
+        self._end_ranks()
 
     def __enter__(self) -> RankPool:
         return self

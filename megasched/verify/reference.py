@@ -9,18 +9,21 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megasched.objectives import CAUSAL_LM, Objective
+from megasched.verify.sightings import Sightings, Watch
 
 FLOOR = 1e-2
 
 
 @dataclass
 class HfStep:
-    """Loss, logits and gradients of the unscheduled definition on one global batch."""
+    """Loss, logits and gradients of the unscheduled definition on one global batch; and, where its modules were
+    watched, what they took and gave in the first micro-batch."""
 
     loss: float
     logits: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
     grad_norm: float
+    sightings: Sightings | None = None
 
 
 def hf_model(
@@ -66,20 +69,49 @@ def hf_step(
     random_init: bool = True,
     trust_remote_code: bool = False,
     in_float64: bool = False,
+    watch: bool = False,
 ) -> HfStep:
     """One global batch through the unscheduled definition in plain torch.
 
     Args:
         in_float64: in that precision throughout, whatever the definition's own code says.
+        watch: look at what every module takes and gives.
     """
     model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
     if not in_float64:
-        return _step(model, [hf_loss(model, *batch) for batch in batches])
+        return _watched_step(model, batches, watch)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     model = model.double()
     with Float64():
-        return _step(model, [hf_loss(model, *batch) for batch in batches])
+        return _watched_step(model, batches, watch)
+
+
+def _watched_step(model: Any, batches: list[tuple[torch.Tensor, torch.Tensor]], watch: bool) -> HfStep:
+    looker = Watch(model, [path for path, _ in model.named_modules() if path] if watch else [])
+    outcomes = [hf_loss(model, *batches[0])]
+    seen = looker.close()
+    outcomes += [hf_loss(model, *batch) for batch in batches[1:]]
+    return replace(_step(model, outcomes), sightings=seen if watch else None)
+
+
+def adamw_step(model: Any, gradients: dict[str, torch.Tensor], *, lr: float, eps: float) -> None:
+    """One step of torch's AdamW, as Megatron's flags have it by default: gradients clipped to a norm of 1, decay
+    0.01 of what is no bias and has more than one dimension (``OptimizerConfig`` in
+    megatron/core/optimizer/optimizer_config.py).
+
+    Args:
+        model: the unscheduled model; its weights are changed.
+        gradients: by HF names; ties once.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in trained.items():
+        parameter.grad = gradients[name].clone()
+    others = [p for name, p in trained.items() if p.dim() == 1 or name.endswith(".bias")]
+    decayed = [p for p in trained.values() if all(p is not other for other in others)]
+    torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=eps).step()
 
 
 def hf_objective_step(folder: str, objective: Objective, batches: list[dict[str, torch.Tensor]]) -> HfStep:

@@ -92,6 +92,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     ("first_k_dense_replace|num_dense_layers", 1),
 )
 _SIZES = tuple((re.compile(names), value) for names, value in SIZES)
+_DEPTH = next(names for names, value in _SIZES if value == LAYERS and names.fullmatch("num_hidden_layers"))
 _MULTIPLIER = re.compile(r".*(multiplier|logits?_scal(ing|e)|scale_emb|embedding_scale|scale_depth)$")
 _TOKEN = re.compile(r".*(_token_id|_token_index|_id)$")
 _LAYER_KINDS = ("layer_types", "mlp_layer_types")
@@ -132,6 +133,16 @@ def shrink_copy(config: PretrainedConfig, changes: Mapping[str, Any] | None = No
         Exception: as ``shrink``.
     """
     return type(config)(**_arguments(type(config), dict(changes or {}), config))
+
+
+def deepen(config: PretrainedConfig, layers: int) -> None:
+    """Gives a small config another number of layers; lists with an entry a layer go on as they began."""
+    text = _text(config)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, int) and _DEPTH.fullmatch(name):
+            setattr(text, name, layers)
+        elif isinstance(value, list) and len(value) == LAYERS:
+            setattr(text, name, [value[index % LAYERS] for index in range(layers)])
 
 
 def _arguments(
@@ -195,8 +206,7 @@ def _every_kind(values: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _two_layers(part: type[PretrainedConfig]) -> dict[str, int]:
-    depth = next(names for names, value in _SIZES if value == LAYERS and names.fullmatch("num_hidden_layers"))
-    return {name: 2 for name, default in _defaults(part).items() if depth.fullmatch(name) and default}
+    return {name: 2 for name, default in _defaults(part).items() if _DEPTH.fullmatch(name) and default}
 
 
 def _small(name: str, default: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 from megasched.errors import ConfigError
 from megasched.verify.quirks import CHANGES, PART
-from megasched.verify.shrink import shrink, shrink_copy
+from megasched.verify.shrink import LAYERS, deepen, shrink, shrink_copy
 
 SEED = 1
 # Added to every weight: norms of exactly 1 and biases of exactly 0 would hide mistakes.
@@ -37,8 +38,15 @@ def small_config(model_type: str) -> Any:
     return shrink(config_class, CHANGES.get(model_type))
 
 
-def small_copy(config: Any) -> Any:
-    """A small config like a given one; see ``shrink_copy``.
+def copy_code(source: str, target: Path, trust_remote_code: bool) -> None:
+    """Puts a small model's folder together with the Python code that the model itself brings."""
+    if trust_remote_code and Path(source).is_dir():
+        for file in Path(source).glob("*.py"):
+            shutil.copy(file, target)
+
+
+def small_copy(config: Any, layers: int = LAYERS) -> Any:
+    """A small config like a given one, with so many layers; see ``shrink_copy``.
 
     Raises:
         ConfigError: its sizes do not go together when they are small.
@@ -48,6 +56,8 @@ def small_copy(config: Any) -> Any:
     except Exception as error:  # each class validates in its own way
         what = f"no small copy of this {type(config).__name__} can be made: {type(error).__name__}: {error}"
         raise ConfigError(what) from error
+    if layers != LAYERS:
+        deepen(small, layers)
     # Where transformers finds the classes of a model that brings its own code.
     vars(small).update(
         {name: vars(config)[name] for name in ("auto_map", "_name_or_path") if name in vars(config)}

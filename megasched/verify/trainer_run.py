@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megasched.lowering.zigzag import Zigzag
+from megasched.verify.sightings import Sightings, Watch
 
 VOCABULARY = 99  # divides by no TP: the embedding is padded
 SEQUENCE = 16
@@ -45,6 +46,9 @@ class RankReport:
         ep_rank, expert_dp_rank: among the ranks that share out experts, and that hold the same ones.
         batches: (iteration, tokens, labels) of each micro-batch, where this rank has them.
         samples: (iteration, whole micro-batch) of the scripts beside ``pretrain_gpt.py``.
+        sightings: what the modules here took and gave in the first micro-batch, where they were watched.
+        copies: HF name -> the first iteration's gradient of a further copy of a tied tensor on this rank.
+        facts: what was planned, where modules were watched.
     """
 
     tp_rank: int
@@ -61,6 +65,28 @@ class RankReport:
     cp_rank: int = 0
     ep_rank: int = 0
     expert_dp_rank: int = 0
+    sightings: Sightings = field(default_factory=Sightings)
+    copies: dict[str, torch.Tensor] = field(default_factory=dict)
+    facts: PlanFacts | None = None
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What of a plan tells where something has gone wrong.
+
+    Attributes:
+        layers: paths of the layers, as the model calls them.
+        cuts: path of a module that is cut -> how.
+        components: such a path -> sizes of the projections packed into its output.
+        dropouts: paths of ``nn.Dropout`` in the first chunk of a rank, in the order of the modules.
+        records: path, what was asked for, and the ``file:line`` that asked, of each call of the schedule.
+    """
+
+    layers: tuple[str, ...]
+    cuts: dict[str, str]
+    components: dict[str, tuple[int, ...]]
+    dropouts: tuple[str, ...]
+    records: tuple[tuple[str, str, str], ...]
 
 
 def train(
@@ -74,6 +100,7 @@ def train(
     tokens: tuple[int, int] | None = None,
     script: str = "pretrain_gpt",
     mock_data: bool = True,
+    watch: bool = False,
 ) -> RankReport:
     """Runs Megatron's trainer on this rank, in rehearsal, as ``python -m megasched`` would.
 
@@ -82,6 +109,7 @@ def train(
         script: bundled entry script, without ``.py``.
         mock_data: whether batches are Megatron's mock data, or of the ``--data-path`` in ``flags``.
         tokens: half-open range of token ids that the batches are to hold; what Megatron's mock data has otherwise.
+        watch: look at what every module takes and gives.
     """
     from megatron.core import parallel_state
     from megatron.training import training
@@ -103,7 +131,7 @@ def train(
     sys.argv = [f"{script}.py", *rehearsal_flags(argv).argv]
     report = RankReport(-1, -1, -1)
     undo = [
-        _record_steps(training, report),
+        _record_steps(training, report, watch),
         _record_finalized_gradients(training, report),
         _record_batches(pretrain_gpt, report, tokens),
         _record_samples(pretraining, report),
@@ -128,15 +156,20 @@ def train(
 _chunks: list[Any] = []
 
 
-def _record_steps(training: Any, report: RankReport) -> Callable[[], None]:
+def _record_steps(training: Any, report: RankReport, watch: bool) -> Callable[[], None]:
     real = training.train_step
+    watches: list[Watch] = []
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         if not _chunks:
             from megatron.core.utils import unwrap_model
 
             _chunks.extend(unwrap_model(kwargs["model"] if "model" in kwargs else args[2]))
+            watches.extend(_watch(chunk) for chunk in _chunks if watch)
         result = real(*args, **kwargs)
+        while watches:
+            report.sightings.merge(watches.pop(0).close())
+            report.facts = _facts(_chunks[0])
         report.iterations += 1
         loss, norm = result[0].get("lm loss"), result[5]
         if loss is not None:
@@ -148,6 +181,26 @@ def _record_steps(training: Any, report: RankReport) -> Callable[[], None]:
     return lambda: setattr(training, "train_step", real)
 
 
+def _watch(chunk: Any) -> Watch:
+    structure, stage = chunk.plan.structure, chunk.stage
+    paths = [path for path, _ in chunk.definition.named_modules() if path and stage.holds(structure, path)]
+    return Watch(chunk.definition, paths)
+
+
+def _facts(chunk: Any) -> PlanFacts:
+    plan, structure = chunk.plan, chunk.plan.structure
+    packed = {
+        path: plan.placement(path, "weight").components for path, cut in plan.cuts.items() if cut == "column"
+    }
+    return PlanFacts(
+        layers=tuple(structure.layer_path(index) for index in structure.called or range(structure.count)),
+        cuts=dict(plan.cuts),
+        components={path: sizes for path, sizes in packed.items() if sizes},
+        dropouts=tuple(path for path, m in chunk.definition.named_modules() if isinstance(m, torch.nn.Dropout)),
+        records=tuple((record.path, str(record), record.source) for record in plan.records),
+    )
+
+
 def _record_finalized_gradients(training: Any, report: RankReport) -> Callable[[], None]:
     real = training.finalize_model_grads
 
@@ -155,6 +208,7 @@ def _record_finalized_gradients(training: Any, report: RankReport) -> Callable[[
         result = real(*args, **kwargs)
         if not report.iterations:
             report.gradients = _shards(_chunks, _gradient)
+            report.copies = _copies(_chunks)
         return result
 
     training.finalize_model_grads = finalize
@@ -223,6 +277,16 @@ def _shards(chunks: list[Any], take: Callable[[Any], torch.Tensor]) -> dict[str,
         for placement, piece in zip(
             assembly.parts, assembly.split(take(parameter), chunk.place(assembly, 0).size), strict=True
         )
+    }
+
+
+def _copies(chunks: list[Any]) -> dict[str, torch.Tensor]:
+    """Placement's name -> gradient of the second copy of a tie, or of another parameter that stages share."""
+    return {
+        assembly.parts[0].name: _gradient(parameter)
+        for chunk in chunks
+        for parameter, assembly in chunk.local_parameters().values()
+        if getattr(parameter, "shared", False)
     }
 
 

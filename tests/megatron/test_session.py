@@ -20,6 +20,7 @@ def arguments(folder, schedule="auto", **changes):
         "trust_remote_code": False,
         "objective": None,
         "allow_unverified": False,
+        "require_certificate": None,
         "seed": 1234,
         "rank": 0,
         "gradient_accumulation_fusion": True,
@@ -184,3 +185,22 @@ def test_linears_that_8_bits_do_not_reach_are_named(tmp_path, capsys):
     begin_session(arguments(folder, world_size=4, tensor_model_parallel_size=4, **asked), {})
     names = [f"model.layers.{path}_proj" for path in ("0.self_attn.k", "0.self_attn.v", "1.self_attn.k")]
     assert f"linears that stay in 16 bits: {', '.join(names)} and 5 more" in capsys.readouterr().out
+
+
+def test_a_certificate_stands_for_the_checks_that_were_not_made(tmp_path):
+    """Of the same config and schedule; a run that it does not speak for ends here."""
+    from transformers import AutoConfig
+
+    from megasched.certificate import subject_of, write_certificate
+    from megasched.layout import Layout
+
+    folder = tiny.save("llama", tmp_path / "llama")
+    path = tmp_path / "certificate.json"
+    layout = Layout(tensor_model_parallel_size=2)
+    write_certificate(path, subject_of("auto", AutoConfig.from_pretrained(folder), layout), {"verdict": "equal"})
+    begin_session(arguments(folder, tensor_model_parallel_size=4, require_certificate=str(path)), {})
+    with pytest.raises(ConfigError, match="it was made without PP"):
+        begin_session(arguments(folder, pipeline_model_parallel_size=2, require_certificate=str(path)), {})
+    changed = arguments(folder, require_certificate=str(path), hf_override=["rms_norm_eps=0.1"])
+    with pytest.raises(ConfigError, match="the model is another one"):
+        begin_session(changed, {})

@@ -1,0 +1,132 @@
+"""Certificates: what ``megasched verify`` found, and whether it speaks for a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from megasched.layout import Layout
+
+FORMAT = 1
+PACKAGES = ("megasched", "megatron-core", "transformers", "torch")
+# Of a config: what says nothing about the model.
+_IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+
+
+def subject_of(schedule: str, config: PretrainedConfig, layout: Layout) -> dict[str, Any]:
+    """What a certificate is about: versions, schedule, model and kinds of parallelism.
+
+    Sizes of groups are left out: what holds for TP 2 holds for TP 8, as the same code runs.
+
+    Args:
+        schedule: what ``--model-schedule`` says; a file counts by its contents.
+        config: of the model as it is trained, overrides made.
+    """
+    file, _, name = schedule.partition(":")
+    text = Path(file).read_bytes() if file.endswith(".py") else b""
+    values = {key: value for key, value in config.to_dict().items() if key not in _IGNORED}
+    return {
+        "versions": {package: version(package) for package in PACKAGES},
+        "schedule": {"name": name or (file if not text else ""), "sha256": _hash(text)},
+        "model": {"type": config.model_type, "sha256": _hash(json.dumps(values, sort_keys=True).encode())},
+        "parallelism": _kinds(layout),
+    }
+
+
+def _kinds(layout: Layout) -> dict[str, bool]:
+    return {
+        "TP": layout.tp > 1,
+        "SP": layout.sp,
+        "PP": layout.pp > 1,
+        "VPP": layout.vpp > 1,
+        "CP": layout.cp > 1,
+        "EP": layout.ep > 1,
+    }
+
+
+def _hash(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()
+
+
+def write_certificate(path: Path, subject: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Writes a certificate whole or not at all.
+
+    Args:
+        found: what was measured, by name; plain data.
+
+    Raises:
+        ConfigError: it can't be written there.
+    """
+    text = json.dumps({"format": FORMAT, **subject, "found": found}, indent=1) + "\n"
+    try:
+        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
+    except OSError as error:
+        raise ConfigError(f"--certificate {path}: it can't be written: {error.strerror}") from error
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(beside, 0o644)
+        os.replace(beside, path)
+    except BaseException:
+        Path(beside).unlink(missing_ok=True)
+        raise
+
+
+def read_certificate(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        ConfigError: there is none, or it is none that this version reads.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"--require-certificate {path}: {error.strerror}; `megasched verify` writes one"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"--require-certificate {path}: it is no JSON: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ConfigError(f"--require-certificate {path}: it is no certificate of format {FORMAT}")
+    return found
+
+
+def require_certificate(path: Path, subject: Mapping[str, Any]) -> None:
+    """Ends a run that a certificate does not speak for.
+
+    A kind of parallelism that the run has, the certificate must have, too; and sequence parallelism alike.
+
+    Raises:
+        ConfigError: with everything that differs.
+    """
+    held = read_certificate(path)
+    wrong = []
+    verdict = held.get("found", {}).get("verdict")
+    if verdict != "equal":
+        wrong.append(f"its verdict is {verdict!r}")
+    for package, wanted in subject["versions"].items():
+        other = held.get("versions", {}).get(package)
+        if other != wanted:
+            wrong.append(f"{package} is {wanted} here, and was {other}")
+    for what in ("schedule", "model"):
+        if held.get(what) != subject[what]:
+            wrong.append(f"the {what} is another one")
+    known = held.get("parallelism", {})
+    missing = [kind for kind, used in subject["parallelism"].items() if used and not known.get(kind)]
+    if missing:
+        wrong.append(f"it was made without {', '.join(missing)}")
+    if known.get("SP") and not subject["parallelism"]["SP"] and subject["parallelism"]["TP"]:
+        wrong.append("it was made with SP, and the run is without")
+    if wrong:
+        lines = "\n  - ".join(["it does not speak for this run:", *wrong])
+        raise ConfigError(f"--require-certificate {path}: {lines}\n`megasched verify` makes a new one")

@@ -1,0 +1,101 @@
+"""What modules took and gave in one forward, and the gradients that came back: seen alike in a rank and in the
+unscheduled model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from megasched.trial.meta_call import tensors_in
+
+Event = tuple[str, Literal["in", "out"]]
+
+
+@dataclass
+class Sightings:
+    """Of each event, the first floating point tensor.
+
+    Attributes:
+        order: events (path of a module, what it takes or gives) as they happened.
+        values: what it was.
+        gradients: of the loss, with respect to it.
+        sources: module -> the one whose output it takes as it is, where there is such a one.
+    """
+
+    order: list[Event] = field(default_factory=list)
+    values: dict[Event, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[Event, torch.Tensor] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def merge(self, other: Sightings) -> None:
+        self.order += other.order
+        self.values |= other.values
+        self.gradients |= other.gradients
+        self.sources |= other.sources
+
+
+class Watch:
+    """Looks on while a model runs; each module is seen once, in the first forward that it is part of.
+
+    Its hooks are the last to see what goes into a module and what comes out, so that what a lowering puts around
+    a module counts as the module's.
+    """
+
+    def __init__(self, model: nn.Module, paths: Collection[str]) -> None:
+        """
+        Args:
+            paths: modules to look at.
+        """
+        self.seen = Sightings()
+        self._made: dict[int, str] = {}
+        self._kept: list[torch.Tensor] = []  # so that no id comes to stand for another tensor
+        self._handles = []
+        for path, module in model.named_modules():
+            if path in paths:
+                self._handles += [
+                    module.register_forward_pre_hook(self._before(path), with_kwargs=True),
+                    module.register_forward_hook(self._after(path)),
+                ]
+
+    def close(self) -> Sightings:
+        """Stops looking at modules; gradients of what was seen are still noted."""
+        for handle in self._handles:
+            handle.remove()
+        self._made.clear()
+        self._kept.clear()
+        return self.seen
+
+    def _before(self, path: str) -> Any:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._see((path, "in"), (args, kwargs))
+
+        return before
+
+    def _after(self, path: str) -> Any:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            self._see((path, "out"), output)
+
+        return after
+
+    def _see(self, event: Event, value: Any) -> None:
+        recomputed = torch._C._current_graph_task_id() != -1  # inside a backward
+        tensor = next((one for one in tensors_in(value) if one.is_floating_point()), None)
+        if tensor is None or event in self.seen.values or recomputed:
+            return
+        path, kind = event
+        if kind == "in" and id(tensor) in self._made:
+            self.seen.sources[path] = self._made[id(tensor)]
+        if kind == "out":
+            self._made.setdefault(id(tensor), path)
+        self._kept.append(tensor)
+        self.seen.order.append(event)
+        self.seen.values[event] = tensor.detach().clone()
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self._note_gradient(event, gradient))
+
+    def _note_gradient(self, event: Event, gradient: torch.Tensor) -> None:
+        self.seen.gradients[event] = gradient.detach().clone()

@@ -1,0 +1,84 @@
+"""What a certificate speaks for, and what is said where it does not."""
+
+import json
+
+import pytest
+from transformers import LlamaConfig
+
+from megasched.certificate import read_certificate, require_certificate, subject_of, write_certificate
+from megasched.errors import ConfigError
+from megasched.layout import Layout
+
+SMALL = Layout(tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2)
+LARGE = Layout(tensor_model_parallel_size=8, sequence_parallel=True, pipeline_model_parallel_size=16)
+
+
+@pytest.fixture
+def schedule(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def schedule(sch, layout): ...\n")
+    return str(file)
+
+
+def certified(tmp_path, schedule, layout=SMALL, verdict="equal"):
+    path = tmp_path / "certificate.json"
+    write_certificate(path, subject_of(schedule, LlamaConfig(), layout), {"verdict": verdict})
+    return path
+
+
+def refusal(path, schedule, config=None, layout=LARGE):
+    with pytest.raises(ConfigError) as error:
+        require_certificate(path, subject_of(schedule, config or LlamaConfig(), layout))
+    return str(error.value)
+
+
+def test_it_speaks_for_the_same_kinds_of_parallelism_at_any_size(tmp_path, schedule):
+    path = certified(tmp_path, schedule)
+    require_certificate(path, subject_of(schedule, LlamaConfig(), LARGE))
+    require_certificate(path, subject_of(schedule, LlamaConfig(), Layout(pipeline_model_parallel_size=4)))
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
+
+
+def test_a_kind_that_it_was_made_without_is_named(tmp_path, schedule):
+    path = certified(tmp_path, schedule)
+    more = Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, context_parallel_size=2)
+    assert "it was made without VPP, CP" in refusal(path, schedule, layout=more)
+    assert "made with SP, and the run is without" in refusal(
+        path, schedule, layout=Layout(tensor_model_parallel_size=4)
+    )
+
+
+def test_everything_that_differs_is_told_at_once(tmp_path, schedule):
+    path = certified(tmp_path, schedule, verdict="wrong")
+    held = json.loads(path.read_text())
+    held["versions"]["torch"] = "1.0"
+    path.write_text(json.dumps(held))
+    with open(schedule, "a") as file:
+        file.write("# changed\n")
+    told = refusal(path, schedule, LlamaConfig(hidden_act="gelu"))
+    assert "its verdict is 'wrong'" in told
+    assert "and was 1.0" in told
+    assert "the schedule is another one" in told
+    assert "the model is another one" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "No such file"),
+        ("{", "it is no JSON"),
+        ("[]", "no certificate"),
+        ('{"format": 9}', "no certificate"),
+    ],
+)
+def test_what_is_no_certificate_is_refused(tmp_path, text, words):
+    path = tmp_path / "certificate.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_certificate(path)
+
+
+def test_one_that_cannot_be_written_is_an_error_that_says_so(tmp_path, schedule):
+    with pytest.raises(ConfigError, match="it can't be written"):
+        certified(tmp_path / "missing", schedule)

@@ -1,0 +1,153 @@
+"""``megasched verify``: what is equal is found equal, and each planted mistake is caught and located."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megasched.errors import ConfigError
+from megasched.layout import Layout
+from megasched.verify.locate import Finding
+from megasched.verify.reference import hf_model
+from megasched.verify.small_models import small_config
+from megasched.verify.verify import step_errors, verify_schedule
+
+FAULTS = Path(__file__).with_name("faults.py")
+TP2 = Layout(tensor_model_parallel_size=2)
+TP2_SP = Layout(tensor_model_parallel_size=2, sequence_parallel=True)
+PP2 = Layout(pipeline_model_parallel_size=2)
+
+
+def save(model_type, folder):
+    small_config(model_type).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    [
+        (
+            "llama",
+            Layout(
+                tensor_model_parallel_size=2,
+                sequence_parallel=True,
+                pipeline_model_parallel_size=2,
+                virtual_pipeline_model_parallel_size=3,
+            ),
+        ),
+        ("qwen3_moe", Layout(expert_model_parallel_size=2, data_parallel_size=2)),
+        ("gemma2", Layout(context_parallel_size=2, tensor_model_parallel_size=2)),
+        ("gpt2", TP2),
+    ],
+    ids=str,
+)
+def test_what_is_right_is_found_equal(ranks, tmp_path, model_type, layout):
+    found = verify_schedule("auto", save(model_type, tmp_path), layout, ranks=ranks)
+    assert (found.verdict, found.why, found.finding) == ("equal", "", None)
+    numbers = {check.name: check.error for check in found.checks if check.error is not None}
+    assert list(numbers) == ["loss", "logits", "hidden states", "gradients", "gradient norm", "optimizer step"]
+    assert all(error < 1e-5 for name, error in numbers.items() if name != "optimizer step")
+    assert numbers["optimizer step"] < 1e-3
+    assert found.layers == max(4, layout.pp * layout.vpp)
+    if model_type == "gpt2":  # the one with dropouts that are modules
+        assert found.checks[-1].name == "dropout masks"
+
+
+# Where each mistake is to be found, in which pass, how the numbers relate, and a part of the cause.
+PLANTED = {
+    "dropped_forward_reduce": (
+        *("llama", TP2, "forward", "model.layers.1.self_attn.o_proj"),
+        *("the parts add up to the right value", "its forward all-reduce"),
+    ),
+    "dropped_backward_reduce": (
+        *("llama", TP2, "backward", "model.layers.2.post_attention_layernorm.weight"),
+        *("the parts add up to the right value", "(backward all-reduce) is missing before model.layers.2.mlp"),
+    ),
+    "bias_added_by_every_rank": (
+        *("gpt2", TP2, "forward", "transformer.h.1.mlp.c_proj"),
+        *("off by the same vector at every token", "a bias is added on every TP rank"),
+    ),
+    "norm_gradient_not_summed": (
+        *("llama", TP2_SP, "backward", "model.layers.1.post_attention_layernorm.weight"),
+        *("the parts add up to the right value", "with the attribute sequence_parallel"),
+    ),
+    "untied_tie": (
+        *("gemma2", PP2, "backward", "model.embed_tokens.weight"),
+        *("each copy of the tied tensor has a part", "the tie came apart"),
+    ),
+    "wrong_head_order": (
+        *("phi3", TP2, "forward", "model.layers.0.self_attn.qkv_proj"),
+        *("in another order", "heads (or packed projections)"),
+    ),
+    "forked_dropout": (
+        *("gpt2", TP2, "forward", "transformer.h.1.mlp.dropout"),
+        *("drop different places", "the RNG state that differs over TP"),
+    ),
+    "rotary_in_bf16": (
+        *("llama", TP2, "forward", "model.rotary_emb"),
+        *("rounded to bfloat16", "must stay in float32"),
+    ),
+    "multiplier_twice": (
+        *("gemma2", PP2, "forward", "model.layers.2"),
+        *("it is 8 times the right value", "applied once more at a stage"),
+    ),
+    "kv_head_of_another_group": (
+        *("llama", TP2, "forward", "model.layers.1.self_attn.k_proj"),
+        *("in another order", "another group"),
+    ),
+}
+BY_THE_SCHEDULE = {"forked_dropout": "fork_rng()", "rotary_in_bf16": "hook(", "multiplier_twice": "hook("}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_mistake_is_caught_and_located(ranks, tmp_path, fault):
+    model_type, layout, direction, where, relation, cause = PLANTED[fault]
+    found = verify_schedule(f"{FAULTS}:{fault}", save(model_type, tmp_path), layout, ranks=ranks)
+    ranks.renew()
+    assert found.verdict == "wrong"
+    finding = found.finding
+    assert isinstance(finding, Finding)
+    assert (finding.direction, finding.where) == (direction, where)
+    assert relation in finding.relation
+    assert cause in finding.cause
+    assert finding.ranks == {"untied_tie": (0,), "multiplier_twice": (1,)}.get(fault, (0, 1))
+    if fault in BY_THE_SCHEDULE:
+        assert BY_THE_SCHEDULE[fault] in finding.records[0]
+        assert "faults.py:" in finding.records[0]
+
+
+def test_a_schedule_for_more_layers_is_refused_with_the_way_out(ranks, tmp_path):
+    schedule = tmp_path / "deep.py"
+    schedule.write_text("def schedule(sch, layout):\n    sch['model.layers.9.mlp'].checkpoint()\n")
+    folder = save("llama", tmp_path)
+    found = verify_schedule(str(schedule), folder, Layout(), ranks=ranks)
+    assert found.verdict == "refused"
+    assert "model.layers.9.mlp" in found.why
+    assert "--layers" in found.why
+    assert verify_schedule(str(schedule), folder, Layout(), layers=10, ranks=ranks).verdict == "equal"
+
+
+def test_a_job_too_large_for_one_machine_is_refused_at_once(tmp_path):
+    with pytest.raises(ConfigError, match="takes 64 processes"):
+        verify_schedule("auto", str(tmp_path), Layout(data_parallel_size=64))
+
+
+def test_at_full_size_the_weights_of_the_folder_are_taken(ranks, tmp_path):
+    from megasched.verify.small_models import write_small_model
+
+    write_small_model("llama", tmp_path)
+    found = verify_schedule("auto", str(tmp_path), TP2, full_size=True, ranks=ranks)
+    assert (found.verdict, found.small, found.model) == ("equal", False, "Llama")
+
+
+def test_a_step_that_another_optimizer_took_is_noticed(tmp_path):
+    from megasched.verify.small_models import write_small_model
+
+    write_small_model("llama", tmp_path)
+    model = hf_model(str(tmp_path), random_init=False)
+    gradients = {name: torch.full_like(parameter, 1e-4) for name, parameter in model.named_parameters()}
+    weights = {name: parameter.detach() - 1e-3 for name, parameter in model.named_parameters()}  # no decay
+    options = {"random_init": False, "trust_remote_code": False}
+    errors = step_errors(str(tmp_path), gradients, weights, **options)
+    assert errors["model.norm.weight"] > 1e-3  # epsilon counts
+    assert errors["model.layers.0.mlp.up_proj.weight"] > 1e-3
