@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import MixtralForCausalLM
 
 from megasched import create_schedule
 from megasched.errors import ScheduleError
@@ -91,3 +92,47 @@ def test_what_tokens_the_ranks_of_tensor_parallelism_have(sequence_parallel, reg
         tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, expert_model_parallel_size=2
     )
     assert set(planned("mixtral", layout).derived.experts.values()) == {region}
+
+
+def with_router_losses(kind=None):
+    """A small Mixtral on meta whose loss has HF's auxiliary part."""
+    config = small_config("mixtral")
+    config.output_router_logits = True
+    with torch.device("meta"):
+        return (kind or MixtralForCausalLM)(config)
+
+
+def planned_with_sequence_parallelism(model):
+    layout = Layout(tensor_model_parallel_size=2, sequence_parallel=True)
+    sch = create_schedule(model, layout, roles_of(model))
+    default_schedule(sch, layout)
+    return make_plan(sch, causal_lm=True)
+
+
+def test_logits_recorded_inside_of_regions_are_handed_on_whole():
+    recorded = planned_with_sequence_parallelism(with_router_losses()).derived.recorded
+    names = {path: [torch.utils._pytree.keystr(leaf) for leaf in leaves] for path, leaves in recorded.items()}
+    assert names == {"model": [f"['router_logits'][{layer}]" for layer in range(4)]}
+    assert planned("mixtral", Layout(tensor_model_parallel_size=2)).derived.recorded == {}
+
+
+def _keep(module, args, output):
+    module.kept = output[0]
+
+
+class Leaking(MixtralForCausalLM):
+    """Reads a router's logits where nothing hands them out."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[0].mlp.gate.register_forward_hook(_keep)
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits + self.model.layers[0].mlp.gate.kept.mean()
+        return output
+
+
+def test_logits_that_leak_out_of_regions_are_refused():
+    with pytest.raises(ScheduleError, match="from inside of a tensor-parallel region is read after the layers"):
+        planned_with_sequence_parallelism(with_router_losses(Leaking))

@@ -20,6 +20,7 @@ from megasched.lowering.context_masks import whole_sequence
 from megasched.lowering.wrap import Forward, wrap_forward
 from megasched.lowering.zigzag import Zigzag
 from megasched.trial.dims import Along
+from megasched.trial.recorded import LeafPath, change_leaves
 from megasched.trial.sequence_plan import SequenceRegion
 
 
@@ -98,7 +99,28 @@ def enter_sequence_region(path: str, module: nn.Module, region: SequenceRegion, 
     wrap_forward(module, wrapper)
 
 
-def _in_batch(places: Mapping[int, Along], batch: int) -> dict[int, Along]:
+def gather_recorded(
+    path: str, module: nn.Module, places: Mapping[LeafPath, Along], context: ContextParallel
+) -> None:
+    """Hands out of whole sequences what HF's hooks recorded inside of layers.
+
+    Args:
+        module: the one around the layers that returns it.
+        places: where the sequence is in those leaves of what it returns.
+    """
+
+    def wrapper(forward: Forward) -> Forward:
+        def gathered(*args: Any, **kwargs: Any) -> Any:
+            inside = _in_batch(places, context.batch)
+            changes = {leaf: functools.partial(context.gather, along=along) for leaf, along in inside.items()}
+            return change_leaves(path, forward(*args, **kwargs), changes)
+
+        return gathered
+
+    wrap_forward(module, wrapper)
+
+
+def _in_batch[Leaf](places: Mapping[Leaf, Along], batch: int) -> dict[Leaf, Along]:
     """The trial call's batch was another one."""
     return {index: replace(along, outer=batch if along.outer > 1 else 1) for index, along in places.items()}
 

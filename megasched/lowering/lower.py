@@ -13,7 +13,7 @@ from megasched.lowering.attention import AttentionSettings
 from megasched.lowering.attention_te import TeCore, uses_transformer_engine
 from megasched.lowering.carry import carry_hooks, module_places
 from megasched.lowering.context import Context
-from megasched.lowering.context_parallel import enter_sequence_region
+from megasched.lowering.context_parallel import enter_sequence_region, gather_recorded
 from megasched.lowering.embedding import lower_embedding, lower_features
 from megasched.lowering.experts import lower_experts
 from megasched.lowering.graphs import trace_modules
@@ -25,7 +25,14 @@ from megasched.lowering.local_attributes import divide_local_attributes
 from megasched.lowering.norms import fuse_norms
 from megasched.lowering.plan import Plan
 from megasched.lowering.record_lowerings import PLANNED, carry_out_record
-from megasched.lowering.region import enter_region, join_sequence, leave_region, split_arguments, split_sequence
+from megasched.lowering.region import (
+    enter_region,
+    join_sequence,
+    leave_region,
+    share_recorded,
+    split_arguments,
+    split_sequence,
+)
 from megasched.lowering.sync import shared_regions
 from megasched.lowering.wrap import draw_forked
 from megasched.roles import Block
@@ -168,6 +175,9 @@ def _lower_regions(
         enter_region(module, slots, context.group, split, needed=needed, whole=whole)
         if path in derived.exits:
             leave_region(module, slots[0], derived.exits[path], context.group)
+    # On a pipeline stage that is not the last this module never returns.
+    for path, leaves in derived.recorded.items() if context.size > 1 else ():
+        share_recorded(path, model.get_submodule(path), leaves, context.group)
 
 
 def _enter_sequence_regions(model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
@@ -178,6 +188,8 @@ def _enter_sequence_regions(model: nn.Module, context: Context, here: Callable[[
     for path, region in plan.sequence.regions.items():
         if here(path) or (plan.structure.index_of(path) is None and not plan.holds_parameters(path)):
             enter_sequence_region(path, model.get_submodule(path), region, ranks)
+    for path, places in plan.sequence.recorded.items():
+        gather_recorded(path, model.get_submodule(path), places, ranks)
 
 
 def _settle_attention(model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from megasched.graph import opaque
 from megasched.lowering.wrap import Forward, wrap_forward
 from megasched.trial.dims import Along
+from megasched.trial.recorded import LeafPath, change_leaves
 from megasched.trial.slot import Slot
 
 
@@ -87,6 +88,24 @@ def leave_region(module: nn.Module, slot: int | str, leaves: Mapping[int, Along 
             return torch.utils._pytree.tree_unflatten(returned, structure)
 
         return left
+
+    wrap_forward(module, wrapper)
+
+
+def share_recorded(path: str, module: nn.Module, leaves: Sequence[LeafPath], group: Any) -> None:
+    """Hands out whole what HF's hooks recorded inside of regions; each rank has its share of the gradient there.
+
+    Args:
+        module: the one around the layers that returns it.
+        leaves: which of the tensors that it returns.
+    """
+    share = functools.partial(_Share.apply, group.size())
+
+    def wrapper(forward: Forward) -> Forward:
+        def shared(*args: Any, **kwargs: Any) -> Any:
+            return change_leaves(path, forward(*args, **kwargs), dict.fromkeys(leaves, share))
+
+        return shared
 
     wrap_forward(module, wrapper)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from megasched.lowering.given_positions import takes_counted_positions
 from megasched.lowering.zigzag import Zigzag
 from megasched.trial.dims import Along
 from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.trial.recorded import change_leaves
 from megasched.trial.sequence_dims import CONSTANTS, follow_sequence
 from megasched.trial.sequence_plan import SequencePlan, SequenceRegion
 from megasched.trial.sequence_trial import (
@@ -94,6 +96,8 @@ class SequenceRun(DefaultScalars):
         self.local: dict[int, Origin] = {}
         self.spoiled: dict[int, Origin] = {}
         self.of_positions: set[int] = set()
+        self.recorded: set[int] = set()
+        self.whole: set[int] = set()
         self.kept: list[torch.Tensor] = []
         self.stack: list[Call] = []
         self.inside: str | None = None
@@ -160,6 +164,9 @@ class SequenceRun(DefaultScalars):
         operands, outputs = tensors_in((args, kwargs or {})), tensors_in(output)
         if self.inside:
             self._refuse_crossing(operands)
+            return output
+        if self._is_whole(operands):
+            self._note_whole(outputs)
             return output
         if torch.Tag.pointwise in getattr(func, "tags", ()):
             self.numbers.append((self.stack[-1].path, func.__name__, *numbers_in(args, kwargs)))
@@ -278,6 +285,11 @@ class SequenceRun(DefaultScalars):
             along = self.place(tensors_in((args, kwargs))[0])
             for tensor in tensors_in(output) if along is not None else ():
                 self._put(tensor, along)
+        elif path and self.structure.holds_layers(path):
+            changed = self._leave_layers(path, output)
+        for place in self.structure.recorded if not self.silent else ():
+            if place.path == path:
+                self.recorded.add(id(place.tensor((), {}, output if changed is None else changed)))
         self.stack.pop()
         index = self.structure.index_of(path)
         if index is not None and path == self.structure.layer_path(index):
@@ -322,6 +334,36 @@ class SequenceRun(DefaultScalars):
                 self._put(leaves[index], dims[0])
         self.plan.regions[path] = SequenceRegion(self.plan.regions[path].inputs, outputs)
         return torch.utils._pytree.tree_unflatten(leaves, structure)
+
+    def _leave_layers(self, path: str, output: Any) -> Any:
+        """What HF's hooks recorded inside of layers is gathered where the module around the layers returns it."""
+        leaves, _ = torch.utils._pytree.tree_flatten_with_path(output)
+        found = {leaf_path: self.place(leaf) for leaf_path, leaf in leaves if id(leaf) in self.recorded}
+        for leaf in (leaf for leaf_path, leaf in leaves if leaf_path in found):
+            if (origin := self._origin_of(leaf)) is not None:
+                self._need(origin)
+            self._note_whole([leaf])  # that of a region is, as it is
+        split = {leaf_path: along for leaf_path, along in found.items() if along is not None}
+        if not split:
+            return None
+        self.plan.recorded[path] = split
+
+        def gathered(leaf: torch.Tensor, along: Along) -> torch.Tensor:
+            whole = self._resized(leaf, along, self.size)
+            self._note_whole([whole])
+            return whole
+
+        return change_leaves(path, output, {at: partial(gathered, along=along) for at, along in split.items()})
+
+    def _note_whole(self, tensors: list[torch.Tensor]) -> None:
+        self.whole.update(map(id, tensors))
+        self.kept += tensors
+
+    def _is_whole(self, operands: list[torch.Tensor]) -> bool:
+        """Whether an operation takes what was gathered, and no part of the sequence with it: it sees the true
+        length."""
+        parts = any(id(tensor) in self.places or self._origin_of(tensor) is not None for tensor in operands)
+        return not parts and any(id(tensor) in self.whole for tensor in operands)
 
     def _resized(self, tensor: torch.Tensor, along: Along, factor: float) -> torch.Tensor:
         shape = list(tensor.shape)

@@ -243,6 +243,7 @@ class ScheduledModel(MegatronModule):
         """Arguments of the definition's forward: the real ones, or zeros of the batch's shape where a later stage
         gets none and no layer here reads them."""
         wire, sent = self._wire, self.input_tensor
+        wire.open = True
         if self.stage.first:
             found: dict[str, Any] = {name: given[name] for name in self._objective.inputs}
             wire.batch, wire.length = next(iter(found.values())).shape[:2]  # of tokens; images say what follows

@@ -68,7 +68,6 @@ class Session:
         Raises:
             ScheduleError: with every problem found.
         """
-        _refuse_router_losses(self.definition.config, self.schedule.layout)
         plan = make_plan(
             self.schedule,
             model=self.replaced,
@@ -135,7 +134,7 @@ class Session:
         packing = Packing(self.replaced, structure, dtype, parts, self.plan.derived.sides, layout.tp)
         if not packing.needed(boundaries):
             return None
-        if layout.cp > 1:
+        if layout.cp > 1 and not packing.known_of_parts(boundaries):
             what = "more than the hidden state goes from stage to stage, and how context parallelism splits it is "
             what += "not known"
             raise ScheduleError(Problem(what, structure.layers, remedy="run it without --context-parallel-size"))
@@ -143,7 +142,8 @@ class Session:
             what = "more than the hidden state goes from stage to stage, and Megatron's layers know no more"
             remedy = "use another level than block, or no pipeline stages"
             raise ScheduleError(Problem(what, min(self.plan.blocks), remedy=remedy))
-        packing.fit(boundaries, *self.batch_shape)
+        batch, length = self.batch_shape
+        packing.fit(boundaries, batch, length // layout.cp)
         return packing
 
     def copy_of_definition(self) -> Any:
@@ -216,22 +216,6 @@ def _refuse_stages(plan: Plan, config: Any) -> None:
     if structure.uncuttable:
         what = f"the layers can't be cut into pipeline stages: {structure.uncuttable}"
         raise ScheduleError(Problem(what, structure.layers, remedy="run it without pipeline stages"))
-
-
-def _refuse_router_losses(config: Any, layout: Layout) -> None:
-    """HF's auxiliary loss is made of the router's logits of all layers and tokens, in one process."""
-    if not getattr(config.get_text_config(decoder=True), "output_router_logits", False):
-        return
-    if layout.pp == 1 and not layout.sp and layout.cp == 1:
-        return
-    where, cause = "of a rank's part of the sequence alone", "context parallelism"
-    if layout.pp > 1:
-        where, cause = "of the layers of its own stage alone", "pipeline stages"
-    elif layout.sp:
-        where, cause = "inside of tensor-parallel regions", "sequence parallelism"
-    what = f"output_router_logits: the auxiliary loss would be made of the router's logits {where}"
-    remedy = f"run it without {cause}, or say --hf-override output_router_logits=false"
-    raise ScheduleError(Problem(what, remedy=remedy))
 
 
 def _refuse_computed_weights(schedule: Schedule) -> None:

@@ -90,7 +90,7 @@ def make_stage(model: nn.Module, structure: Structure, stage: Stage, wire: Wire,
         if not stage.holds(structure, path):
             layer = model.get_submodule(path)
             hollow_out(layer)
-            wrap_forward(layer, _pass_through(structure, path, wire))
+            wrap_forward(layer, _pass_through(structure, path, wire, _replay(model, structure, path, wire)))
     returned = {**{path: shapes for path, (_, shapes) in structure.between.items()}, **structure.before}
     for path, shapes in returned.items():
         if not stage.holds(structure, path):
@@ -168,7 +168,7 @@ def _take(places: _Places, wire: Wire) -> Callable[[Forward], Forward]:
     def wrapper(forward: Forward) -> Forward:
         def taken(*args: Any, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
-            for side, place in places:
+            for side, place in places if wire.open else ():
                 wire.values[side] = place.tensor(args, kwargs, output)
             return output
 
@@ -185,11 +185,37 @@ def _fill(places: _Places, wire: Wire, args: tuple[Any, ...], kwargs: dict[str, 
     return output
 
 
-def _pass_through(structure: Structure, path: str, wire: Wire) -> Callable[[Forward], Forward]:
+def _replay(model: nn.Module, structure: Structure, path: str, wire: Wire) -> Callable[[], None]:
+    """What has HF's hooks record of a hollow layer what came over the wire of it.
+
+    They are on modules inside of the layer, which are made to return that, and called.
+    """
+    recorded = []
+    for inner, places in _by_module(structure, structure.sides).items():
+        if inner.startswith(path + "."):
+            recorded.append((model.get_submodule(inner), places))
+            wrap_forward(recorded[-1][0], _return_received(places, wire))
+
+    def replay() -> None:
+        for module, places in recorded:
+            if any(side in wire.values for side, _ in places):
+                module()
+
+    return replay
+
+
+def _return_received(places: _Places, wire: Wire) -> Callable[[Forward], Forward]:
+    return lambda forward: lambda: _fill(places, wire, (), {}, ())
+
+
+def _pass_through(
+    structure: Structure, path: str, wire: Wire, replay: Callable[[], None]
+) -> Callable[[Forward], Forward]:
     slot, places = structure.slot, _by_module(structure, structure.sides)[path]
 
     def wrapper(forward: Forward) -> Forward:
         def passed(*args: Any, **kwargs: Any) -> Any:
+            replay()
             return _fill(places, wire, args, kwargs, slot.wrap(slot.get(args, kwargs)))
 
         return passed

@@ -50,6 +50,7 @@ class Wire:
         received: the hidden state that came in; None on the first stage.
         values: the sides that came in, or were made here.
         batch, length, device: of the token ids; the length is that of whole sequences.
+        open: a forward runs. What recompute runs again in the backward pass puts nothing here: it would stay.
     """
 
     received: torch.Tensor | None = None
@@ -57,9 +58,11 @@ class Wire:
     batch: int = 0
     length: int = 0
     device: torch.device | None = None
+    open: bool = False
 
     def clear(self) -> None:
         """Lets go of the tensors."""
+        self.open = False
         self.received = None
         self.values.clear()
 
@@ -88,14 +91,24 @@ class Packing:
 
     def needed(self, boundaries: Sequence[int]) -> bool:
         """Whether these cuts take more than the hidden state as it is."""
-        if not boundaries:
-            return False
+        return bool(boundaries) and not (self._plain() and not self._sides(boundaries))
+
+    def known_of_parts(self, boundaries: Sequence[int]) -> bool:
+        """Whether a rank that has a part of each sequence can send its part: of a plain hidden state, and of
+        what HF's hooks recorded, which is gathered after the layers."""
+        recorded = set(self.structure.recorded)
+        return self._plain() and all(side.places[0] in recorded for side in self._sides(boundaries))
+
+    def _sides(self, boundaries: Sequence[int]) -> set[Side]:
+        return {side for boundary in boundaries for side in self.structure.sides_at(boundary)}
+
+    def _plain(self) -> bool:
+        """Whether the hidden state is [b, s, h] in the wire's precision."""
         hidden = self.structure.hidden
         fixed = objective_of(self.definition).sequence_length(getattr(self.definition, "config", None))
         sequence = ("b", "s" if fixed is None else fixed[0])
         plain = len(hidden.dims) == 3 and hidden.dims[:2] == sequence and isinstance(hidden.dims[2], int)
-        plain = plain and hidden.run_dtype(self.dtype) == self.dtype
-        return not plain or any(self.structure.sides_at(boundary) for boundary in boundaries)
+        return plain and hidden.run_dtype(self.dtype) == self.dtype
 
     def fit(self, boundaries: Sequence[int], batch: int, length: int) -> None:
         """Makes what is sent [s, b, w] wide enough for all of these cuts."""

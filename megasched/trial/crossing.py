@@ -4,12 +4,14 @@ A *side* is a tensor that some module returns, or writes into a mapping that it 
 the next layer: shared keys and values, indices, embeddings that later layers come back to. A pipeline has
 to carry it along the hidden state. What the model's own code makes of sides between its modules is made again on
 every stage, and so is what depends on no parameter.
+
+What HF's hooks record inside of a layer (``recorded.py``) is a side, too, if something after the layers reads it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -122,8 +124,18 @@ class FlowRun(DefaultScalars):
         refused: why the model can't be cut into stages; empty where it can.
     """
 
-    def __init__(self, model: nn.Module, layers: Collection[str], outside: Collection[str], slot: Slot) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Collection[str],
+        outside: Collection[str],
+        slot: Slot,
+        recorded: Sequence[Place] = (),
+    ) -> None:
         super().__init__()
+        self._recorded: dict[str, list[Place]] = defaultdict(list)
+        for place in recorded:
+            self._recorded[place.path].append(place)
         self._model, self._outside, self._slot = model, outside, slot
         self._order = {path: index for index, path in enumerate(layers)}
         self._indices = [int(path.rpartition(".")[2]) for path in layers]
@@ -190,6 +202,7 @@ class FlowRun(DefaultScalars):
         operands = tensors_in((args, kwargs))
         place = self._place()
         label: _Label = _NOTHING.union(*(self._labels.get(id(tensor), _NOTHING) for tensor in operands))
+        label = frozenset(map(self._as_read, label))
         for item in sorted(label, key=repr) if place is not None else ():
             self._read(item, place)
         names = [self._parameters[id(tensor)] for tensor in operands if id(tensor) in self._parameters]
@@ -211,6 +224,17 @@ class FlowRun(DefaultScalars):
         for name in names:
             if not running & (self._owners[name] | self._order.keys()):
                 self.bare.setdefault(name.rpartition(".")[0], set()).add(place)
+
+    def _as_read(self, item: int | _Inner) -> int | _Inner:
+        """What was recorded inside of a layer is there for what comes after the layers; until then it is that
+        layer's own, as all that is made of it."""
+        if isinstance(item, _Inner) or self._done == len(self._indices):
+            return item
+        found = self.found[item]
+        return _Inner(found.made, found.places[0].path) if self._is_recorded(found) else item
+
+    def _is_recorded(self, found: Found) -> bool:
+        return found.places[0].path in self._recorded
 
     def _read(self, item: int | _Inner, place: int) -> None:
         if isinstance(item, int):
@@ -256,6 +280,11 @@ class FlowRun(DefaultScalars):
         return path in self._outside and not in_layer
 
     def _after(self, path: str, module: nn.Module, output: Any) -> None:
+        if path in self._recorded:
+            self._calls[path] += 1
+            for recorded in self._recorded[path]:
+                tensor = recorded.tensor((), {}, output)
+                self._mark(tensor, self._next, set(), lambda index, place=recorded: place)
         if not self._running or self._running[-1][0] != path:
             return
         _, handed = self._running.pop()
@@ -272,10 +301,7 @@ class FlowRun(DefaultScalars):
 
     def _mark(self, value: Any, made: int, handed: Collection[int], place: Callable[[int | None], Place]) -> None:
         """Gives a place to a tensor, or to those of a tuple; what a module was handed it need not make."""
-        leaves = enumerate(value) if isinstance(value, (tuple, list)) else [(None, value)]
-        for index, tensor in leaves:
-            if not isinstance(tensor, torch.Tensor):
-                continue
+        for index, tensor in leaves_of(value):
             number = self._numbers.get(id(tensor))
             if number is None and id(tensor) in handed:
                 continue
@@ -311,6 +337,13 @@ class FlowRun(DefaultScalars):
     def _hidden_of(self, layer: int) -> Place | None:
         path = next((path for path, order in self._order.items() if self._indices[order] == layer), None)
         return None if path is None else Place(path, self._slot.output)
+
+
+def leaves_of(value: Any) -> Iterator[tuple[int | None, torch.Tensor]]:
+    """Index and tensor of each tensor in a tuple or list; None and the tensor itself where it is one."""
+    for index, leaf in enumerate(value) if isinstance(value, (tuple, list)) else [(None, value)]:
+        if isinstance(leaf, torch.Tensor):
+            yield index, leaf
 
 
 def _entries(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, Any], Any]]:

@@ -18,6 +18,7 @@ from megasched.trial.dims import Along, NeedsWhole, follow
 from megasched.trial.entries import ColumnCall
 from megasched.trial.labels import Derived, Label
 from megasched.trial.meta_call import DefaultScalars, tensors_in
+from megasched.trial.recorded import change_leaves
 from megasched.trial.structure import Structure
 
 _SPLIT = Label("S", active=True, fed=True, along=Along(1))
@@ -142,6 +143,12 @@ class Labelling(DefaultScalars):
             return Label("T", columns, active=True, fed=True)
         if "P" in regions:
             self.derived.partial |= params
+            if not any(self._in_layers(path) for path, _, _ in self.stack):
+                self._problem(
+                    "a tensor from inside of a tensor-parallel region is read after the layers, which were not "
+                    "handed it out",
+                    "have the modules return it, or leave the region's linears whole",
+                )
             if whole or "S" in regions:
                 self._meets_inside(rows, [label for label in labels if label.active and label.region in "RS"])
             return Label("P", active=True, fed=True)
@@ -247,6 +254,8 @@ class Labelling(DefaultScalars):
             changed = self._leave_region(output)
         elif path in self.wanted_regions:
             self._as_if_region(output)
+        elif path and self.structure is not None and self.structure.holds_layers(path):
+            changed = self._leave_layers(output)
         self.stack.pop()
         handed = {id(tensor) for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(output):
@@ -338,12 +347,26 @@ class Labelling(DefaultScalars):
             return output
         leaves, structure = torch.utils._pytree.tree_flatten(output)
         for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and self.label(leaf).region == "P" and leaf.is_floating_point():
+            if isinstance(leaf, torch.Tensor) and self._is_inside(leaf):
                 along = self._along_sequence(leaf) if self.sequence_parallel else None
                 self.derived.exits[path][index] = along
                 label = Label("R" if along is None else "S", active=True, fed=True, along=along)
                 leaves[index] = self._view(leaf, label)
         return torch.utils._pytree.tree_unflatten(leaves, structure)
+
+    def _leave_layers(self, output: Any) -> Any:
+        """What HF's hooks recorded inside of regions is whole once the module around the layers returns it."""
+        leaves, _ = torch.utils._pytree.tree_flatten_with_path(output)
+        inside = [path for path, leaf in leaves if isinstance(leaf, torch.Tensor) and self._is_inside(leaf)]
+        if not inside:
+            return output
+        around, whole = self.stack[-1][0], Label(active=True, fed=True)
+        self.derived.recorded[around] = tuple(inside)
+        return change_leaves(around, output, dict.fromkeys(inside, lambda leaf: self._view(leaf, whole)))
+
+    def _is_inside(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is whole, of a region, and carries a gradient."""
+        return self.label(tensor).region == "P" and tensor.is_floating_point()
 
     def _along_sequence(self, leaf: torch.Tensor) -> Along | None:
         """How [b, s, ...] and flattened [b*s, ...] are cut along the sequence; None for another shape."""

@@ -124,7 +124,8 @@ def call_hooks(
             return after(path, module, output)
 
         handles.append(module.register_forward_pre_hook(pre, with_kwargs=True))
-        handles.append(module.register_forward_hook(post))
+        # HF's hooks see what this puts in the output's place, as they see what a wrapped forward returns.
+        handles.append(module.register_forward_hook(post, prepend=True))
     try:
         yield
     except MegaschedError:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from megasched.errors import Problem
 from megasched.trial.dims import Along
+from megasched.trial.recorded import LeafPath
 
 
 class SequenceRegion(NamedTuple):
@@ -30,11 +31,14 @@ class SequencePlan:
     Attributes:
         regions: modules that are run on the whole sequence.
         attention: modules whose attention gets the keys of all ranks.
+        recorded: module around the layers -> those leaves of what it returns that HF's hooks recorded inside of
+            layers, and where the sequence is in them; they are gathered there.
         takes_positions: the forward takes ``position_ids``.
         problems: what can't be made right.
     """
 
     regions: dict[str, SequenceRegion] = field(default_factory=dict)
     attention: set[str] = field(default_factory=set)
+    recorded: dict[str, dict[LeafPath, Along]] = field(default_factory=dict)
     takes_positions: bool = False
     problems: list[Problem] = field(default_factory=list)

@@ -26,6 +26,7 @@ from megasched.trial.meta_call import (
     tensors_in,
     token_inputs,
 )
+from megasched.trial.recorded import find_recorded
 from megasched.trial.shape import SIZES, FollowsNeither, Shape, shape_of
 from megasched.trial.slot import Slot
 
@@ -51,6 +52,7 @@ class Structure:
         hidden: the shape of the hidden state; mostly [b, s, h].
         called: indices of the layers that a call with token ids runs; empty where it runs all.
         sides: what layers read of earlier ones beside the hidden state.
+        recorded: what HF's hooks record inside of layers.
         bare: modules outside of the layers whose parameters the code of others reads.
         uncuttable: why there can be no pipeline stages; empty where there can.
     """
@@ -65,6 +67,7 @@ class Structure:
     hidden: Shape = _UNKNOWN
     called: tuple[int, ...] = ()
     sides: tuple[Side, ...] = ()
+    recorded: tuple[Place, ...] = ()
     bare: tuple[str, ...] = ()
     uncuttable: str = ""
     repeated: bool = False
@@ -124,7 +127,7 @@ class Structure:
         for parameter in probe.parameters():
             parameter.data = parameter.data.to(dtype)
         layers = [self.layer_path(index) for index in self.called or range(self.count)]
-        run = FlowRun(probe, layers, {*self.before, *self.between, *self.after}, self.slot)
+        run = FlowRun(probe, layers, {*self.before, *self.between, *self.after}, self.slot, self.recorded)
         _follow(run, probe, batch, length)
         return {found.places[0]: found.tensor for found in run.sides()}
 
@@ -246,7 +249,11 @@ def find_structure(model: nn.Module) -> Structure:
     found.called = called if len(called) < count else ()
     owners = {path for path, m in probe.named_modules() if next(m.parameters(recurse=False), None) is not None}
     outside = {path for path in owners if found.index_of(path) is None and not found.holds_layers(path)}
-    run = FlowRun(probe, [call.path for call in of_layers], outside, found.slot)
+    inside = {path for path, _ in probe.named_modules() if found.index_of(path) is not None} - paths
+    found.recorded = find_recorded(
+        probe, ((call.path, call.output) for call in calls), inside.__contains__, found.holds_layers
+    )
+    run = FlowRun(probe, [call.path for call in of_layers], outside, found.slot, found.recorded)
     _follow(run, probe, *SIZES[0])
     found.uncuttable = run.refused
     if repeated:

@@ -58,7 +58,9 @@ def hf_loss(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[tor
     loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1).float(), labels.flatten())
     of_router = getattr(output, "aux_loss", None)
     if of_router is not None:
-        loss = loss + model.router_aux_loss_coef * of_router
+        name = "router_aux_loss_coef"
+        weight = getattr(model, name) if hasattr(model, name) else model.aux_loss_coef  # JetMoE's
+        loss = loss + weight * of_router
     return loss, output.logits
 
 

@@ -102,3 +102,14 @@ def test_the_hidden_state_alone():
     sent = send_hidden(hidden)
     assert (sent.shape, sent._base) == ((6, 1, 8), None)
     assert torch.equal(receive_hidden(sent), hidden)
+
+
+def test_parts_of_sequences_go_along_a_plain_hidden_state_with_what_hooks_recorded():
+    """Of other sides it is not known how a part of a sequence has them."""
+    logits = Side(0, 4, (Place("layers.0.router", 0),))
+    for sides, known in (((), True), ((logits,), True), ((logits, KEYS), False)):
+        pack = packing(sides=sides)
+        pack.structure.recorded = logits.places
+        assert pack.known_of_parts([1, 2]) is known
+        assert pack.needed([1, 2]) is bool(sides)
+    assert not packing(dims=("s", "b", 8), sides=()).known_of_parts([1])

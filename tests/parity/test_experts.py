@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -131,38 +128,6 @@ def test_what_there_is_none_of_is_refused(ranks, folders, flags, said):
 def test_a_model_without_experts_is_refused(ranks, folders):
     with pytest.raises(RankError, match="no module of the form that HF gives experts"):
         run(ranks, folders("llama"), CheckedLayout(2, 1, EP2))
-
-
-@pytest.fixture(scope="module")
-def balanced(ranks, folders, tmp_path_factory):
-    """A model whose loss has HF's auxiliary part, with a weight that makes it a good part of the gradient."""
-    folder = tmp_path_factory.mktemp("balanced")
-    ranks.run(1, write_small_model, "qwen3_moe", str(folder))
-    path = Path(folder) / "config.json"
-    changed = {**json.loads(path.read_text()), "output_router_logits": True, "router_aux_loss_coef": 0.5}
-    path.write_text(json.dumps(changed))
-    return str(folder)
-
-
-@pytest.mark.parametrize("name", ["ep2", "ep2-tp2"])
-def test_the_auxiliary_loss_equals_hfs(ranks, folders, balanced, name):
-    reports = run(ranks, balanced, LAYOUTS[name])
-    assert_first_step_equals_hf(ranks, balanced, reports, LAYOUTS[name].tp)
-    without = run(ranks, folders("qwen3_moe"), LAYOUTS[name])
-    assert losses(reports)[0] - losses(without)[0] > 0.5
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--tensor-model-parallel-size 2 --sequence-parallel", "inside of tensor-parallel regions"),
-        ("--pipeline-model-parallel-size 2", "of the layers of its own stage alone"),
-        ("--context-parallel-size 2", "of a rank's part of the sequence alone"),
-    ],
-)
-def test_an_auxiliary_loss_that_would_differ_is_refused(ranks, balanced, flags, said):
-    with pytest.raises(RankError, match=f"output_router_logits.*{said}"):
-        run(ranks, balanced, CheckedLayout(2, 1, flags))
 
 
 def test_the_layout_of_the_matrix(ranks, folders):

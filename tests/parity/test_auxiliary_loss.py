@@ -1,0 +1,91 @@
+"""HF's auxiliary loss of routers equals one process's, though its logits come of all layers, tokens and stages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megasched.verify.parity import TOLERANCE, CheckedLayout, compare, reference_step
+from megasched.verify.rank_pool import RankError
+from megasched.verify.shrink import TOKENS, VOCABULARY
+from megasched.verify.small_models import write_small_model
+from megasched.verify.trainer_run import batches_of, losses, train
+
+EP2 = "--expert-model-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
+SP = f"{TP2} --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+VPP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
+CP2 = "--context-parallel-size 2"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LAYOUTS = {
+    "ep2": CheckedLayout(2, 1, EP2),
+    "ep2-tp2": CheckedLayout(2, 2, f"{EP2} {TP2}"),
+    "sp": CheckedLayout(2, 2, SP),
+    "sp-recompute": CheckedLayout(2, 2, f"{SP} {FULL}"),
+    "ep2-sp-dp2": CheckedLayout(4, 2, f"{EP2} {SP}"),
+    "pp2": CheckedLayout(2, 1, PP2),
+    "pp2-recompute": CheckedLayout(2, 1, f"{PP2} {FULL}"),
+    "pp2-vpp2": CheckedLayout(2, 1, VPP2),
+    "pp4": CheckedLayout(4, 1, "--pipeline-model-parallel-size 4"),
+    "cp2": CheckedLayout(2, 1, CP2),
+    "cp2-ep2": CheckedLayout(2, 1, f"{CP2} {EP2}"),
+    "cp2-sp": CheckedLayout(4, 2, f"{CP2} {SP}"),
+    "cp2-pp2": CheckedLayout(4, 1, f"{CP2} {PP2}"),
+    "ep2-pp2-sp": CheckedLayout(4, 2, f"{EP2} {PP2} {SP}"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(ranks, tmp_path_factory):
+    """Folder of a small model, with HF's auxiliary loss or without, made when first asked for.
+
+    The weight of that loss makes it a good part of the gradient.
+    """
+    made = {}
+
+    def get(model_type: str, auxiliary: bool = True) -> str:
+        key = model_type, auxiliary
+        if key not in made:
+            folder = str(tmp_path_factory.mktemp(model_type))
+            made[key] = ranks.run(1, write_small_model, model_type, folder)[0]
+            path = Path(folder) / "config.json"
+            changed = {"output_router_logits": auxiliary, "router_aux_loss_coef": 0.5, "aux_loss_coef": 0.5}
+            path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+        return made[key]
+
+    return get
+
+
+def run(ranks, folder, layout: CheckedLayout):
+    flags = [*layout.flags.split(), "--vocab-size", str(VOCABULARY)]
+    return ranks.run(layout.world_size, train, folder, flags, iterations=1, random_init=False, tokens=TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("qwen3_moe", name) for name in LAYOUTS]
+    + [(model_type, name) for model_type in ("mixtral", "gpt_oss") for name in ("sp", "pp2")]
+    + [("jetmoe", "pp2"), ("jamba", "pp2"), ("qwen2_moe", "ep2-pp2-sp")],
+)
+def test_first_step_equals_hf(ranks, folders, model_type, name):
+    """Loss, logits, every gradient and the norm. Jamba has routers in every other layer alone, JetMoE two."""
+    layout, folder = LAYOUTS[name], folders(model_type)
+    reports = run(ranks, folder, layout)
+    (expected,) = ranks.run(1, reference_step, folder, batches_of(reports))
+    outcome = compare(reports, expected, layout.tp)
+    assert outcome.verdict == "equal", outcome.why
+    assert max(outcome.errors.values()) <= TOLERANCE
+
+
+def test_it_is_a_part_of_the_loss_that_is_reported(ranks, folders):
+    with_it, without = (run(ranks, folders("qwen3_moe", auxiliary), LAYOUTS["pp2"]) for auxiliary in (True, False))
+    assert losses(with_it)[0] - losses(without)[0] > 0.5
+
+
+def test_logits_that_a_region_hands_out_in_parts_are_refused(ranks, folders):
+    """JetMoE's attention is a region, and returns the logits of its router as it does its output."""
+    with pytest.raises(RankError, match="needs the whole sequence, and gets a part of it"):
+        run(ranks, folders("jetmoe"), LAYOUTS["sp"])
