@@ -27,7 +27,7 @@ def serve(channel: Connection, builder: str, schedule: str, setting: trainer_sid
         side.step(data)  # compiles, allocates the optimizer's states
         side.step(data)
     except Exception as error:
-        channel.send(("failed", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"))
+        channel.send(("failed", f"{type(error).__name__}: {first_reason(error)}"))
         raise
     channel.send(("ready", None))
     while True:
@@ -36,6 +36,12 @@ def serve(channel: Connection, builder: str, schedule: str, setting: trainer_sid
             channel.send(_steps(side, data, values[0], before))
         else:
             channel.send(_emulation(side, data) if setting.rehearse else {})
+
+
+def first_reason(error: Exception) -> str:
+    """The first line of what an error says that is more than a heading."""
+    lines = [line.strip(" -") for line in str(error).splitlines()]
+    return next((line for line in lines if line and not line.endswith(":")), "it said nothing")
 
 
 def _steps(side: trainer_side.Side, data: Any, count: int, before: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ contender runs its model outside of it.
 
     python bench/contenders.py --rehearse
     python bench/contenders.py --rehearse --bf16
+    python bench/contenders.py --rehearse --shape moe
     python bench/contenders.py --shape 1b --bf16 --steps 5 [--micro-batch-size 4] [--fp8]
 """
 

@@ -115,6 +115,29 @@ def start(setting: Setting, schedule: str = "auto") -> Any:
     return args
 
 
+def native_args(args: Any) -> Any:
+    """What Megatron's own GPT is told beside, where the shape is Mixtral's: its experts, to be chosen as HF does.
+
+    megasched refuses these flags (HF's router decides), so they are no part of the command line. The softmax is
+    over the chosen experts, no token is dropped, and there is no auxiliary loss.
+    """
+    from megasched.megatron.session import get_session
+
+    config = get_session().definition.config
+    if config.model_type != "mixtral":
+        return args
+    told = {
+        "num_experts": config.num_local_experts,
+        "moe_ffn_hidden_size": config.intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_router_pre_softmax": False,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": args.transformer_impl == "transformer_engine",  # its kernel; else one expert at a time
+    }
+    return Namespace(**{**vars(args), **told})
+
+
 def build(args: Any, builder: str) -> Side:
     """The model of that builder class (import path) with its optimizer, as Megatron's ``pretrain`` makes them."""
     from megatron.core.distributed import finalize_model_grads
@@ -126,6 +149,7 @@ def build(args: Any, builder: str) -> Side:
     from megatron.training.training import setup_model_and_optimizer
 
     GPTModelConfig.builder = builder
+    args = native_args(args) if builder == NATIVE else args
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     model, optimizer, scheduler = setup_model_and_optimizer(
         ModelType.encoder_or_decoder,

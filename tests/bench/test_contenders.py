@@ -3,11 +3,13 @@
 import json
 from typing import Any
 
+import contender_worker
 import contenders
 import pytest
 import torch
 import trainer_side
 
+from megasched.errors import Problem, ScheduleError
 from megasched.schedule_file import find_schedule
 
 
@@ -57,6 +59,12 @@ def test_what_cannot_be_built_is_left_out_with_its_reason(monkeypatch: pytest.Mo
     assert "broken" in contenders.table(data)
 
 
+def test_the_reason_of_an_error_is_no_heading() -> None:
+    error = ScheduleError([Problem("no such level", "model.layers"), Problem("no such module", "model.x")])
+    assert contender_worker.first_reason(error) == "no such level"
+    assert contender_worker.first_reason(ValueError("one line")) == "one line"
+
+
 def test_both_sides_get_the_same_flags() -> None:
     setting = trainer_side.Setting("tiny", bf16=True, rehearse=True, extra=("--fp8-format", "hybrid"))
     first, second = (trainer_side.flags(setting, schedule) for schedule in ("auto", "levels.py:block"))
@@ -95,3 +103,72 @@ def _hf_chunk() -> tuple[float, float, torch.dtype]:
     assert losses.dtype == torch.float32
     chunk.bfloat16()
     return losses.mean().item(), expected.item(), model.model.rotary_emb.inv_freq.dtype
+
+
+@pytest.mark.parametrize("shape", ["tiny", "moe-tiny"])
+def test_native_computes_what_hf_computes(ranks: Any, shape: str) -> None:
+    """From the same weights the losses of all tokens are the same: the contenders differ in speed alone."""
+    ((native, expected),) = ranks.run(1, _native_losses, shape)
+    torch.testing.assert_close(native, expected, rtol=1e-5, atol=0)
+
+
+def _native_losses(shape: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss of each token [b, s] of Megatron's own GPT with HF's weights, and of HF."""
+    import sys
+
+    from tests.bench.conftest import BENCH
+
+    sys.path.insert(0, str(BENCH))
+    import hf_side
+    import trainer_side
+
+    setting = trainer_side.Setting(shape, micro_batch_size=2, rehearse=True)
+    args = trainer_side.start(setting)
+    native = trainer_side.build(args, trainer_side.NATIVE).model[0]
+    chunk = trainer_side.build(args, "hf_side.HFModelBuilder").model[0]
+    assert isinstance(chunk.module, hf_side.HFChunk)
+    _copy_to_native(chunk.module.definition, native.module)
+    batch = next(trainer_side.batches(setting))
+    given = batch["tokens"], batch["position_ids"], None
+    with torch.no_grad():
+        return tuple(model(*given, labels=batch["labels"]).cpu() for model in (native, chunk))
+
+
+def _copy_to_native(definition: Any, native: torch.nn.Module) -> None:
+    """HF's weights under Megatron's names; the native model's vocabulary may be padded."""
+    weights = dict(definition.state_dict())
+    config, found = definition.config, {}
+    for name in list(weights):
+        if name.endswith("q_proj.weight"):  # a group: its queries, its key, its value
+            names = [name.replace("q_proj", f"{kind}_proj") for kind in "qkv"]
+            groups = [weights.pop(n).unflatten(0, (config.num_key_value_heads, -1)) for n in names]
+            weights[name.replace("q_proj", "linear_qkv")] = torch.cat(groups, dim=1).flatten(0, 1)
+        if name.endswith("mlp.gate_proj.weight"):
+            up = weights.pop(name.replace("gate_proj", "up_proj"))
+            weights[name.replace("gate_proj", "linear_fc1")] = torch.cat([weights.pop(name), up])
+        if ".experts." in name:
+            kind = "linear_fc1" if "gate_up" in name else "linear_fc2"
+            for number, weight in enumerate(weights.pop(name)):
+                weights[f"{name.rpartition('.')[0]}.local_experts.{number}.{kind}.weight"] = weight
+    for name, weight in weights.items():
+        for theirs, ours in NATIVE_NAMES.items():
+            name = name.replace(theirs, ours)
+        found[name] = weight
+    parameters = dict(native.named_parameters())
+    assert found.keys() == parameters.keys(), found.keys() ^ parameters.keys()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter[: found[name].shape[0]] = found[name]
+
+
+NATIVE_NAMES = {
+    "model.layers": "decoder.layers",
+    "model.embed_tokens": "embedding.word_embeddings",
+    "model.norm": "decoder.final_layernorm",
+    "lm_head": "output_layer",
+    "self_attn": "self_attention",
+    "o_proj": "linear_proj",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "mlp.gate.": "mlp.router.",
+    "mlp.down_proj": "mlp.linear_fc2",
+}
