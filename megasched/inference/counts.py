@@ -25,6 +25,7 @@ from megasched.trial.meta_call import (
     run_on_meta,
     tensors_in,
 )
+from megasched.trial.parts import Argument, Part
 from megasched.trial.structure import Structure
 
 # So many attributes at most must be divided together.
@@ -44,8 +45,8 @@ class _Call:
 class _Spans(Labelling):
     """A labelled run that keeps, for each module whose own code works on shards, what it does."""
 
-    def __init__(self, tp: int, *known: Any) -> None:
-        super().__init__(*known)
+    def __init__(self, tp: int, *known: Any, parts: Mapping[Argument, Part]) -> None:
+        super().__init__(*known, parts=parts)
         self.tp = tp
         self.open: list[_Call] = []
         self.calls: dict[str, _Call] = {}
@@ -131,6 +132,7 @@ def find_counts(
     structure: Structure,
     cuts: Mapping[str, Cut],
     components: Mapping[str, tuple[int, ...]],
+    parts: Mapping[Argument, Part],
     tp: int,
     inferred: set[str],
 ) -> tuple[dict[str, tuple[str, ...]], set[str]]:
@@ -138,11 +140,12 @@ def find_counts(
 
     Args:
         cuts: path -> how the linear there is cut; nothing of it needs to be gathered.
+        parts: arguments of which each rank takes its part.
         inferred: columns and rows to look at; what others have decided is theirs to know.
     """
     probe = meta_copy(model)
     known = (structure, False, frozenset(), frozenset(), components)
-    run = _Spans(tp, probe, cuts, *known)
+    run = _Spans(tp, probe, cuts, *known, parts=parts)
     for tensor in tensors_in(structure.trial_inputs()):
         run._set(tensor, Label(fed=True))
     with recorded_calls(probe, run, takes_shards=True), call_hooks(probe, run.before, run.after):

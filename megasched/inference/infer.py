@@ -3,6 +3,7 @@ proves that they need nothing that cutting them would not save."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from megasched.lowering.propagate import propagate
 from megasched.roles import ROLES, Cut, Roles
 from megasched.trial.labels import Derived
 from megasched.trial.meta_call import meta_copy
+from megasched.trial.parts import Argument, Part
 from megasched.trial.structure import Structure, find_structure
 
 if TYPE_CHECKING:
@@ -40,11 +42,11 @@ def infer_roles(model: nn.Module, roles: Roles, *, tp: int, sequence_parallel: b
         for path in flow.feeds
         if path not in known and all(path not in group.members for group in groups)
     }
-    groups = _proven(model, roles, structure, flow, groups, tp, sequence_parallel, declined)
+    groups, parts = _proven(model, roles, structure, flow, groups, tp, sequence_parallel, declined)
     packed = {path: sizes for path, sizes in flow.components.items() if path not in known}
     components = {**packed, **roles.components}
     inferred = {path for group in groups for path in group.members}
-    counts, uncounted = find_counts(model, structure, _cuts(roles, groups), components, tp, inferred)
+    counts, uncounted = find_counts(model, structure, _cuts(roles, groups), components, parts, tp, inferred)
     for group in groups:
         if uncounted & group.members:
             declined |= dict.fromkeys(group.members, "no attribute was found that makes its heads come out right")
@@ -71,8 +73,9 @@ def _proven(
     tp: int,
     sequence_parallel: bool,
     declined: dict[str, str],
-) -> list[Group]:
-    """The groups that can be cut, some of their columns left whole; why others can't goes into ``declined``."""
+) -> tuple[list[Group], Mapping[Argument, Part]]:
+    """The groups that can be cut, some of their columns left whole, and the arguments that are cut with them; why
+    others can't goes into ``declined``."""
     probe = meta_copy(model)
     while groups:
         derived = propagate(
@@ -86,9 +89,9 @@ def _proven(
         )
         kept = [group for group in (_left_of(g, derived, tp, declined) for g in groups) if group is not None]
         if kept == groups:
-            return groups
+            return groups, derived.parts
         groups = kept
-    return []
+    return [], {}
 
 
 def _left_of(group: Group, derived: Derived, tp: int, declined: dict[str, str]) -> Group | None:

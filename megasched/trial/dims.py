@@ -36,7 +36,15 @@ class Along:
 
 
 class NeedsWhole(Exception):
-    """The operation can't be done part by part."""
+    """The operation can't be done part by part.
+
+    Args:
+        met: tensors that are whole where others are cut, and how they would have to be cut for it to be done.
+    """
+
+    def __init__(self, *met: tuple[torch.Tensor, Along]) -> None:
+        super().__init__()
+        self.met = met
 
 
 # Take the whole of the dimensions they are told, or of all where they are told none.
@@ -98,8 +106,8 @@ def follow(
     told = arguments_of(func, args, kwargs)
     if name in _PRODUCTS:
         placed = _product(*operands[-2:], along, outputs[0])
-        if placed is not None and len(operands) > 2:  # what is added to the product
-            _same_for_all(operands[:1], [], placed, outputs[0])
+        if placed is not None and len(operands) > 2:
+            _added(operands[0], along(operands[0]), placed, outputs[0])
         return [placed] * len(outputs)
     if name == "cat":
         return [_cat(operands, cut, told["dim"] % x.dim())]
@@ -158,11 +166,14 @@ def _same_for_all(
 
     An expanded tensor was made of one as large as another; on a rank it is as large as that one is there.
     """
+    met = []
     for tensor in operands:
         own = place.dim - out.dim() + tensor.dim()
         differs = own >= 0 and tensor.shape[own] > 1 and tensor.stride(own) != 0
         if differs and all(tensor is not other for other in known):
-            raise NeedsWhole
+            met.append((tensor, replace(place, dim=own)))
+    if met:
+        raise NeedsWhole(*met)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, along: Callable[..., Any], out: torch.Tensor) -> Along | None:
@@ -171,6 +182,14 @@ def _product(a: torch.Tensor, b: torch.Tensor, along: Callable[..., Any], out: t
         raise NeedsWhole  # each rank would have a part of the sum
     places = {found for found in (left, right) if found is not None}
     return places.pop() if len(places) == 1 and a.dim() == b.dim() == out.dim() else None
+
+
+def _added(tensor: torch.Tensor, a: Along | None, place: Along, out: torch.Tensor) -> None:
+    """What is added to a product must be cut as the product is, or be the same for all."""
+    if a is None:
+        _same_for_all([tensor], [], place, out)
+    elif replace(a, dim=a.dim - tensor.dim() + out.dim()) != place:
+        raise NeedsWhole
 
 
 def _cat(operands: Sequence[torch.Tensor], cut: Sequence[tuple[torch.Tensor, Along]], dim: int) -> Along:

@@ -17,6 +17,7 @@ from megasched.trial.dims import Along, NeedsWhole, follow
 from megasched.trial.entries import ColumnCall
 from megasched.trial.labels import Derived, Label
 from megasched.trial.meta_call import DefaultScalars, tensors_in
+from megasched.trial.parts import Argument, Part, Parts
 from megasched.trial.structure import Structure
 
 # Give tensors of one value, from nothing or from such a tensor: each rank can make its own part of one.
@@ -33,6 +34,7 @@ class LabelRun(DefaultScalars):
         regions: modules that must be TP regions as a whole, known from runs before.
         not_regions: modules that can't be.
         rows_inside: row linears whose output stays inside of a region.
+        parts: arguments of modules that are constants, and of which each rank takes its part.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class LabelRun(DefaultScalars):
         regions: frozenset[str] = frozenset(),
         not_regions: frozenset[str] = frozenset(),
         rows_inside: frozenset[str] = frozenset(),
+        parts: Mapping[Argument, Part] | None = None,
     ) -> None:
         super().__init__()
         self.model, self.cuts, self.structure = model, cuts, structure
@@ -58,6 +61,7 @@ class LabelRun(DefaultScalars):
         self.regions, self.not_regions = regions, set(not_regions)
         self.rows_inside = rows_inside
         self.wanted_regions: set[str] = set()
+        self.parts = Parts(parts or {})
         self.derived = Derived()
         self.labels: dict[int, Label] = {}
         self.kept: list[torch.Tensor] = []
@@ -115,11 +119,14 @@ class LabelRun(DefaultScalars):
     ) -> list[Along | None]:
         """How the outputs are cut; what the operation needs whole is gathered."""
         if joined.region not in ("T", "S"):
+            self.parts.follow(func, args, kwargs, tensors_in((args, kwargs)), outputs)
             return [None] * len(outputs)
         try:
             found = follow(func, args, kwargs, outputs, lambda tensor: self.label(tensor).along)
-        except NeedsWhole:
+        except NeedsWhole as needs:
             found = None
+            if joined.region == "T" and self.parts.want(needs.met, joined.columns, self._around()):
+                return [None] * len(outputs)
         if joined.region == "T":
             if found is None:
                 self.derived.gather |= joined.columns

@@ -14,6 +14,7 @@ from megasched.trial.entries import ColumnCall
 from megasched.trial.label_run import LabelRun
 from megasched.trial.labels import Label
 from megasched.trial.meta_call import tensors_in
+from megasched.trial.parts import Argument
 
 _SPLIT = Label("S", active=True, fed=True, along=Along(1))
 
@@ -26,6 +27,7 @@ class Labelling(LabelRun):
         changed = self._enter_layer(path, args, kwargs)
         if changed is None and path == self._around():
             changed = self._enter_region(path, args, kwargs)
+            changed = self._take_parts(path, *(changed or (args, kwargs))) or changed
         if changed is not None:
             self.stack[-1] = (path, *changed)
         if is_experts(module):
@@ -127,6 +129,32 @@ class Labelling(LabelRun):
         found.update({slot: self._view(active[slot], Label("P", active=True, fed=True)) for slot in slots})
         return tuple(found[index] for index in range(len(args))), {name: found[name] for name in kwargs}
 
+    def _take_parts(self, path: str, args: Any, kwargs: Any) -> Any:
+        """Constants that the module is handed: some are cut, which of the others should be is to be seen."""
+        found = dict([*enumerate(args), *kwargs.items()])
+        taken = {}
+        for slot, value in found.items():
+            argument = Argument(path, slot)
+            part = self.parts.known.get(argument)
+            constant = isinstance(value, torch.Tensor) and self._is_constant(value)
+            if part is None:
+                if constant:
+                    self.parts.offer(argument, value)
+            elif not constant:  # in another call it was one
+                self.derived.gather |= part.columns
+            elif part.columns.isdisjoint(self.gather):
+                taken[slot] = self._view(value, Label("T", part.columns, along=part.along(value)))
+                self.derived.parts[argument] = part
+        if not taken:
+            return None
+        found |= taken
+        return tuple(found[index] for index in range(len(args))), {name: found[name] for name in kwargs}
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the same on all TP ranks, and carries no gradient."""
+        label = self.label(tensor)
+        return label.region == "R" and not label.active and not label.params
+
     def _leave_region(self, output: Any) -> Any:
         """Whole tensors leave a region as they were before it: split, or whole with a gradient that is, too."""
         path = self.stack[-1][0]
@@ -214,7 +242,9 @@ class Labelling(LabelRun):
             cut = [self.label(tensor).along for tensor in operands if self.label(tensor).region == "T"]
             whole = [t for t in operands if self.label(t).region != "T" and id(t) not in self.alike]
             of_heads = [t for t in whole if t.dim() == 1 or (t.dim() == 4 and t.shape[1] > 1)]  # sinks, biases
-            if any(along != Along(1) for along in cut) or of_heads:
+            met = [(t, Along(1 if t.dim() == 4 else 0)) for t in of_heads]
+            by_heads = all(along == Along(1) for along in cut)
+            if not by_heads or (met and not self.parts.want(met, label.columns, self._around())):
                 self.derived.gather |= label.columns
         if label.region == "S":
             self._need_sequence()

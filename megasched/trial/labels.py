@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from megasched.errors import Problem
 from megasched.trial.crossing import Place
 from megasched.trial.dims import Along
+from megasched.trial.parts import Argument, Part
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Derived:
         whole_slots: module path -> those arguments of a region there that are not split along the sequence.
         exits: needed region -> which leaves of what it returns are such tensors, and leave it; how they are cut
             along the sequence then, None for those that stay whole.
+        parts: constants that are whole on all TP ranks, and of which each takes its part.
         inside: columns and rows that read a whole tensor inside of a needed region.
         rows_inside: rows whose output meets whole tensors inside of a needed region: it is one, too.
         split_slots: layer path -> arguments beside the hidden state that come from before the layers, are made of
@@ -93,6 +95,7 @@ class Derived:
     needed_regions: set[str] = field(default_factory=set)
     whole_slots: dict[str, set[int | str]] = field(default_factory=dict)
     exits: dict[str, dict[int, Along | None]] = field(default_factory=lambda: defaultdict(dict))
+    parts: dict[Argument, Part] = field(default_factory=dict)
     inside: set[str] = field(default_factory=set)
     rows_inside: set[str] = field(default_factory=set)
     split_slots: dict[str, tuple[int | str, ...]] = field(default_factory=dict)

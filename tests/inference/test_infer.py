@@ -32,6 +32,8 @@ def by_pattern(values):
         ("gpt_neo", ("num_heads",)),
         ("stablelm", ("num_heads", "num_key_value_heads")),
         ("persimmon", ("num_heads",)),
+        ("bloom", ("num_heads",)),
+        ("mpt", ("n_heads",)),
     ],
 )
 def test_every_linear_of_a_layer_is_cut_and_its_heads_are_counted(model_type, attributes):
