@@ -30,6 +30,8 @@ from megasched.trial.structure import Structure
 
 # So many attributes at most must be divided together.
 _AT_MOST = 3
+# Made where a reshape can give no view, which is another thing for a rank that has one head of several.
+_COPY = torch.ops.aten.clone.default
 
 
 @dataclass
@@ -72,7 +74,7 @@ class _Spans(Labelling):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self.silent:
+        if not self.silent and func is not _COPY:
             shapes = [self._local_shape(tensor) for tensor in tensors_in(output)]
             for call in self.open:
                 call.shapes += shapes
@@ -116,7 +118,7 @@ class _Replay(DefaultScalars):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self.silent:
+        if not self.silent and func is not _COPY:
             for tensor in tensors_in(output):
                 if self.done == len(self.expected):
                     raise _Mismatch

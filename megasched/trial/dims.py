@@ -254,16 +254,26 @@ def _moved(name: str, told: dict[str, Any], x: torch.Tensor, a: Along, out: torc
         dim = a.dim + out.dim() - x.dim()
     elif name.startswith("new_") and out.dim() == x.dim() and out.shape[: a.dim + 1] == x.shape[: a.dim + 1]:
         dim = a.dim  # sizes that were taken from a tensor that is cut
+    elif name == "index":
+        return _indexed(told["indices"], x, a, out)
     elif out.shape != x.shape or not (name in _KEEPS or _beside(name, told, x, a)):
         return None
     return replace(a, dim=dim)
 
 
 def _beside(name: str, told: dict[str, Any], x: torch.Tensor, a: Along) -> bool:
-    """Whether this takes or puts elements along other dimensions than the cut one."""
-    if name == "index":
-        return a.dim >= len(told["indices"]) or told["indices"][a.dim] is None
+    """Whether this takes or puts elements along another dimension than the cut one."""
     return name in _ALONG_ONE and told["dim"] % x.dim() != a.dim
+
+
+def _indexed(indices: Sequence[torch.Tensor | None], x: torch.Tensor, a: Along, out: torch.Tensor) -> Along | None:
+    """Elements that are taken along other dimensions leave the cut where it is; one index may have several."""
+    given = {dim: index for dim, index in enumerate(indices) if index is not None}
+    if a.dim in given:
+        return None
+    if len(given) > 1 or any(index.dtype == torch.bool for index in given.values()):
+        return a if out.shape == x.shape else None
+    return replace(a, dim=a.dim + sum(index.dim() - 1 for dim, index in given.items() if dim < a.dim))
 
 
 def _viewed(before: Sequence[int], a: Along, after: Sequence[int]) -> Along | None:

@@ -44,6 +44,16 @@ def test_every_linear_of_a_layer_is_cut_and_its_heads_are_counted(model_type, at
     assert roles.declined == {}
 
 
+def test_a_group_of_heads_may_be_all_that_a_rank_has():
+    """One group needs no copy where two did: its operations are others, and its shapes as they must be."""
+    config = small_config("falcon")
+    config.new_decoder_architecture, config.num_kv_heads = True, 2
+    model = build_definition(config)
+    roles = infer_roles(model, Roles(), tp=2)
+    assert set(roles.local_attributes.values()) == {("num_heads", "num_kv_heads")}
+    assert roles.declined == {}
+
+
 def test_what_decided_is_told():
     _, roles = inferred("gptj")
     assert by_pattern(roles.origin) == {

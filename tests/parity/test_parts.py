@@ -16,6 +16,7 @@ CASES = {
     "mpt": {},
     "mpt of 12 heads": {"d_model": 96, "n_heads": 12},
     "falcon with ALiBi": {"alibi": True, "multi_query": False},
+    "falcon with ALiBi and groups": {"alibi": True, "new_decoder_architecture": True, "num_kv_heads": 2},
 }
 ARGUMENT = {"bloom": "alibi", "mpt": "position_bias", "falcon": "attention_mask"}
 
