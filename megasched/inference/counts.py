@@ -30,8 +30,9 @@ from megasched.trial.structure import Structure
 
 # So many attributes at most must be divided together.
 _AT_MOST = 3
-# Made where a reshape can give no view, which is another thing for a rank that has one head of several.
-_COPY = torch.ops.aten.clone.default
+# They say nothing of shapes, and are not always there: a reshape copies where it can give no view, which may be
+# otherwise for one head of several; whether a new constant is detached depends on the modes that are on.
+_SAME = (torch.ops.aten.clone.default, torch.ops.aten.detach.default)
 
 
 @dataclass
@@ -74,7 +75,7 @@ class _Spans(Labelling):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self.silent and func is not _COPY:
+        if not self.silent and func not in _SAME:
             shapes = [self._local_shape(tensor) for tensor in tensors_in(output)]
             for call in self.open:
                 call.shapes += shapes
@@ -118,7 +119,7 @@ class _Replay(DefaultScalars):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self.silent and func is not _COPY:
+        if not self.silent and func not in _SAME:
             for tensor in tensors_in(output):
                 if self.done == len(self.expected):
                     raise _Mismatch

@@ -34,6 +34,7 @@ def by_pattern(values):
         ("persimmon", ("num_heads",)),
         ("bloom", ("num_heads",)),
         ("mpt", ("n_heads",)),
+        ("xglm", ("embed_dim", "num_heads")),
     ],
 )
 def test_every_linear_of_a_layer_is_cut_and_its_heads_are_counted(model_type, attributes):
