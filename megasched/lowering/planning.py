@@ -190,6 +190,7 @@ def _propagate(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_l
         forked_by_user=asked,
         gathered_by_user=gather,
         components={path: _components(plan, path) for path in plan.cuts},
+        heads={path: heads.of_components for path, heads in plan.replicated_heads.items()},
     )
 
 

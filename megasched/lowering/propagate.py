@@ -37,6 +37,7 @@ def propagate(
     forked_by_user: frozenset[str] = frozenset(),
     gathered_by_user: frozenset[str] = frozenset(),
     components: Mapping[str, tuple[int, ...]] | None = None,
+    heads: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Derived:
     """Labels one forward and says what follows.
 
@@ -49,6 +50,7 @@ def propagate(
         forked_by_user: modules with a ``fork_rng`` record.
         gathered_by_user: column linears whose output the user wants gathered.
         components: path of a column linear -> sizes of the projections packed into its output.
+        heads: path of one with fewer heads than ranks -> how many, for each of its components (``dims.Along``).
     """
     gather = gathered_by_user
     regions: frozenset[str] = frozenset()
@@ -58,7 +60,7 @@ def propagate(
     lookups = None
     while True:
         known = (gather, forked_by_user, components or {}, regions, not_regions, rows_inside, parts)
-        run = Labelling(model, cuts, structure, sequence_parallel, *known)
+        run = Labelling(model, cuts, structure, sequence_parallel, *known, heads)
         for tensor in tensors_in(dict(inputs)):
             # A float input is an activation; what is made of ids alone (masks, positions) carries no gradient.
             run._set(tensor, Label(fed=True, active=tensor.is_floating_point()))

@@ -28,11 +28,24 @@ class Along:
             dimension is ``outer`` times what is cut.
         components: sizes of the packed projections that lie one after the other there, each cut on its own;
             empty for one.
+        heads: of each component, where it has fewer than there are ranks, so that several have the same one; 0
+            where each rank has a part of its own. Empty where that holds for all.
     """
 
     dim: int
     outer: int = 1
     components: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
+
+    def on_rank(self, size: int, tp: int) -> int:
+        """How much of a dimension of this size one of ``tp`` ranks has."""
+        lengths = self.components or (size // self.outer,)
+        parts = self.heads or (0,) * len(lengths)
+        return self.outer * sum(length // (part or tp) for length, part in zip(lengths, parts, strict=True))
+
+
+# What ``follow`` says of a component of one head: every rank has all of it.
+ON_ALL_RANKS = Along(-1)
 
 
 class NeedsWhole(Exception):
@@ -220,17 +233,20 @@ def _part(
         pieces = []
     if len(pieces) != len(outputs) or a.outer > 1:
         raise NeedsWhole
-    return [Along(dim, components=_components_of(a, size, start, end)) for start, end in pieces]
+    return [_between(a, size, start, end) for start, end in pieces]
 
 
-def _components_of(a: Along, size: int, start: int, end: int) -> tuple[int, ...]:
-    """Components between two positions, which must be boundaries of components."""
+def _between(a: Along, size: int, start: int, end: int) -> Along:
+    """How what lies between two positions is cut; they must be boundaries of components."""
     sizes = a.components or (size,)
     bounds = [0, *accumulate(sizes)]
     if start not in bounds or end not in bounds:
         raise NeedsWhole
-    found = sizes[bounds.index(start) : bounds.index(end)]
-    return found if len(found) > 1 else ()
+    chosen = slice(bounds.index(start), bounds.index(end))
+    components, heads = sizes[chosen], a.heads[chosen]
+    if set(heads) == {1}:
+        return ON_ALL_RANKS
+    return Along(a.dim, 1, components if len(components) > 1 else (), heads if any(heads) else ())
 
 
 def _moved(name: str, told: dict[str, Any], x: torch.Tensor, a: Along, out: torch.Tensor) -> Along | None:
@@ -285,5 +301,16 @@ def _viewed(before: Sequence[int], a: Along, after: Sequence[int]) -> Along | No
             outer, rest = divmod(outside, passed)
             if rest or size % outer:
                 return None
-            return Along(index, outer, a.components if size == before[a.dim] else ())
+            components = _in_units(a.components, before[a.dim] // a.outer, size // outer)
+            return None if components is None else Along(index, outer, components, a.heads)
     return None
+
+
+def _in_units(components: tuple[int, ...], before: int, after: int) -> tuple[int, ...] | None:
+    """Sizes of components in a view that counts ``after`` (heads) where there were ``before`` (features).
+
+    None where a component is no whole number of them.
+    """
+    if any(size * after % before for size in components):
+        return None
+    return tuple(size * after // before for size in components)

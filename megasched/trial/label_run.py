@@ -13,7 +13,7 @@ from torch import nn
 
 from megasched.errors import Problem
 from megasched.roles import Cut
-from megasched.trial.dims import Along, NeedsWhole, follow
+from megasched.trial.dims import ON_ALL_RANKS, Along, NeedsWhole, follow
 from megasched.trial.entries import ColumnCall
 from megasched.trial.labels import Derived, Label
 from megasched.trial.meta_call import DefaultScalars, tensors_in
@@ -35,6 +35,7 @@ class LabelRun(DefaultScalars):
         not_regions: modules that can't be.
         rows_inside: row linears whose output stays inside of a region.
         parts: arguments of modules that are constants, and of which each rank takes its part.
+        heads: path of a column linear that ranks have the same heads of -> see ``Along``.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class LabelRun(DefaultScalars):
         not_regions: frozenset[str] = frozenset(),
         rows_inside: frozenset[str] = frozenset(),
         parts: Mapping[Argument, Part] | None = None,
+        heads: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         super().__init__()
         self.model, self.cuts, self.structure = model, cuts, structure
@@ -62,6 +64,7 @@ class LabelRun(DefaultScalars):
         self.rows_inside = rows_inside
         self.wanted_regions: set[str] = set()
         self.parts = Parts(parts or {})
+        self.heads = heads or {}
         self.derived = Derived()
         self.labels: dict[int, Label] = {}
         self.kept: list[torch.Tensor] = []
@@ -85,9 +88,12 @@ class LabelRun(DefaultScalars):
         self.labels[id(tensor)] = label
         self.kept.append(tensor)  # keeps the id from being given to another tensor
         if label.region == "T" and label.along is not None:
-            size = tensor.shape[label.along.dim] // label.along.outer
+            place = label.along
+            lengths = place.components or (tensor.shape[place.dim] // place.outer,)
+            parts = place.heads or (0,) * len(lengths)
+            cut = {length for length, part in zip(lengths, parts, strict=True) if not part}
             for column in label.columns:
-                self.derived.cut_sizes[column].add(size)
+                self.derived.cut_sizes[column] |= cut
             if label.along.dim != tensor.dim() - 1:
                 self.derived.by_heads |= label.columns
 
@@ -109,7 +115,8 @@ class LabelRun(DefaultScalars):
         if func.__name__.split(".")[0] in _ALIKE and self.alike.issuperset(map(id, operands)):
             self.alike.update(map(id, outputs))
         for tensor, along in zip(outputs, self._follow(func, args, kwargs or {}, outputs, joined), strict=True):
-            self._set(tensor, replace(joined, along=along))
+            on_all = along == ON_ALL_RANKS
+            self._set(tensor, replace(joined, region="P") if on_all else replace(joined, along=along))
         if any(word in func.__name__ for word in _RANDOM):
             self._random(path, joined)
         return output
@@ -142,16 +149,19 @@ class LabelRun(DefaultScalars):
         whole = any(label.active and label.region == "R" for label in labels)
         rows = frozenset().union(*(label.rows for label in labels))
         if "T" in regions:
-            columns = frozenset().union(*(label.columns for label in labels if label.region == "T"))
+            columns = frozenset().union(*(label.columns for label in labels))
             self.derived.partial |= params
             if (whole or "S" in regions) and not self._want_region():
                 self.derived.gather |= columns
             return Label("T", columns, active=True, fed=True)
         if "P" in regions:
             self.derived.partial |= params
-            if whole or "S" in regions:
+            columns = frozenset().union(*(label.columns for label in labels))
+            if (whole or "S" in regions) and columns:
+                self.derived.gather |= columns
+            elif whole or "S" in regions:
                 self._meets_inside(rows, [label for label in labels if label.active and label.region in "RS"])
-            return Label("P", active=True, fed=True)
+            return Label("P", columns, active=True, fed=True)
         if "S" in regions:
             self.derived.sequence |= params
             if whole:

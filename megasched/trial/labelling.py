@@ -187,8 +187,7 @@ class Labelling(LabelRun):
         label = self.label(source)
         cut = self.cuts[path]
         if cut == "column":
-            if label.region == "T":
-                self.derived.gather |= label.columns
+            self.derived.gather |= label.columns
             if label.region == "P":
                 self.derived.inside.add(path)
             else:
@@ -197,6 +196,7 @@ class Labelling(LabelRun):
                 self.column_calls.append(ColumnCall(path, source, list(self.stack)))
             self.kept.append(source)
         elif cut == "row" and label.region != "T":
+            self.derived.gather |= label.columns
             self.derived.scatter.add(path)
             if label.region == "P":
                 self.derived.inside.add(path)
@@ -213,7 +213,9 @@ class Labelling(LabelRun):
         cut = self.cuts[path]
         split = self.sequence_parallel and self._in_layers(path)
         if cut == "column" and path not in self.gather:
-            along = Along(last, components=self.components.get(path, ()))
+            along = Along(last, components=self.components.get(path, ()), heads=self.heads.get(path, ()))
+            if along.heads == (1,):
+                return Label("P", frozenset([path]), active=True, fed=True)
             return Label("T", frozenset([path]), active=True, fed=True, along=along)
         if cut == "column" and self.label(source).region == "P":
             return Label("P", active=True, fed=True)
@@ -240,6 +242,8 @@ class Labelling(LabelRun):
         label = self._join([self.label(tensor) for tensor in operands])
         if label.region == "T":
             cut = [self.label(tensor).along for tensor in operands if self.label(tensor).region == "T"]
+            # Ranks may have the same heads of key and value: the function takes fewer of them than of query.
+            cut = [cut[0], *(along and replace(along, heads=()) for along in cut[1:])]
             whole = [t for t in operands if self.label(t).region != "T" and id(t) not in self.alike]
             of_heads = [t for t in whole if t.dim() == 1 or (t.dim() == 4 and t.shape[1] > 1)]  # sinks, biases
             met = [(t, Along(1 if t.dim() == 4 else 0)) for t in of_heads]

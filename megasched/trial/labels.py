@@ -22,7 +22,7 @@ class Label:
 
     Attributes:
         region: R, S, T or P.
-        columns: paths of the column linears that a T tensor stems from.
+        columns: paths of the column linears that a T tensor stems from, and a P tensor of one head.
         along: how a T or S tensor is cut; None where that could not be followed.
         rows: paths of the row linears that a whole or split tensor stems from, in their layer.
         params: replicated parameters that a tensor is made of, as long as no activation is.
