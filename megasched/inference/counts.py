@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.lowering.local_attributes import local_count
 from megasched.lowering.placing import output_axis
 from megasched.lowering.propagate import recorded_calls
 from megasched.roles import Cut
+from megasched.trial.dims import Along
 from megasched.trial.labelling import Labelling
 from megasched.trial.labels import Label
 from megasched.trial.meta_call import (
@@ -25,10 +27,14 @@ from megasched.trial.meta_call import (
     run_on_meta,
     tensors_in,
 )
+from megasched.trial.parts import Argument, Part
 from megasched.trial.structure import Structure
 
 # So many attributes at most must be divided together.
 _AT_MOST = 3
+# They say nothing of shapes, and are not always there: a reshape copies where it can give no view, which may be
+# otherwise for one head of several; whether a new constant is detached depends on the modes that are on.
+_SAME = (torch.ops.aten.clone.default, torch.ops.aten.detach.default)
 
 
 @dataclass
@@ -44,8 +50,8 @@ class _Call:
 class _Spans(Labelling):
     """A labelled run that keeps, for each module whose own code works on shards, what it does."""
 
-    def __init__(self, tp: int, *known: Any) -> None:
-        super().__init__(*known)
+    def __init__(self, tp: int, *known: Any, **more: Any) -> None:
+        super().__init__(*known, **more)
         self.tp = tp
         self.open: list[_Call] = []
         self.calls: dict[str, _Call] = {}
@@ -71,7 +77,7 @@ class _Spans(Labelling):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self.silent:
+        if not self.silent and func not in _SAME:
             shapes = [self._local_shape(tensor) for tensor in tensors_in(output)]
             for call in self.open:
                 call.shapes += shapes
@@ -87,7 +93,7 @@ class _Spans(Labelling):
         if label.along is None:
             return None
         shape = list(tensor.shape)
-        shape[label.along.dim] //= self.tp
+        shape[label.along.dim] = label.along.on_rank(shape[label.along.dim], self.tp)
         return tuple(shape)
 
     def _local(self, value: Any) -> Any:
@@ -98,6 +104,30 @@ class _Spans(Labelling):
 
         with self._silently():
             return torch.utils._pytree.tree_map_only(torch.Tensor, local, value)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What one rank has of each linear, and of what a module counts."""
+
+    tp: int
+    cuts: Mapping[str, Cut]
+    components: Mapping[str, tuple[int, ...]]
+    heads: Mapping[str, tuple[int, ...]]
+
+    def sizes(self, path: str, linear: nn.Module) -> tuple[int, int]:
+        """(features that the linear at ``path`` hands out, and takes)."""
+        axis = output_axis(linear)
+        out, taken = linear.weight.shape[axis], linear.weight.shape[1 - axis]
+        if self.cuts[path] == "row":
+            return out, taken // self.tp
+        along = Along(0, components=self.components.get(path, ()), heads=self.heads.get(path, ()))
+        return along.on_rank(out, self.tp), taken
+
+    def count(self, path: str, whole: int) -> int | None:
+        """What a rank has of a count of the module at ``path``; None where it can have no part of it."""
+        replicated = {n for inner, heads in self.heads.items() if inner.startswith(f"{path}.") for n in heads if n}
+        return local_count(whole, self.tp, replicated)
 
 
 class _Mismatch(Exception):
@@ -115,7 +145,7 @@ class _Replay(DefaultScalars):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self.silent:
+        if not self.silent and func not in _SAME:
             for tensor in tensors_in(output):
                 if self.done == len(self.expected):
                     raise _Mismatch
@@ -131,6 +161,8 @@ def find_counts(
     structure: Structure,
     cuts: Mapping[str, Cut],
     components: Mapping[str, tuple[int, ...]],
+    heads: Mapping[str, tuple[int, ...]],
+    parts: Mapping[Argument, Part],
     tp: int,
     inferred: set[str],
 ) -> tuple[dict[str, tuple[str, ...]], set[str]]:
@@ -138,11 +170,13 @@ def find_counts(
 
     Args:
         cuts: path -> how the linear there is cut; nothing of it needs to be gathered.
+        heads: columns with fewer heads than ranks; see ``propagate``.
+        parts: arguments of which each rank takes its part.
         inferred: columns and rows to look at; what others have decided is theirs to know.
     """
     probe = meta_copy(model)
     known = (structure, False, frozenset(), frozenset(), components)
-    run = _Spans(tp, probe, cuts, *known)
+    run = _Spans(tp, probe, cuts, *known, parts=parts, heads=heads)
     for tensor in tensors_in(structure.trial_inputs()):
         run._set(tensor, Label(fed=True))
     with recorded_calls(probe, run, takes_shards=True), call_hooks(probe, run.before, run.after):
@@ -150,13 +184,14 @@ def find_counts(
     found: dict[str, tuple[str, ...]] = {}
     hopeless: set[str] = set()
     seen: dict[Any, tuple[str, ...] | None] = {}
+    rank = _Rank(tp, cuts, components, heads)
     for path, call in run.calls.items():
         module = probe.get_submodule(path)
         if path in cuts or not call.columns & inferred or not _own_code(structure, path):
             continue
         kind = (type(module), tuple(sorted(_candidates(module).items())), tuple(call.shapes))
         if kind not in seen:
-            seen[kind] = _attributes(module, path, call, cuts, tp)
+            seen[kind] = _attributes(module, path, call, rank)
         names = seen[kind]
         if names is None:
             hopeless |= call.columns
@@ -180,28 +215,26 @@ def _candidates(module: nn.Module) -> dict[str, int]:
     return {**own, **{f"config.{name}": fields[name] for name in counted if type(fields.get(name)) is int}}
 
 
-def _attributes(
-    module: nn.Module, path: str, call: _Call, cuts: Mapping[str, Cut], tp: int
-) -> tuple[str, ...] | None:
+def _attributes(module: nn.Module, path: str, call: _Call, rank: _Rank) -> tuple[str, ...] | None:
     """The fewest attributes that, divided by TP, make a module do what it must; None where none do."""
-    names = [name for name, value in _candidates(module).items() if value % tp == 0]
-    for count in range(_AT_MOST + 1):
-        for chosen in combinations(names, count):
-            with _divided(module, chosen, tp), _local_columns(module, path, cuts, tp):
-                if _fits(module, path, call, cuts):
+    counts = {name: rank.count(path, value) for name, value in _candidates(module).items()}
+    local = {name: count for name, count in counts.items() if count is not None}
+    for number in range(_AT_MOST + 1):
+        for chosen in combinations(local, number):
+            with _divided(module, {name: local[name] for name in chosen}), _local_linears(module, path, rank):
+                if _fits(module, path, call, rank.cuts):
                     return chosen
     return None
 
 
 @contextmanager
-def _divided(module: nn.Module, names: tuple[str, ...], tp: int) -> Iterator[None]:
+def _divided(module: nn.Module, counts: Mapping[str, int]) -> Iterator[None]:
     before = dict(vars(module))
-    if any(name.startswith("config.") for name in names):
+    if any(name.startswith("config.") for name in counts):
         module.config = copy.copy(module.config)
-    for name in names:
+    for name, count in counts.items():
         owner = module.config if name.startswith("config.") else module
-        field_name = name.removeprefix("config.")
-        setattr(owner, field_name, getattr(owner, field_name) // tp)
+        setattr(owner, name.removeprefix("config."), count)
     try:
         yield
     finally:
@@ -210,16 +243,14 @@ def _divided(module: nn.Module, names: tuple[str, ...], tp: int) -> Iterator[Non
 
 
 @contextmanager
-def _local_columns(module: nn.Module, path: str, cuts: Mapping[str, Cut], tp: int) -> Iterator[None]:
+def _local_linears(module: nn.Module, path: str, rank: _Rank) -> Iterator[None]:
     """Linears inside hand out, and take, what they do on one rank."""
     changed = []
     for inner, linear in module.named_modules():
-        cut = cuts.get(f"{path}.{inner}" if inner else path)
-        if cut not in ("column", "row"):
+        full = f"{path}.{inner}" if inner else path
+        if rank.cuts.get(full) not in ("column", "row"):
             continue
-        axis = output_axis(linear)
-        features = linear.weight.shape[axis] // (tp if cut == "column" else 1)
-        taken = linear.weight.shape[1 - axis] // (tp if cut == "row" else 1)
+        features, taken = rank.sizes(full, linear)
 
         def forward(x: torch.Tensor, features: int = features, taken: int = taken) -> torch.Tensor:
             if x.shape[-1] != taken:

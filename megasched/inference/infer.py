@@ -3,15 +3,19 @@ proves that they need nothing that cutting them would not save."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megasched.inference.counts import find_counts
+from megasched.inference.few_heads import few_heads, is_uneven
 from megasched.inference.flow import Flow, Group, find_groups, linears_in, watch_flow
+from megasched.lowering.placing import output_axis
 from megasched.lowering.propagate import propagate
 from megasched.roles import ROLES, Cut, Roles
 from megasched.trial.labels import Derived
 from megasched.trial.meta_call import meta_copy
+from megasched.trial.parts import Argument, Part
 from megasched.trial.structure import Structure
 
 if TYPE_CHECKING:
@@ -40,11 +44,16 @@ def infer_roles(
         for path in flow.feeds
         if path not in known and all(path not in group.members for group in groups)
     }
-    groups = _proven(model, roles, structure, flow, groups, tp, sequence_parallel, declined)
-    packed = {path: sizes for path, sizes in flow.components.items() if path not in known}
+    proven = _proven(model, roles, structure, flow, groups, tp, sequence_parallel, declined)
+    groups, heads = proven.groups, proven.heads
+    # Of a column of one head, which every rank has, no parts are cut.
+    single = {path for path, found in heads.items() if found == (1,)}
+    packed = {path: sizes for path, sizes in flow.components.items() if path not in known | single}
     components = {**packed, **roles.components}
     inferred = {path for group in groups for path in group.members}
-    counts, uncounted = find_counts(model, structure, _cuts(roles, groups), components, tp, inferred)
+    counts, uncounted = find_counts(
+        model, structure, _cuts(roles, groups), components, heads, proven.parts, tp, inferred
+    )
     for group in groups:
         if uncounted & group.members:
             declined |= dict.fromkeys(group.members, "no attribute was found that makes its heads come out right")
@@ -56,10 +65,19 @@ def infer_roles(
         components={
             path: sizes for path, sizes in components.items() if path in known or role.get(path) == "column"
         },
+        heads={**{path: max(found) for path, found in heads.items() if path in role}, **roles.heads},
         local_attributes={**counts, **roles.local_attributes},
         origin={**roles.origin, **_origins(groups)},
         declined={**declined, **roles.declined},
     )
+
+
+class _Proven(NamedTuple):
+    """Groups that can be cut; their columns with fewer heads than ranks; arguments that are cut with them."""
+
+    groups: list[Group]
+    heads: Mapping[str, tuple[int, ...]]
+    parts: Mapping[Argument, Part]
 
 
 def _proven(
@@ -71,9 +89,12 @@ def _proven(
     tp: int,
     sequence_parallel: bool,
     declined: dict[str, str],
-) -> list[Group]:
+) -> _Proven:
     """The groups that can be cut, some of their columns left whole; why others can't goes into ``declined``."""
     probe = meta_copy(model)
+    components = {**flow.components, **roles.components}
+    heads: dict[str, tuple[int, ...]] = {}
+    tried: set[str] = set()
     while groups:
         derived = propagate(
             probe,
@@ -82,13 +103,27 @@ def _proven(
             structure=structure,
             sequence_parallel=sequence_parallel,
             loss_takes_shards=True,
-            components={**flow.components, **roles.components},
+            components=components,
+            heads=heads,
         )
+        failed = [column for column in heads if column in derived.gather or is_uneven(column, derived, tp)]
+        asked = [few_heads(_features(probe, group), derived, components, tp) for group in groups]
+        more = {column: found for one in asked for column, found in one.items() if column not in tried}
+        if failed or more:
+            heads = {**{column: found for column, found in heads.items() if column not in failed}, **more}
+            tried |= more.keys()
+            continue
         kept = [group for group in (_left_of(g, derived, tp, declined) for g in groups) if group is not None]
         if kept == groups:
-            return groups
+            return _Proven(groups, heads, derived.parts)
         groups = kept
-    return []
+    return _Proven([], {}, {})
+
+
+def _features(model: nn.Module, group: Group) -> dict[str, int]:
+    """How many each column of a group gives."""
+    columns = {path: model.get_submodule(path) for path in sorted(group.columns)}
+    return {path: module.weight.shape[output_axis(module)] for path, module in columns.items()}
 
 
 def _left_of(group: Group, derived: Derived, tp: int, declined: dict[str, str]) -> Group | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -63,13 +63,15 @@ def divide_local_attributes(roles: Roles, model: nn.Module, context: Context, he
 
 
 def _local(plan: Plan, path: str, whole: int) -> int | None:
-    """What one rank has of a count: its part, or one head where heads are replicated; None where neither fits."""
-    if whole % plan.layout.tp == 0:
-        return whole // plan.layout.tp
-    replicated = any(
-        heads.heads == whole for inner, heads in plan.replicated_heads.items() if inner.startswith(path + ".")
-    )
-    return 1 if replicated else None
+    inside = (heads.heads for inner, heads in plan.replicated_heads.items() if inner.startswith(path + "."))
+    return local_count(whole, plan.layout.tp, inside)
+
+
+def local_count(whole: int, tp: int, replicated: Iterable[int]) -> int | None:
+    """What one rank has of a count: its part, or 1 of heads that are replicated; None where it is neither."""
+    if whole % tp == 0:
+        return whole // tp
+    return 1 if whole in replicated else None
 
 
 def sharded_attention(plan: Plan) -> Callable[[str], bool]:

@@ -23,6 +23,7 @@ from megasched.lowering.linear import lower_linear
 from megasched.lowering.linear_te import TeProduct, lower_te_linear
 from megasched.lowering.local_attributes import divide_local_attributes
 from megasched.lowering.norms import fuse_norms
+from megasched.lowering.parts import parts_of, take_parts
 from megasched.lowering.plan import Plan
 from megasched.lowering.record_lowerings import PLANNED, carry_out_record
 from megasched.lowering.region import (
@@ -69,6 +70,10 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
     fuse_norms(model, lambda path: alone(path) and fused(path) and not traced(path))
     _enter_sequence_regions(model, context, alone)  # inside of TP regions, which have all of a rank's part
     _lower_regions(regions, model, context, alone)
+    if context.size > 1:
+        for path in {argument.path for argument in plan.derived.parts}:
+            if alone(path):
+                take_parts(model.get_submodule(path), parts_of(plan, path), context.group)
     divide_local_attributes(schedule.roles, model, context, alone)
     _settle_attention(model, context, alone)
     for path in plan.derived.forked:

@@ -19,6 +19,7 @@ from megasched.lowering.fp8 import choose_fp8
 from megasched.lowering.joining import join_columns
 from megasched.lowering.local_attributes import check_local_attributes
 from megasched.lowering.pairs import take_pairs
+from megasched.lowering.parts import check_parts
 from megasched.lowering.placing import place
 from megasched.lowering.plan import Plan
 from megasched.lowering.propagate import propagate
@@ -138,7 +139,8 @@ def _derive(model: nn.Module, plan: Plan, inputs: Mapping[str, Any] | None, caus
     except ScheduleError as error:
         return _with_sources(plan, error.problems)
     _mark_partial(plan)
-    return _with_sources(plan, [*problems, *plan.derived.problems]) + check_syncs(plan)
+    found = [*problems, *plan.derived.problems, *check_parts(plan)]
+    return _with_sources(plan, found) + check_syncs(plan)
 
 
 def _plan_sequence(plan: Plan, model: nn.Module) -> list[Problem]:
@@ -190,6 +192,7 @@ def _propagate(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_l
         forked_by_user=asked,
         gathered_by_user=gather,
         components={path: _components(plan, path) for path in plan.cuts},
+        heads={path: heads.of_components for path, heads in plan.replicated_heads.items()},
     )
 
 

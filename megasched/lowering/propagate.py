@@ -22,6 +22,7 @@ from megasched.trial.labelling import Labelling
 from megasched.trial.labels import Derived, Label, Region
 from megasched.trial.lookup import watch_lookups
 from megasched.trial.meta_call import call_hooks, run_on_meta, tensors_in
+from megasched.trial.parts import Argument, Part
 from megasched.trial.structure import Structure
 
 
@@ -36,6 +37,7 @@ def propagate(
     forked_by_user: frozenset[str] = frozenset(),
     gathered_by_user: frozenset[str] = frozenset(),
     components: Mapping[str, tuple[int, ...]] | None = None,
+    heads: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Derived:
     """Labels one forward and says what follows.
 
@@ -48,15 +50,17 @@ def propagate(
         forked_by_user: modules with a ``fork_rng`` record.
         gathered_by_user: column linears whose output the user wants gathered.
         components: path of a column linear -> sizes of the projections packed into its output.
+        heads: path of one with fewer heads than ranks -> how many, for each of its components (``dims.Along``).
     """
     gather = gathered_by_user
     regions: frozenset[str] = frozenset()
     not_regions: frozenset[str] = frozenset()
     rows_inside: frozenset[str] = frozenset()
+    parts: dict[Argument, Part] = {}
     lookups = None
     while True:
-        known = (gather, forked_by_user, components or {}, regions, not_regions, rows_inside)
-        run = Labelling(model, cuts, structure, sequence_parallel, *known)
+        known = (gather, forked_by_user, components or {}, regions, not_regions, rows_inside, parts)
+        run = Labelling(model, cuts, structure, sequence_parallel, *known, heads)
         for tensor in tensors_in(dict(inputs)):
             # A float input is an activation; what is made of ids alone (masks, positions) carries no gradient.
             run._set(tensor, Label(fed=True, active=tensor.is_floating_point()))
@@ -68,12 +72,14 @@ def propagate(
                 run.derived.gather |= run.label(tensor).columns
         refused = frozenset(run.not_regions)
         wanted = (regions | run.wanted_regions) - refused
-        # What was gathered for want of a region need not be in it.
-        found = gather if run.wanted_regions or refused > not_regions else gather | run.derived.gather
+        # What was gathered for want of a region, or of a part, need not be with it.
+        unsettled = run.wanted_regions or refused > not_regions or run.parts.wanted
+        found = gather if unsettled else gather | run.derived.gather
         rows = rows_inside | run.derived.rows_inside
-        if (found, wanted, refused, rows) == (gather, regions, not_regions, rows_inside):
+        if (found, wanted, refused, rows) == (gather, regions, not_regions, rows_inside) and not run.parts.wanted:
             break
         gather, regions, not_regions, rows_inside = found, wanted, refused, rows
+        parts |= run.parts.wanted
     run.derived.gather, run.derived.rows_inside = set(gather), set(rows_inside)
     run.derived.regions = find_entries(run.column_calls, run.other_uses, cuts, structure)
     for path in run.derived.needed_regions:

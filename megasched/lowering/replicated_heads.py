@@ -26,6 +26,11 @@ class ReplicatedHeads:
     heads: int
     components: tuple[int, ...] = ()
 
+    @property
+    def of_components(self) -> tuple[int, ...]:
+        """Heads of each component that ranks have several times; 0 for q, of which each has a part of its own."""
+        return (0, self.heads, self.heads) if self.components else (self.heads,)
+
     def rows(self, rank: int, size: int, features: int) -> list[tuple[int, int]]:
         """Half-open ranges of output rows for TP rank ``rank`` of ``size``: its part of q, one head of k and v.
 
@@ -50,8 +55,9 @@ def find_replicated_heads(
     tp, role, heads = schedule.layout.tp, schedule.role_of(path), schedule.roles.heads.get(path)
     if heads is None or heads % tp == 0:
         return None
-    packed = role == "qkv.packed" and len(components) == 3
-    if heads < tp and tp % heads == 0 and (role in ("qkv.k", "qkv.v") or packed):
+    # Heads of an inferred column are told where it was seen that they can be replicated.
+    packed = role in ("qkv.packed", "column") and len(components) == 3
+    if heads < tp and tp % heads == 0 and (role in ("qkv.k", "qkv.v", "column") or packed):
         uneven = _uneven_queries(components, heads, tp)
         return uneven or ReplicatedHeads(heads, components)
     what = f"TP {tp} does not divide {heads} heads of {role}"

@@ -28,15 +28,36 @@ class Along:
             dimension is ``outer`` times what is cut.
         components: sizes of the packed projections that lie one after the other there, each cut on its own;
             empty for one.
+        heads: of each component, where it has fewer than there are ranks, so that several have the same one; 0
+            where each rank has a part of its own. Empty where that holds for all.
     """
 
     dim: int
     outer: int = 1
     components: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
+
+    def on_rank(self, size: int, tp: int) -> int:
+        """How much of a dimension of this size one of ``tp`` ranks has."""
+        lengths = self.components or (size // self.outer,)
+        parts = self.heads or (0,) * len(lengths)
+        return self.outer * sum(length // (part or tp) for length, part in zip(lengths, parts, strict=True))
+
+
+# What ``follow`` says of a component of one head: every rank has all of it.
+ON_ALL_RANKS = Along(-1)
 
 
 class NeedsWhole(Exception):
-    """The operation can't be done part by part."""
+    """The operation can't be done part by part.
+
+    Args:
+        met: tensors that are whole where others are cut, and how they would have to be cut for it to be done.
+    """
+
+    def __init__(self, *met: tuple[torch.Tensor, Along]) -> None:
+        super().__init__()
+        self.met = met
 
 
 # Take the whole of the dimensions they are told, or of all where they are told none.
@@ -90,8 +111,8 @@ def follow(
     told = arguments_of(func, args, kwargs)
     if name in PRODUCTS:
         placed = _product(*operands[-2:], along, outputs[0])
-        if placed is not None and len(operands) > 2:  # what is added to the product
-            _same_for_all(operands[:1], [], placed, outputs[0])
+        if placed is not None and len(operands) > 2:
+            _added(operands[0], along(operands[0]), placed, outputs[0])
         return [placed] * len(outputs)
     if name == "cat":
         return [_cat(operands, cut, told["dim"] % x.dim())]
@@ -150,11 +171,14 @@ def _same_for_all(
 
     An expanded tensor was made of one as large as another; on a rank it is as large as that one is there.
     """
+    met = []
     for tensor in operands:
         own = place.dim - out.dim() + tensor.dim()
         differs = own >= 0 and tensor.shape[own] > 1 and tensor.stride(own) != 0
         if differs and all(tensor is not other for other in known):
-            raise NeedsWhole
+            met.append((tensor, replace(place, dim=own)))
+    if met:
+        raise NeedsWhole(*met)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, along: Callable[..., Any], out: torch.Tensor) -> Along | None:
@@ -163,6 +187,14 @@ def _product(a: torch.Tensor, b: torch.Tensor, along: Callable[..., Any], out: t
         raise NeedsWhole  # each rank would have a part of the sum
     places = {found for found in (left, right) if found is not None}
     return places.pop() if len(places) == 1 and a.dim() == b.dim() == out.dim() else None
+
+
+def _added(tensor: torch.Tensor, a: Along | None, place: Along, out: torch.Tensor) -> None:
+    """What is added to a product must be cut as the product is, or be the same for all."""
+    if a is None:
+        _same_for_all([tensor], [], place, out)
+    elif replace(a, dim=a.dim - tensor.dim() + out.dim()) != place:
+        raise NeedsWhole
 
 
 def _cat(operands: Sequence[torch.Tensor], cut: Sequence[tuple[torch.Tensor, Along]], dim: int) -> Along:
@@ -193,17 +225,20 @@ def _part(
         pieces = []
     if len(pieces) != len(outputs) or a.outer > 1:
         raise NeedsWhole
-    return [Along(dim, components=_components_of(a, size, start, end)) for start, end in pieces]
+    return [_between(a, size, start, end) for start, end in pieces]
 
 
-def _components_of(a: Along, size: int, start: int, end: int) -> tuple[int, ...]:
-    """Components between two positions, which must be boundaries of components."""
+def _between(a: Along, size: int, start: int, end: int) -> Along:
+    """How what lies between two positions is cut; they must be boundaries of components."""
     sizes = a.components or (size,)
     bounds = [0, *accumulate(sizes)]
     if start not in bounds or end not in bounds:
         raise NeedsWhole
-    found = sizes[bounds.index(start) : bounds.index(end)]
-    return found if len(found) > 1 else ()
+    chosen = slice(bounds.index(start), bounds.index(end))
+    components, heads = sizes[chosen], a.heads[chosen]
+    if set(heads) == {1}:
+        return ON_ALL_RANKS
+    return Along(a.dim, 1, components if len(components) > 1 else (), heads if any(heads) else ())
 
 
 def _moved(name: str, told: dict[str, Any], x: torch.Tensor, a: Along, out: torch.Tensor) -> Along | None:
@@ -227,16 +262,26 @@ def _moved(name: str, told: dict[str, Any], x: torch.Tensor, a: Along, out: torc
         dim = a.dim + out.dim() - x.dim()
     elif name.startswith("new_") and out.dim() == x.dim() and out.shape[: a.dim + 1] == x.shape[: a.dim + 1]:
         dim = a.dim  # sizes that were taken from a tensor that is cut
+    elif name == "index":
+        return _indexed(told["indices"], x, a, out)
     elif out.shape != x.shape or not (name in _KEEPS or _beside(name, told, x, a)):
         return None
     return replace(a, dim=dim)
 
 
 def _beside(name: str, told: dict[str, Any], x: torch.Tensor, a: Along) -> bool:
-    """Whether this takes or puts elements along other dimensions than the cut one."""
-    if name == "index":
-        return a.dim >= len(told["indices"]) or told["indices"][a.dim] is None
+    """Whether this takes or puts elements along another dimension than the cut one."""
     return name in _ALONG_ONE and told["dim"] % x.dim() != a.dim
+
+
+def _indexed(indices: Sequence[torch.Tensor | None], x: torch.Tensor, a: Along, out: torch.Tensor) -> Along | None:
+    """Elements that are taken along other dimensions leave the cut where it is; one index may have several."""
+    given = {dim: index for dim, index in enumerate(indices) if index is not None}
+    if a.dim in given:
+        return None
+    if len(given) > 1 or any(index.dtype == torch.bool for index in given.values()):
+        return a if out.shape == x.shape else None
+    return replace(a, dim=a.dim + sum(index.dim() - 1 for dim, index in given.items() if dim < a.dim))
 
 
 def _viewed(before: Sequence[int], a: Along, after: Sequence[int]) -> Along | None:
@@ -248,5 +293,16 @@ def _viewed(before: Sequence[int], a: Along, after: Sequence[int]) -> Along | No
             outer, rest = divmod(outside, passed)
             if rest or size % outer:
                 return None
-            return Along(index, outer, a.components if size == before[a.dim] else ())
+            components = _in_units(a.components, before[a.dim] // a.outer, size // outer)
+            return None if components is None else Along(index, outer, components, a.heads)
     return None
+
+
+def _in_units(components: tuple[int, ...], before: int, after: int) -> tuple[int, ...] | None:
+    """Sizes of components in a view that counts ``after`` (heads) where there were ``before`` (features).
+
+    None where a component is no whole number of them.
+    """
+    if any(size * after % before for size in components):
+        return None
+    return tuple(size * after // before for size in components)

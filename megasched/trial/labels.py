@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from megasched.errors import Problem
 from megasched.trial.crossing import Place
 from megasched.trial.dims import Along
+from megasched.trial.parts import Argument, Part
 from megasched.trial.recorded import LeafPath
 
 
@@ -22,7 +23,7 @@ class Label:
 
     Attributes:
         region: R, S, T or P.
-        columns: paths of the column linears that a T tensor stems from.
+        columns: paths of the column linears that a T tensor stems from, and a P tensor of one head.
         along: how a T or S tensor is cut; None where that could not be followed.
         rows: paths of the row linears that a whole or split tensor stems from, in their layer.
         params: replicated parameters that a tensor is made of, as long as no activation is.
@@ -69,6 +70,7 @@ class Derived:
             along the sequence then, None for those that stay whole.
         recorded: module around the layers -> which leaves of what it returns are such tensors, that HF's hooks
             recorded inside of the region.
+        parts: constants that are whole on all TP ranks, and of which each takes its part.
         inside: columns and rows that read a whole tensor inside of a needed region.
         rows_inside: rows whose output meets whole tensors inside of a needed region: it is one, too.
         split_slots: layer path -> arguments beside the hidden state that come from before the layers, are made of
@@ -97,6 +99,7 @@ class Derived:
     whole_slots: dict[str, set[int | str]] = field(default_factory=dict)
     exits: dict[str, dict[int, Along | None]] = field(default_factory=lambda: defaultdict(dict))
     recorded: dict[str, tuple[LeafPath, ...]] = field(default_factory=dict)
+    parts: dict[Argument, Part] = field(default_factory=dict)
     inside: set[str] = field(default_factory=set)
     rows_inside: set[str] = field(default_factory=set)
     split_slots: dict[str, tuple[int | str, ...]] = field(default_factory=dict)

@@ -16,10 +16,12 @@ from megasched.trial.structure import structure_of
 from megasched.verify.small_models import small_config
 
 
-def inferred(model_type, **options):
-    model = build_definition(small_config(model_type))
+def inferred(model_type, tp=2, **changes):
+    config = small_config(model_type)
+    vars(config).update(changes)
+    model = build_definition(config)
     attention.switch_on(model)
-    return model, infer_roles(model, read_plan(model), structure_of(model), **{"tp": 2, **options})
+    return model, infer_roles(model, read_plan(model), structure_of(model), tp=tp)
 
 
 def by_pattern(values):
@@ -33,6 +35,9 @@ def by_pattern(values):
         ("gpt_neo", ("num_heads",)),
         ("stablelm", ("num_heads", "num_key_value_heads")),
         ("persimmon", ("num_heads",)),
+        ("bloom", ("num_heads",)),
+        ("mpt", ("n_heads",)),
+        ("xglm", ("embed_dim", "num_heads")),
     ],
 )
 def test_every_linear_of_a_layer_is_cut_and_its_heads_are_counted(model_type, attributes):
@@ -40,6 +45,13 @@ def test_every_linear_of_a_layer_is_cut_and_its_heads_are_counted(model_type, at
     linears = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert linears <= roles.role.keys()
     assert set(roles.local_attributes.values()) == {attributes}
+    assert roles.declined == {}
+
+
+def test_a_group_of_heads_may_be_all_that_a_rank_has():
+    """One group needs no copy where two did: its operations are others, and its shapes as they must be."""
+    _, roles = inferred("falcon", new_decoder_architecture=True, num_kv_heads=2)
+    assert set(roles.local_attributes.values()) == {("num_heads", "num_kv_heads")}
     assert roles.declined == {}
 
 
@@ -72,6 +84,38 @@ def test_a_plan_is_kept_and_only_what_it_lacks_is_added():
         "model.layers.*.self_attn.kv_a_proj_with_mqa": "no other linear was found that it could be cut with",
         "model.layers.*.mlp.experts": "HF's plan: model.layers.*.mlp.experts is moe_tp_experts",
     }
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "tp", "heads", "attributes"),
+    [
+        ("stablelm", {}, 4, 2, ("num_heads", "num_key_value_heads")),
+        ("stablelm", {"num_key_value_heads": 1}, 2, 1, ("num_heads",)),
+        ("granitemoe", {"num_key_value_heads": 2}, 4, 2, None),
+    ],
+)
+def test_fewer_heads_than_ranks_are_replicated(model_type, changes, tp, heads, attributes):
+    _, roles = inferred(model_type, tp=tp, **changes)
+    found = {path.rpartition(".")[2]: roles.heads[path] for path in roles.heads}
+    assert found == {"k_proj": heads, "v_proj": heads}
+    assert roles.role.keys() >= roles.heads.keys()
+    assert set(roles.local_attributes.values()) == ({attributes} if attributes else set())
+    assert not roles.components.keys() & roles.heads.keys()
+
+
+def test_one_head_packed_with_those_of_query_is_replicated():
+    _, roles = inferred("gpt_bigcode")
+    packed = {f"transformer.h.{i}.attn.c_attn" for i in range(4)}
+    assert roles.heads == dict.fromkeys(packed, 1)
+    assert {roles.components[path] for path in packed} == {(64, 16, 16)}
+    assert set(roles.local_attributes.values()) == {("embed_dim",)}
+    assert roles.declined == {}
+
+
+def test_heads_that_ranks_cannot_share_leave_attention_whole():
+    _, three = inferred("stablelm", tp=3, num_attention_heads=6, hidden_size=96)
+    assert three.heads == {}
+    assert "TP 3 does not divide 2 heads" in three.declined["model.layers.0.self_attn.k_proj"]
 
 
 def test_heads_that_tp_does_not_divide_leave_attention_whole():

@@ -68,6 +68,17 @@ def test_kv_heads_fewer_than_ranks_at_tp4(ranks):
         assert [name for name, gaps in found.items() if gaps] == []
 
 
+def _one_head(family):
+    init_megatron(tp=2)
+    _, plan, _ = scheduled_copy(tiny_model(family, num_key_value_heads=1), _auto)
+    return sorted(plan.derived.gather), len(plan.replicated_heads), _gaps(family, num_key_value_heads=1)
+
+
+@pytest.mark.parametrize(("family", "projections"), [("llama", 4), ("phi3", 2), ("qwen3", 4), ("gemma2", 4)])
+def test_one_head_of_key_and_value_gathers_nothing(ranks, family, projections):
+    assert ranks.run(2, _one_head, family) == [(["lm_head"], projections, {})] * 2
+
+
 def _replicated():
     init_megatron(tp=4)
     built, plan, _ = scheduled_copy(tiny_model("llama"), _auto)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megasched.trial.dims import Along, NeedsWhole, follow
+from megasched.trial.dims import ON_ALL_RANKS, Along, NeedsWhole, follow
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
@@ -90,6 +90,9 @@ X = Along(2)
         (lambda x: x[:, :, None].squeeze(2), Along(2)),
         (lambda x: x[:1].squeeze(), Along(1)),
         (lambda x: x[0], Along(1)),
+        (lambda x: x[:, [1]], Along(2)),
+        (lambda x: x[torch.zeros(2, 2, dtype=torch.long, device="meta")], Along(3)),
+        (lambda x: x.unflatten(2, (4, 2))[..., [-1]], Along(2)),
         (lambda x: x[:, 1], Along(1)),
         (lambda x: x[:, 1:], Along(2)),
         (lambda x: x.expand(4, 2, 3, 8), Along(3)),
@@ -185,3 +188,53 @@ def test_components_are_taken_apart_at_their_boundaries(make, places):
             moved(make, (2, 3, 8), PACKED)
     else:
         assert moved(make, (2, 3, 8), PACKED) == places
+
+
+HEADS = Along(2, components=(8, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "place"),
+    [
+        (lambda x: x.view(2, 3, 8, 2), Along(2, components=(4, 2, 2))),
+        (lambda x: x.view(2, 3, 8, 2)[:, :, 4:6], Along(2)),
+        (lambda x: x.view(2, 3, 8, 2).view(2, 3, 16), HEADS),
+        (lambda x: x.view(2, 3, 2, 8), None),  # a part of the second would be another component's
+        (lambda x: x.view(6, 8, 2).view(2, 3, 16), HEADS),
+    ],
+)
+def test_components_are_counted_as_a_view_counts(make, place):
+    assert moved(make, (2, 3, 16), HEADS)[0] == place
+
+
+FEW = Along(2, components=(8, 2, 2), heads=(0, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "places"),
+    [
+        (lambda x: x.split([8, 2, 2], -1), [Along(2), ON_ALL_RANKS, ON_ALL_RANKS]),
+        (lambda x: x.split([8, 4], -1), [Along(2), ON_ALL_RANKS]),
+        (lambda x: x.split([10, 2], -1), [Along(2, components=(8, 2), heads=(0, 1)), ON_ALL_RANKS]),
+        (lambda x: x.view(2, 3, 6, 2)[:, :, :4], [Along(2)]),
+        (lambda x: x.view(2, 3, 6, 2)[:, :, 5:], [ON_ALL_RANKS]),
+        (lambda x: x * 2, [FEW]),
+    ],
+)
+def test_one_head_is_on_all_ranks(make, places):
+    assert moved(make, (2, 3, 12), FEW) == places
+
+
+@pytest.mark.parametrize(
+    ("along", "size", "tp", "length"),
+    [
+        (Along(0), 12, 4, 3),
+        (Along(0, outer=3), 12, 2, 6),
+        (Along(0, components=(8, 4)), 12, 4, 3),
+        (Along(0, heads=(2,)), 12, 4, 6),
+        (Along(0, components=(8, 2, 2), heads=(0, 1, 1)), 12, 4, 6),
+        (Along(0, outer=2, components=(8, 4, 4), heads=(0, 2, 2)), 32, 4, 12),
+    ],
+)
+def test_what_a_rank_has(along, size, tp, length):
+    assert along.on_rank(size, tp) == length

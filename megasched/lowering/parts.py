@@ -1,0 +1,56 @@
+"""Arguments of which each TP rank takes its part; which ones, ``trial/parts.py`` finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.errors import Problem
+from megasched.lowering.plan import Plan
+from megasched.lowering.wrap import Forward, wrap_forward
+from megasched.trial.parts import Part
+
+
+def check_parts(plan: Plan) -> list[Problem]:
+    """A problem for each argument of which ranks can't take equal parts."""
+    problems = []
+    for (path, slot), part in plan.derived.parts.items():
+        if part.count % plan.layout.tp:
+            what = f"TP {plan.layout.tp} does not divide the {part.count} heads or features of argument {slot!r}"
+            problems.append(Problem(what, path, remedy=f"a tensor parallel size that divides {part.count}"))
+    return problems
+
+
+def parts_of(plan: Plan, path: str) -> dict[int | str, Part]:
+    """Arguments of one module of which each rank takes its part."""
+    return {argument.slot: part for argument, part in plan.derived.parts.items() if argument.path == path}
+
+
+def take_parts(module: nn.Module, parts: Mapping[int | str, Part], group: Any) -> None:
+    """Hands the module this rank's part of these arguments: [..., heads, ...] -> [..., heads / tp, ...].
+
+    They carry no gradient, so nothing is communicated.
+    """
+
+    def wrapper(forward: Forward) -> Forward:
+        def taken(*args: Any, **kwargs: Any) -> Any:
+            found = dict([*enumerate(args), *kwargs.items()])
+            found.update({slot: _taken(found[slot], part, group) for slot, part in parts.items()})
+            return forward(*(found[index] for index in range(len(args))), **{name: found[name] for name in kwargs})
+
+        return taken
+
+    wrap_forward(module, wrapper)
+
+
+def _taken(x: torch.Tensor, part: Part, group: Any) -> torch.Tensor:
+    """A view where the dimension counts nothing else: masks of every head are large."""
+    length = part.count // group.size()
+    start = length * group.rank()
+    if x.shape[part.dim] == part.count:
+        return x.narrow(part.dim, start, length)
+    apart = x.unflatten(part.dim, (-1, part.count))  # [b*heads, ...] -> [b, heads, ...]
+    return apart.narrow(part.dim + 1, start, length).flatten(part.dim, part.dim + 1)

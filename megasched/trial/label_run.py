@@ -1,0 +1,259 @@
+"""What operations do to labels (``labels.py``): one forward of a definition on meta, every tensor carrying one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.errors import Problem
+from megasched.roles import Cut
+from megasched.trial.dims import ON_ALL_RANKS, Along, NeedsWhole, follow
+from megasched.trial.entries import ColumnCall
+from megasched.trial.labels import Derived, Label
+from megasched.trial.meta_call import DefaultScalars, tensors_in
+from megasched.trial.parts import Argument, Part, Parts
+from megasched.trial.structure import Structure
+
+# Give tensors of one value, from nothing or from such a tensor: each rank can make its own part of one.
+_ALIKE = frozenset(["zeros", "ones", "full", "detach"])
+_RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform_")
+
+
+class LabelRun(DefaultScalars):
+    """A run whose operations label what they give; ``Labelling`` (``labelling.py``) adds what modules do.
+
+    A dispatch mode, so that it also sees what custom autograd functions do.
+
+    Args:
+        regions: modules that must be TP regions as a whole, known from runs before.
+        not_regions: modules that can't be.
+        rows_inside: row linears whose output stays inside of a region.
+        parts: arguments of modules that are constants, and of which each rank takes its part.
+        heads: path of a column linear that ranks have the same heads of -> see ``Along``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cuts: Mapping[str, Cut],
+        structure: Structure | None,
+        sequence_parallel: bool,
+        gather: frozenset[str],
+        forked_by_user: frozenset[str],
+        components: Mapping[str, tuple[int, ...]],
+        regions: frozenset[str] = frozenset(),
+        not_regions: frozenset[str] = frozenset(),
+        rows_inside: frozenset[str] = frozenset(),
+        parts: Mapping[Argument, Part] | None = None,
+        heads: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.model, self.cuts, self.structure = model, cuts, structure
+        self.components = components
+        self.sequence_parallel = sequence_parallel
+        self.layers = set(structure.layer_paths()) if sequence_parallel and structure else set()
+        self.gather = gather
+        self.forked_by_user = forked_by_user
+        self.regions, self.not_regions = regions, set(not_regions)
+        self.rows_inside = rows_inside
+        self.wanted_regions: set[str] = set()
+        self.parts = Parts(parts or {})
+        self.heads = heads or {}
+        self.derived = Derived()
+        self.labels: dict[int, Label] = {}
+        self.kept: list[torch.Tensor] = []
+        self.stack: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.slots: dict[str, tuple[int | str, ...]] = {}
+        self.column_calls: list[ColumnCall] = []
+        self.other_uses: dict[int, set[str]] = defaultdict(set)
+        self.summed_outputs: dict[int, str] = {}
+        self.tokens = torch.Size((1, 1))
+        self.alike: set[int] = set()
+        self.silent = 0
+        for name, parameter in model.named_parameters():
+            self._set(parameter, Label(params=frozenset([name])))
+
+    # labels -----------------------------------------------------------------------------------------
+
+    def label(self, tensor: torch.Tensor) -> Label:
+        return self.labels.get(id(tensor), Label())
+
+    def _set(self, tensor: torch.Tensor, label: Label) -> None:
+        self.labels[id(tensor)] = label
+        self.kept.append(tensor)  # keeps the id from being given to another tensor
+        if label.region == "T" and label.along is not None:
+            place = label.along
+            lengths = place.components or (tensor.shape[place.dim] // place.outer,)
+            parts = place.heads or (0,) * len(lengths)
+            cut = {length for length, part in zip(lengths, parts, strict=True) if not part}
+            for column in label.columns:
+                self.derived.cut_sizes[column] |= cut
+            if label.along.dim != tensor.dim() - 1:
+                self.derived.by_heads |= label.columns
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.silent:
+            return output
+        operands = tensors_in((args, kwargs or {}))
+        joined = self._join([self.label(t) for t in operands])
+        path = self.stack[-1][0] if self.stack else ""
+        for tensor in operands:
+            self.other_uses[id(tensor)].update(entry[0] for entry in self.stack)
+            self.kept.append(tensor)
+        if func.__name__.split(".")[0].endswith("_") and operands and id(operands[0]) in self.summed_outputs:
+            self.derived.overwritten.add(self.summed_outputs[id(operands[0])])
+        outputs = tensors_in(output)
+        if func.__name__.split(".")[0] in _ALIKE and self.alike.issuperset(map(id, operands)):
+            self.alike.update(map(id, outputs))
+        for tensor, along in zip(outputs, self._follow(func, args, kwargs or {}, outputs, joined), strict=True):
+            on_all = along == ON_ALL_RANKS
+            self._set(tensor, replace(joined, region="P") if on_all else replace(joined, along=along))
+        if any(word in func.__name__ for word in _RANDOM):
+            self._random(path, joined)
+        return output
+
+    def _follow(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], joined: Label
+    ) -> list[Along | None]:
+        """How the outputs are cut; what the operation needs whole is gathered."""
+        if joined.region not in ("T", "S"):
+            self.parts.follow(func, args, kwargs, tensors_in((args, kwargs)), outputs)
+            return [None] * len(outputs)
+        try:
+            found = follow(func, args, kwargs, outputs, lambda tensor: self.label(tensor).along)
+        except NeedsWhole as needs:
+            found = None
+            if joined.region == "T" and self.parts.want(needs.met, joined.columns, self._around()):
+                return [None] * len(outputs)
+        if joined.region == "T":
+            if found is None:
+                self.derived.gather |= joined.columns
+        elif found is None or any(along is None for along in found):
+            self._need_sequence()
+        return found or [None] * len(outputs)
+
+    def _join(self, labels: list[Label]) -> Label:
+        """The label of what an operation makes of its operands."""
+        regions = {label.region for label in labels}
+        params = frozenset().union(*(label.params for label in labels))
+        fed = any(label.fed for label in labels)
+        whole = any(label.active and label.region == "R" for label in labels)
+        rows = frozenset().union(*(label.rows for label in labels))
+        if "T" in regions:
+            columns = frozenset().union(*(label.columns for label in labels))
+            self.derived.partial |= params
+            if (whole or "S" in regions) and not self._want_region():
+                self.derived.gather |= columns
+            return Label("T", columns, active=True, fed=True)
+        if "P" in regions:
+            self.derived.partial |= params
+            columns = frozenset().union(*(label.columns for label in labels))
+            outside = self.structure is not None and not any(self._in_layers(path) for path, _, _ in self.stack)
+            if outside and not columns:
+                self._problem(
+                    "a tensor from inside of a tensor-parallel region is read after the layers, which were not "
+                    "handed it out",
+                    "have the modules return it, or leave the region's linears whole",
+                )
+            if (whole or "S" in regions) and columns:
+                self.derived.gather |= columns
+            elif whole or "S" in regions:
+                self._meets_inside(rows, [label for label in labels if label.active and label.region in "RS"])
+            return Label("P", columns, active=True, fed=True)
+        if "S" in regions:
+            self.derived.sequence |= params
+            if whole:
+                self._problem(
+                    "a whole activation meets one that is split along the sequence",
+                    "switch sequence parallelism off for this architecture",
+                )
+            return Label("S", rows=rows, active=True, fed=True)
+        active = any(label.active for label in labels) or bool(params and fed)
+        if active:
+            self.derived.complete |= params
+        return Label(rows=rows, params=frozenset() if active else params, active=active, fed=fed)
+
+    def _problem(self, what: str, remedy: str) -> None:
+        path = self.stack[-1][0] if self.stack else ""
+        if all(problem.module != path for problem in self.derived.problems):
+            self.derived.problems.append(Problem(what, path, remedy=remedy))
+
+    def _random(self, path: str, label: Label) -> None:
+        """A dropout on T activations must draw other numbers on each rank; S ones are covered layer by layer."""
+        if label.region == "P" and self.sequence_parallel:
+            self._problem(
+                "draws random numbers for activations that are whole inside a region of sequence parallelism",
+                "switch this dropout off, or sequence parallelism",
+            )
+        if label.region != "T":
+            return
+        if any(not user or path == user or path.startswith(user + ".") for user in self.forked_by_user):
+            return
+        if isinstance(self.model.get_submodule(path), nn.Dropout):
+            self.derived.forked.add(path)
+        else:
+            self._problem(
+                "draws random numbers for activations that are sharded over TP, outside of nn.Dropout",
+                f'call sch["{path}"].fork_rng(), so that the ranks draw different ones',
+            )
+
+    # regions ----------------------------------------------------------------------------------------
+
+    def _around(self) -> str | None:
+        """The outermost running module below a layer; None outside of the layers and in a layer's own code."""
+        if self.structure is None:
+            return None
+        for path, _, _ in self.stack:
+            index = self.structure.index_of(path)
+            if index is not None and path != self.structure.layer_path(index):
+                return path
+        return None
+
+    def _want_region(self) -> bool:
+        """Asks for the module around to be one TP region; False where it can't be, or is one already."""
+        path = self._around()
+        if path is None or path in self.regions or path in self.not_regions or not self.slots.get(path):
+            return False
+        self.wanted_regions.add(path)
+        return True
+
+    def _meets_inside(self, rows: frozenset[str], others: list[Label]) -> None:
+        """Outside tensors meet whole ones inside a region: what rows give can stay inside, nothing else can."""
+        region = f"{self._around()}."
+        if rows and all(label.rows and all(row.startswith(region) for row in label.rows) for label in others):
+            self.derived.rows_inside |= rows
+        else:
+            self._refuse_region()
+
+    def _refuse_region(self) -> None:
+        path = self._around()
+        if path in self.regions:
+            self.not_regions.add(path)
+
+    def _need_sequence(self) -> None:
+        """Something here needs the whole sequence."""
+        if not self._want_region():
+            self._problem(
+                "needs the whole sequence, and gets a part of it",
+                "switch sequence parallelism off for this architecture",
+            )
+
+    def _in_layers(self, path: str) -> bool:
+        return self.structure is not None and self.structure.index_of(path) is not None
+
+    @contextmanager
+    def _silently(self) -> Any:
+        self.silent += 1
+        try:
+            yield
+        finally:
+            self.silent -= 1
