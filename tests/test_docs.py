@@ -283,7 +283,7 @@ def models(folder: Path) -> None:
     """The model folders that the pages speak of; configs alone."""
     from transformers import AutoConfig
 
-    AutoConfig.for_model("bloom").save_pretrained(folder / "bloom")
+    AutoConfig.for_model("falcon").save_pretrained(folder / "falcon")
     AutoConfig.for_model("gpt_neo").save_pretrained(folder / "gpt-neo-1.3B")
     AutoConfig.for_model(
         "qwen3",
