@@ -32,6 +32,8 @@ from megasched.trial.structure import Structure
 
 # So many attributes at most must be divided together.
 _AT_MOST = 3
+# Which layer a module is of, as HF calls it: no count, and other than that all layers may be the same.
+_PLACES = frozenset(["layer_idx", "layer_id", "layer_number", "block_idx"])
 # They say nothing of shapes, and are not always there: a reshape copies where it can give no view, which may be
 # otherwise for one head of several; whether a new constant is detached depends on the modes that are on.
 _SAME = (torch.ops.aten.clone.default, torch.ops.aten.detach.default)
@@ -208,7 +210,8 @@ def _own_code(structure: Structure, path: str) -> bool:
 
 def _candidates(module: nn.Module) -> dict[str, int]:
     """Attributes that may count heads or features: integers of a module, and of its config."""
-    own = {name: value for name, value in vars(module).items() if type(value) is int and value > 1}
+    numbers = {name: value for name, value in vars(module).items() if type(value) is int and value > 1}
+    own = {name: value for name, value in numbers.items() if name not in _PLACES}
     config = vars(module).get("config")
     fields = vars(config) if config is not None else {}
     counted = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "hidden_size")
