@@ -78,14 +78,14 @@ def test_transfers_and_gradients_under_sequence_parallelism(inspect):
     assert not weight(found[f"{LAYER}.mlp.up_proj"]).partial_gradient
 
 
-def test_one_linear_alone_shares_nothing_unless_attention_reads_the_length():
+def test_one_linear_alone_shares_nothing_unless_its_heads_are_viewed_by_the_length():
     derived = Derived(
         regions={
             "mlp": Region((0,), ("mlp.up",)),
             "attn": Region((0,), ("attn.qkv",)),
             "pair": Region((0,), ("pair.gate", "pair.up")),
         },
-        attention={"attn": (8, True)},
+        by_heads={"attn.qkv"},
     )
     layout = {"tensor_model_parallel_size": 2}
     plan = Plan(Layout(**layout), [], derived=derived)
