@@ -13,11 +13,14 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megasched.errors import MegaschedError
+
+if TYPE_CHECKING:
+    from megasched.layout import Layout
 
 # Set to 1, the traceback of an error is printed too; entry.py reads it for the runs of scripts.
 TRACEBACK = "MEGASCHED_TRACEBACK"
@@ -120,6 +123,21 @@ Objective = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
+def _layout(tp: int, sp: bool, pp: int, cp: int, ep: int, *, vp: int = 1, dp: int = 1, **more: Any) -> Layout:
+    from megasched.layout import Layout
+
+    return Layout(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp if vp != 1 else None,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        data_parallel_size=dp,
+        **more,
+    )
+
+
 @app.command()
 def show(
     schedule: Annotated[
@@ -153,20 +171,11 @@ def show(
 
     No GPU, no process group and no weights are needed.
     """
-    from megasched.layout import Fp8, Layout
+    from megasched.layout import Fp8
     from megasched.report.console import quiet_imports, report_console
 
-    layout = Layout(
-        tensor_model_parallel_size=tp,
-        sequence_parallel=sp,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vp if vp != 1 else None,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-        data_parallel_size=dp,
-        micro_batch_size=micro_batch_size,
-        fp8=Fp8(fp8_recipe=fp8_recipe) if fp8_recipe is not None else None,
-    )
+    fp8 = Fp8(fp8_recipe=fp8_recipe) if fp8_recipe is not None else None
+    layout = _layout(tp, sp, pp, cp, ep, vp=vp, dp=dp, micro_batch_size=micro_batch_size, fp8=fp8)
     with quiet_imports():
         from megasched.report.show import inspect_schedule
         from megasched.report.show_view import print_report
@@ -209,16 +218,9 @@ def explain(
 
     No GPU, no process group and no weights are needed.
     """
-    from megasched.layout import Layout
     from megasched.report.console import quiet_imports, report_console
 
-    layout = Layout(
-        tensor_model_parallel_size=tp,
-        sequence_parallel=sp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-    )
+    layout = _layout(tp, sp, pp, cp, ep)
     with quiet_imports():
         from megasched.report.explain import explain_schedule
 
@@ -264,18 +266,9 @@ def verify(
     random weights: loss, logits, hidden states, every gradient, the gradient norm and the optimizer's step are
     compared with plain Hugging Face in one process. The exit status is 0 when all are equal.
     """
-    from megasched.layout import Layout
     from megasched.report.console import quiet_imports, report_console
 
-    layout = Layout(
-        tensor_model_parallel_size=tp,
-        sequence_parallel=sp,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vp if vp != 1 else None,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-        data_parallel_size=dp,
-    )
+    layout = _layout(tp, sp, pp, cp, ep, vp=vp, dp=dp)
     with quiet_imports():
         from megasched.report.verify_view import print_verification
         from megasched.verify.verify import certify, verify_schedule
