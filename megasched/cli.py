@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megasched.cli_options import Cp, Dp, Ep, HfModel, HfOverride, Json, Objective, Pp, Sp, Tp, TrustRemoteCode, Vp
 from megasched.errors import MegaschedError
 
 if TYPE_CHECKING:
     from megasched.layout import Layout
+    from megasched.report.show import ShowReport
 
 # Set to 1, the traceback of an error is printed too; entry.py reads it for the runs of scripts.
 TRACEBACK = "MEGASCHED_TRACEBACK"
@@ -101,28 +103,6 @@ def primitives(name: Annotated[str | None, typer.Argument(help="Print all about 
         print_primitive(name)
 
 
-HfModel = Annotated[str, typer.Option(metavar="DIR", help="The Hugging Face model; only its config.json is read.")]
-Tp = Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="TP ranks.")]
-Sp = Annotated[bool, typer.Option("--sp", "--sequence-parallel", help="Sequence parallelism.")]
-Pp = Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="Pipeline ranks.")]
-Cp = Annotated[int, typer.Option("--cp", "--context-parallel-size", help="Ranks that share a sequence.")]
-Ep = Annotated[int, typer.Option("--ep", "--expert-model-parallel-size", help="Ranks that share out experts.")]
-Vp = Annotated[
-    int, typer.Option("--vp", "--num-virtual-stages-per-pipeline-rank", help="Model chunks per pipeline rank.")
-]
-Dp = Annotated[int, typer.Option("--dp", help="Replicas of the whole.")]
-HfOverride = Annotated[
-    list[str] | None, typer.Option(metavar="FIELD=VALUE ...", help="Change fields of the HF config.")
-]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-]
-Objective = Annotated[
-    str | None, typer.Option(metavar="NAME", help="What it is trained to do, if not causal_lm; as for a run.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
-
-
 def _layout(tp: int, sp: bool, pp: int, cp: int, ep: int, *, vp: int = 1, dp: int = 1, **more: Any) -> Layout:
     from megasched.layout import Layout
 
@@ -163,6 +143,9 @@ def show(
     trust_remote_code: TrustRemoteCode = False,
     objective: Objective = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, layers unfolded.")] = False,
+    diff: Annotated[
+        str | None, typer.Option(metavar="SCHEDULE", help="Print what this schedule does otherwise instead.")
+    ] = None,
     records: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the schedule's calls, to compare or replay them.")
     ] = None,
@@ -180,21 +163,33 @@ def show(
         from megasched.report.show import inspect_schedule
         from megasched.report.show_view import print_report
 
-    report = inspect_schedule(
-        schedule,
-        hf_model,
-        layout,
-        sequence_length=seq_length,
-        overrides=hf_override or (),
-        trust_remote_code=trust_remote_code,
-        objective=objective,
-        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-    )
+    def inspect(name: str) -> ShowReport:
+        return inspect_schedule(
+            name,
+            hf_model,
+            layout,
+            sequence_length=seq_length,
+            overrides=hf_override or (),
+            trust_remote_code=trust_remote_code,
+            objective=objective,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+        )
+
+    report = inspect(schedule)
     if records is not None:
         from megasched.records import save_records
 
         save_records(report.records, records)
-    if as_json:
+    if diff is not None:
+        from megasched.report.diff import compare_reports
+        from megasched.report.diff_view import print_diff
+
+        found = compare_reports(report, inspect(diff))
+        if as_json:
+            print(json.dumps(found.to_dict(), indent=1))
+        else:
+            print_diff(found, report_console())
+    elif as_json:
         print(json.dumps(report.to_dict(), indent=1))
     else:
         print_report(report, report_console())
@@ -251,6 +246,7 @@ def verify(
     cp: Cp = 1,
     ep: Ep = 1,
     dp: Dp = 1,
+    bf16: Annotated[bool, typer.Option("--bf16", help="In bf16, as near to float64 as plain HF in bf16.")] = False,
     layers: Annotated[int | None, typer.Option(min=1, help="Of the small copy; 4, or one a stage.")] = None,
     full_size: Annotated[bool, typer.Option("--full-size", help="No small copy: the model as it is.")] = False,
     certificate: Annotated[
@@ -277,6 +273,7 @@ def verify(
         schedule,
         hf_model,
         layout,
+        bf16=bf16,
         full_size=full_size,
         layers=layers,
         overrides=hf_override or (),

@@ -180,6 +180,14 @@ def test_show_prints_a_folded_tree_of_100_columns(run, schedule, llama, monkeypa
     assert max(map(len, out.splitlines())) <= 100
 
 
+def test_show_diff_as_json_and_as_a_page(run, schedule, llama):
+    words = ("show", "auto", "--hf-model", llama, "--tp", 2, "--diff", schedule)
+    status, out, _ = run(*words, "--json")
+    assert (status, json.loads(out)["changes"]) == (0, [])
+    status, out, _ = run(*words)
+    assert (status, out.splitlines()[-1]) == (0, "both do the same to every module")
+
+
 def test_records_are_saved(run, schedule, llama, tmp_path):
     path = tmp_path / "records.json"
     assert run("show", schedule, "--hf-model", llama, "--records", path)[0] == 0
@@ -262,10 +270,12 @@ def test_doctor_ends_with_1_when_nothing_can_run(run, monkeypatch):
 
 def test_verify_prints_writes_and_ends_with_its_verdict(run, llama, tmp_path, monkeypatch):
     from megasched.layout import Layout
+    from megasched.verify.checks import Check
     from megasched.verify.locate import Finding
-    from megasched.verify.verify import Check, Verification
+    from megasched.verify.verify import Verification
 
-    finding = Finding("forward", "model.norm", "what it gives", (1,), 0.5, "it is 2 times", "twice", ("a hook",))
+    call = ("model.norm", "model.norm: hook(mode='fw_post')", "mine.py:3")
+    finding = Finding("forward", "model.norm", "what it gives", (1,), 0.5, "twice", "a cause", (call,), (call,))
     checks = [Check("loss", 2e-3, 1e-5, equal=False), Check("dropout masks", None, 0.0)]
     layout = Layout(tensor_model_parallel_size=2)
     found = Verification(
@@ -279,6 +289,7 @@ def test_verify_prints_writes_and_ends_with_its_verdict(run, llama, tmp_path, mo
     assert (status, asked["layers"]) == (1, 6)
     assert "where it goes wrong first: forward, model.norm" in out
     assert "what it gives is off by 5.0e-01 on rank 1" in out
+    assert out.count("model.norm: hook(mode='fw_post')  (mine.py:3)") == 2
     assert json.loads(file.read_text())["found"]["verdict"] == "wrong"
     found.verdict, found.finding = "equal", None
     status, out, _ = run(*words, "--json")

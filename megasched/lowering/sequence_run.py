@@ -9,8 +9,7 @@ every rank; where there is no such module, context parallelism is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,9 +23,9 @@ from megasched.lowering.context_masks import context_masks, whole_sequence
 from megasched.lowering.given_positions import takes_counted_positions
 from megasched.lowering.zigzag import Zigzag
 from megasched.trial.dims import Along
-from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.trial.meta_call import call_hooks, meta_copy, run_on_meta, tensors_in
 from megasched.trial.recorded import change_leaves
-from megasched.trial.sequence_dims import CONSTANTS, follow_sequence
+from megasched.trial.sequence_flow import SequenceFlow
 from megasched.trial.sequence_plan import SequencePlan, SequenceRegion
 from megasched.trial.sequence_trial import (
     REMEDY,
@@ -34,14 +33,11 @@ from megasched.trial.sequence_trial import (
     Origin,
     closed_over,
     dims_as_long,
-    numbers_in,
     numbers_of_length,
     takes_positions,
     trial_sizes,
 )
 from megasched.trial.structure import Structure
-
-_WRITES = "_"  # ends the name of an operation that changes its operand
 
 
 def plan_sequence(
@@ -73,36 +69,8 @@ def plan_sequence(
     return run.plan
 
 
-class SequenceRun(DefaultScalars):
+class SequenceRun(SequenceFlow):
     """One run, with some modules run on the whole sequence."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        structure: Structure,
-        size: int,
-        sizes: tuple[int, int],
-        regions: frozenset[str],
-        refuse_region: Callable[[str], str],
-    ) -> None:
-        super().__init__()
-        self.model, self.structure, self.size = model, structure, size
-        self.regions, self.refuse_region = regions, refuse_region
-        self.batch, self.length = sizes
-        self.numbers: list[tuple[Any, ...]] = []
-        self.plan = SequencePlan()
-        self.wanted: set[str] = set()
-        self.places: dict[int, Along] = {}
-        self.local: dict[int, Origin] = {}
-        self.spoiled: dict[int, Origin] = {}
-        self.of_positions: set[int] = set()
-        self.recorded: set[int] = set()
-        self.whole: set[int] = set()
-        self.kept: list[torch.Tensor] = []
-        self.stack: list[Call] = []
-        self.inside: str | None = None
-        self.open_regions = ExitStack()
-        self.silent = 0
 
     def run(self) -> None:
         """Runs the model once; ``wanted`` and ``plan`` say what was found."""
@@ -132,134 +100,6 @@ class SequenceRun(DefaultScalars):
             return
         if not self.structure.calls_loss:
             self._take_part(output.logits, "logits")
-
-    # what is known of tensors -------------------------------------------------------------------------
-
-    def place(self, tensor: torch.Tensor) -> Along | None:
-        """Where the sequence is in a tensor; None for one that is the same on all ranks."""
-        return self.places.get(id(tensor))
-
-    def _put(self, tensor: torch.Tensor, along: Along) -> None:
-        self.places[id(tensor)] = along
-        self.local.pop(id(tensor), None)
-        self.kept.append(tensor)  # keeps the id from being given to another tensor
-
-    def _spoil(self, tensor: torch.Tensor, origin: Origin) -> None:
-        self.local[id(tensor)] = origin
-        self.places.pop(id(tensor), None)
-        self.kept.append(tensor)
-
-    def _origin_of(self, tensor: torch.Tensor) -> Origin | None:
-        storage = tensor.untyped_storage()._cdata if self.spoiled else 0
-        return self.local.get(id(tensor)) or self.spoiled.get(storage)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and not self.silent:
-            self._asked_for_value(args[0])
-        output = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.silent:
-            return output
-        operands, outputs = tensors_in((args, kwargs or {})), tensors_in(output)
-        if self.inside:
-            self._refuse_crossing(operands)
-            return output
-        if self._is_whole(operands):
-            self._note_whole(outputs)
-            return output
-        if torch.Tag.pointwise in getattr(func, "tags", ()):
-            self.numbers.append((self.stack[-1].path, func.__name__, *numbers_in(args, kwargs)))
-        if any(id(tensor) in self.of_positions for tensor in operands):
-            self.of_positions.update(id(tensor) for tensor in outputs)
-        origins = [origin for tensor in operands if (origin := self._origin_of(tensor)) is not None]
-        split = [tensor for tensor in operands if id(tensor) in self.places]
-        name = getattr(func, "__name__", str(func)).partition(".")[0]
-        if origins:
-            for origin in origins if split else ():
-                self._need(origin)
-            self._spoil_all(name, outputs, origins[0])
-        elif split and name not in CONSTANTS:
-            self._follow(func, name, args, kwargs or {}, outputs)
-        else:
-            self._made(name, outputs)
-        return output
-
-    def _follow(
-        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor]
-    ) -> None:
-        partly = name.endswith(_WRITES) and self.place(args[0]) is None
-        found = follow_sequence(func, args, kwargs, outputs, self.place)
-        for tensor, along in zip(outputs, found, strict=True):
-            if along is None:
-                origin = self._origin(f"{name.strip('_')} takes other tokens than its own")
-                self._spoil_all(name, [tensor], origin)
-            else:
-                self._put(tensor, along)
-                if partly and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes():
-                    self._spoil_all(name, [tensor], self._origin(f"{name.strip('_')} writes into a larger tensor"))
-
-    def _made(self, name: str, outputs: list[torch.Tensor]) -> None:
-        """Of no part of the sequence, and as long as one: constants are harmless, counted places are not."""
-        for tensor in outputs:
-            dims = dims_as_long(tensor, self.batch, self.length)
-            if dims and len(dims) == 1 and name in CONSTANTS:
-                self._put(tensor, dims[0])
-            elif dims:
-                self._spoil(
-                    tensor, self._origin(f"{name} makes something as long as a rank's part of the sequence")
-                )
-                self.of_positions.add(id(tensor))
-
-    def _spoil_all(self, name: str, outputs: list[torch.Tensor], origin: Origin) -> None:
-        for tensor in outputs:
-            self._spoil(tensor, origin)
-            if name.endswith(_WRITES):  # what the operand is a view of, too
-                self.spoiled[tensor.untyped_storage()._cdata] = origin
-
-    def _asked_for_value(self, tensor: torch.Tensor) -> None:
-        """A number that was made of positions decides on something: of the longest position, e.g. which rotary
-        frequencies are used. Others are checks of the token ids."""
-        origin = self._origin_of(tensor)
-        if origin is not None and id(tensor) in self.of_positions and not self.inside:
-            self._need(origin)
-
-    # regions ------------------------------------------------------------------------------------------
-
-    def _origin(self, why: str) -> Origin:
-        return Origin(self._region_here(), self.stack[-1].path if self.stack else "", why)
-
-    def _region_here(self) -> str | None:
-        """The module to be run on the whole sequence for what runs now: in a layer the outermost one below it, or
-        else the layer; outside of layers the innermost one. It must be handed a part, to know the length."""
-        calls = [call for call in self.stack if any(id(t) in self.places for t in tensors_in(call[1:]))]
-        for call in calls:
-            index = self.structure.index_of(call.path)
-            if index is not None and call.path != self.structure.layer_path(index):
-                return call.path
-        layers = [call.path for call in calls if self.structure.index_of(call.path) is not None]
-        around = f"{self.structure.layers}."
-        others = [call.path for call in calls if call.path and not around.startswith(f"{call.path}.")]
-        return layers[-1] if layers else others[-1] if others else None
-
-    def _need(self, origin: Origin) -> None:
-        """What came about there is needed right: the whole sequence has to be there."""
-        path, what = origin.region, f"context parallelism: it needs the whole sequence ({origin.why})"
-        if path is None:
-            self._problem(origin.path, f"{what}, and no module of its own is handed it", REMEDY)
-        elif reason := self.refuse_region(path):
-            self._problem(path, f"{what}, and {reason}", REMEDY)
-        else:
-            self.wanted.add(path)
-
-    def _problem(self, path: str, what: str, remedy: str) -> None:
-        if all(problem.module != path for problem in self.plan.problems):
-            self.plan.problems.append(Problem(what, path, remedy=remedy))
-
-    def _refuse_crossing(self, operands: list[torch.Tensor]) -> None:
-        if any(id(tensor) in self.places or self._origin_of(tensor) is not None for tensor in operands):
-            what = "context parallelism: it needs the whole sequence, and reads a part that it is not handed"
-            self._problem(self.inside or "", what, REMEDY)
 
     def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.stack.append(Call(path, args, kwargs))
@@ -355,23 +195,13 @@ class SequenceRun(DefaultScalars):
 
         return change_leaves(path, output, {at: partial(gathered, along=along) for at, along in split.items()})
 
-    def _note_whole(self, tensors: list[torch.Tensor]) -> None:
-        self.whole.update(map(id, tensors))
-        self.kept += tensors
-
-    def _is_whole(self, operands: list[torch.Tensor]) -> bool:
-        """Whether an operation takes what was gathered, and no part of the sequence with it: it sees the true
-        length."""
-        parts = any(id(tensor) in self.places or self._origin_of(tensor) is not None for tensor in operands)
-        return not parts and any(id(tensor) in self.whole for tensor in operands)
-
     def _resized(self, tensor: torch.Tensor, along: Along, factor: float) -> torch.Tensor:
         shape = list(tensor.shape)
         shape[along.dim] = round(shape[along.dim] * factor)
         with self._silently():
             return tensor.new_empty(shape)
 
-    # calls that are known -----------------------------------------------------------------------------
+    # calls that are known ----------------------------------------------------------------------------
 
     def _take_part(self, tensor: torch.Tensor, what: str) -> None:
         """Something that must be a part of the sequence, each token by itself."""
@@ -429,11 +259,3 @@ class SequenceRun(DefaultScalars):
         self._take_part(logits, "the loss")
         with self._silently():
             return logits.new_zeros(())
-
-    @contextmanager
-    def _silently(self) -> Iterator[None]:
-        self.silent += 1
-        try:
-            yield
-        finally:
-            self.silent -= 1

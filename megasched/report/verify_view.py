@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
 from megasched.report.new_adapter_view import VERDICTS
+from megasched.verify.checks import Check
+from megasched.verify.guilt import Call
 from megasched.verify.locate import Finding
-from megasched.verify.verify import Check, Verification
+from megasched.verify.verify import Verification
 
 
 def print_verification(found: Verification, console: Console) -> None:
     """Prints the verdict, every number, and where it goes wrong; made for 100 columns."""
     what = f"a copy of {found.layers} small layers" if found.small else f"at full size, {found.layers} layers"
     subject = f"[bold]{escape(found.model)}[/] ({what}) under [bold]{escape(found.schedule)}[/]"
-    console.print(f"{subject} at {found.layout}, against HF alone")
+    precision = " in bf16" if found.bf16 else ""
+    console.print(f"{subject} at {found.layout}{precision}, against HF alone")
     if found.checks:
         console.print(_table(found.checks))
     colour = VERDICTS[found.verdict]
@@ -34,7 +39,7 @@ def _table(checks: list[Check]) -> Table:
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for check in checks:
         error = "" if check.error is None else f"{check.error:.1e}"
-        tolerance = f"{check.tolerance:.0e}" if check.tolerance else ""
+        tolerance = f"{check.tolerance:.1e}" if check.tolerance else ""
         verdict = "[green]equal[/]" if check.equal else "[red]wrong[/]"
         table.add_row(check.name, error, tolerance, verdict, escape(check.worst))
     return table
@@ -52,7 +57,12 @@ def _print_finding(finding: Finding, console: Console) -> None:
         lines.append(f"usual cause: {finding.cause}")
     for line in lines:
         console.print(Padding(escape(line), (0, 0, 0, 2), expand=False))
-    if finding.records:
-        console.print(Padding("asked for there by the schedule:", (0, 0, 0, 2), expand=False))
-    for record in finding.records:
-        console.print(Padding(escape(record), (0, 0, 0, 4), expand=False))
+    _print_calls("asked for there by the schedule:", finding.records, console)
+    _print_calls("all is right without:", finding.guilty, console)
+
+
+def _print_calls(heading: str, calls: Sequence[Call], console: Console) -> None:
+    if calls:
+        console.print(Padding(heading, (0, 0, 0, 2), expand=False))
+    for _, asked, source in calls:
+        console.print(Padding(escape(f"{asked}  ({source})"), (0, 0, 0, 4), expand=False))

@@ -13,6 +13,7 @@ from megasched.lowering.zigzag import Zigzag
 from megasched.placement import Placement
 from megasched.trial.dims import Along
 from megasched.verify.causes import usual_cause
+from megasched.verify.guilt import Call
 from megasched.verify.matching import COPIES, Match, match, relation
 from megasched.verify.reference import FLOOR, HfStep, relative
 from megasched.verify.sightings import Event
@@ -34,7 +35,8 @@ class Finding:
         error: relative to the largest right value.
         relation: how the wrong numbers relate to the right ones; empty where that is not simple.
         cause: what usually does that.
-        records: calls of the schedule on that module or nearest to it, with file and line.
+        records: calls of the schedule on that module or nearest to it: path, what was asked for, file and line.
+        guilty: calls without which all is right, where such were looked for and found.
     """
 
     direction: Literal["forward", "backward"]
@@ -44,7 +46,8 @@ class Finding:
     error: float
     relation: str
     cause: str
-    records: tuple[str, ...] = ()
+    records: tuple[Call, ...] = ()
+    guilty: tuple[Call, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -76,7 +79,7 @@ class Locator:
         for event in seen.order:
             found = self.compare(event, gradient=False)
             if found is not None and found.error > NOTICED:
-                return self._finding("forward", event, found)
+                return self.finding("forward", event, found)
         return None
 
     def backward(self) -> Finding | None:
@@ -88,7 +91,7 @@ class Locator:
             if event in seen.gradients:
                 found = self.compare(event, gradient=True)
                 if found is not None and found.error > NOTICED:
-                    return self._finding("backward", event, found)
+                    return self.finding("backward", event, found)
             if kind == "out" and path not in checked:
                 checked.add(path)
                 finding = self._parameters_of(path)
@@ -161,7 +164,8 @@ class Locator:
 
     # findings ---------------------------------------------------------------------------------------
 
-    def _finding(self, direction: Literal["forward", "backward"], event: Event, found: Match) -> Finding:
+    def finding(self, direction: Literal["forward", "backward"], event: Event, found: Match) -> Finding:
+        """What there is to say of an event that matches in no way."""
         path, kind = event
         gradient = direction == "backward"
         wanted = self.wanted(event, gradient)
@@ -223,7 +227,7 @@ class Locator:
         assert self.expected.sightings is not None
         return self.expected.sightings.sources
 
-    def _records(self, path: str) -> tuple[str, ...]:
+    def _records(self, path: str) -> tuple[Call, ...]:
         """Calls on the module; else below it and on those that take what it gives; else on what is around."""
         takers = [taker for taker, source in self._sources().items() if source == path]
         near = [f"{one}." for one in (path, *takers)]
@@ -233,7 +237,7 @@ class Locator:
             lambda at: at in takers or any(at.startswith(one) for one in near),
             *((lambda at, one=one: at == one) for one in around),
         ):
-            found = [f"{text}  ({source})" for at, text, source in self.facts.records if chosen(at)]
+            found = [record for record in self.facts.records if chosen(record[0])]
             if found:
                 return tuple(found[:4])
         return ()

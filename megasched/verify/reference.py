@@ -49,13 +49,15 @@ def hf_model(
     return materialize(definition, source).train()
 
 
-def hf_loss(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean cross entropy over all tokens, computed from HF's logits; and the logits.
+def hf_loss(
+    model: Any, tokens: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean cross entropy over all tokens, computed from HF's logits in ``dtype``; and the logits.
 
     What a router adds (``output_router_logits``) is added as the definition's own forward does it.
     """
     output = model(input_ids=tokens)
-    loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1).float(), labels.flatten())
+    loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1).to(dtype), labels.flatten())
     of_router = getattr(output, "aux_loss", None)
     if of_router is not None:
         name = "router_aux_loss_coef"

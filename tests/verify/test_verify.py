@@ -10,7 +10,8 @@ from megasched.layout import Layout
 from megasched.verify.locate import Finding
 from megasched.verify.reference import hf_model
 from megasched.verify.small_models import small_config
-from megasched.verify.verify import step_errors, verify_schedule
+from megasched.verify.steps import step_errors
+from megasched.verify.verify import verify_schedule
 
 FAULTS = Path(__file__).with_name("faults.py")
 TP2 = Layout(tensor_model_parallel_size=2)
@@ -112,8 +113,28 @@ def test_a_planted_mistake_is_caught_and_located(ranks, tmp_path, fault):
     assert cause in finding.cause
     assert finding.ranks == {"untied_tie": (0,), "multiplier_twice": (1,)}.get(fault, (0, 1))
     if fault in BY_THE_SCHEDULE:
-        assert BY_THE_SCHEDULE[fault] in finding.records[0]
-        assert "faults.py:" in finding.records[0]
+        ((path, asked, source),) = finding.guilty  # without this one call all is right
+        assert BY_THE_SCHEDULE[fault] in asked
+        assert source.startswith("tests/verify/faults.py:") or source.startswith(f"{FAULTS}:")
+        assert finding.records[0] == (path, asked, source)
+
+
+def test_in_bf16_plain_hf_is_the_measure(ranks, tmp_path):
+    found = verify_schedule("auto", save("llama", tmp_path), TP2_SP, bf16=True, ranks=ranks)
+    assert (found.verdict, found.why) == ("equal", "")
+    numbers = {check.name: check for check in found.checks}
+    assert list(numbers) == ["loss", "logits", "gradients together", "each gradient", "gradient norm"]
+    assert 2.0**-10 < numbers["logits"].error < numbers["logits"].tolerance < 2.0**-4
+
+
+def test_in_bf16_a_mistake_is_found_as_well(ranks, tmp_path):
+    fault = f"{FAULTS}:dropped_forward_reduce"
+    found = verify_schedule(fault, save("llama", tmp_path), TP2, bf16=True, ranks=ranks)
+    ranks.renew()
+    assert found.verdict == "wrong"
+    assert (found.finding.direction, found.finding.where) == ("forward", "model.layers.1.self_attn.o_proj")
+    ((path, asked, _),) = found.finding.guilty
+    assert (path, "shard(" in asked) == ("model.layers.1.self_attn.o_proj", True)
 
 
 def test_a_schedule_for_more_layers_is_refused_with_the_way_out(ranks, tmp_path):

@@ -1,0 +1,151 @@
+"""What counts as equal in bf16: no further from float64 than plain HF in bf16 is, but for a small factor.
+
+All start from the same weights, rounded to bf16, so that what is compared is arithmetic alone. An error is the
+norm of a difference over the norm of what float64 gives. What the factors must allow for:
+
+- On one rank, the order of sums: joined columns, fused norms and Megatron's layers round elsewhere than HF does.
+- Under TP, one more rounding for each row: a rank's part of the product is rounded to bf16 before the parts are
+  added, and under SP so is each gradient that is gathered or scattered.
+- A single parameter's error is a sample of few numbers (a norm of 32), all gradients together one of 10^4.
+- The loss is a mean in which errors cancel; how far is luck. So it is held to a sixteenth of bf16's rounding, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from megasched.verify.checks import Check
+from megasched.verify.locate import Finding, Locator
+from megasched.verify.reference import Float64, HfStep, hf_loss, hf_model, relative
+from megasched.verify.sightings import Watch
+from megasched.verify.trainer_run import gather, logits_of, losses
+
+if TYPE_CHECKING:
+    from megasched.verify.trainer_run import RankReport
+
+UNIT = 2.0**-8  # half of bf16's spacing at 1
+# Beyond what plain HF has at the same place, and beyond what one rounding more or less does.
+NOTICED = 8.0
+
+
+@dataclass(frozen=True)
+class Factors:
+    """How many times plain HF's error in bf16 a scheduled model's may be: of the logits, of all gradients
+    together, and of a single parameter's."""
+
+    logits: float
+    gradients: float
+    single: float
+
+
+# Largest measured, by tests/parity/test_bf16.py: 1.00, 1.06, 1.24 on one rank; 1.10, 1.20, 1.56 at TP2 with SP.
+ONE_RANK = Factors(logits=1.05, gradients=1.25, single=1.5)
+TENSOR_PARALLEL = Factors(logits=1.25, gradients=1.5, single=2.0)
+
+
+def rounded_step(
+    folder: str,
+    batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    dtype: torch.dtype,
+    *,
+    random_init: bool = True,
+    trust_remote_code: bool = False,
+    watch: bool = False,
+) -> HfStep:
+    """One global batch through plain HF with weights rounded to bf16; buffers stay as they are.
+
+    Args:
+        dtype: of the arithmetic: bfloat16, or float64 for the exact result. Gradients are added up in float64 over
+            the micro-batches, and the softmax of the loss is in float32 at least.
+        watch: look at what every module takes and gives.
+    """
+    model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().to(dtype)
+    if dtype == torch.float64 and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # torch's grouped product takes no float64
+    looker = Watch(model, [path for path, _ in model.named_modules() if path] if watch else [])
+    seen, total, logits = looker.seen, 0.0, []
+    gradients = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    wide = torch.promote_types(dtype, torch.float32)
+    for tokens, labels in batches:
+        model.zero_grad()
+        with Float64() if dtype == torch.float64 else nullcontext():
+            loss, output = hf_loss(model, tokens, labels, wide)
+        looker.close()
+        (loss / len(batches)).backward()
+        total += float(loss.detach()) / len(batches)
+        logits.append(output.detach().double())
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] += parameter.grad
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+    return HfStep(total, logits, gradients, norm, seen if watch else None)
+
+
+def compare_bf16(reports: list[RankReport], plain: HfStep, exact: HfStep, tp: int) -> list[Check]:
+    """A run in bf16 against float64; tolerances are multiples of plain HF's own error.
+
+    Args:
+        plain, exact: ``rounded_step`` in bf16 and in float64.
+    """
+    factors = TENSOR_PARALLEL if tp > 1 else ONE_RANK
+    gradients = gather(reports, "gradients", tp)
+    norm = max((report.grad_norms[0] for report in reports), key=lambda norm: abs(norm - exact.grad_norm))
+    checks = [_number("loss", losses(reports)[0], plain.loss, exact.loss)]
+    error, theirs = _error(logits_of(reports), exact.logits), _error(plain.logits, exact.logits)
+    checks.append(_check("logits", error, theirs, factors.logits))
+    whole = _together(exact.gradients)
+    error, theirs = _error(_together(gradients), whole), _error(_together(plain.gradients), whole)
+    checks.append(_check("gradients together", error, theirs, factors.gradients))
+    ratios = {
+        name: (_error(gradients[name], wanted), _error(plain.gradients[name], wanted))
+        for name, wanted in exact.gradients.items()
+        if float(wanted.norm()) > 0
+    }
+    worst = max(ratios, key=lambda name: ratios[name][0] / max(ratios[name][1], 1e-30))
+    checks.append(_check("each gradient", *ratios[worst], factors.single, worst))
+    checks.append(_number("gradient norm", norm, plain.grad_norm, exact.grad_norm))
+    return checks
+
+
+def first_beyond(locator: Locator, plain: HfStep) -> Finding | None:
+    """The first module in the forward that is far further from float64 than plain HF in bf16 is there.
+
+    Args:
+        locator: of the run, with the step in float64 as what is expected.
+    """
+    seen, theirs = locator.expected.sightings, plain.sightings
+    assert seen is not None
+    assert theirs is not None
+    for event in seen.order:
+        found = locator.compare(event, gradient=False)
+        if found is None or event not in theirs.values:
+            continue
+        yardstick = max(relative(theirs.values[event].double(), seen.values[event].double()), UNIT / 2)
+        if found.error > NOTICED * yardstick:
+            return locator.finding("forward", event, found)
+    return None
+
+
+def _check(name: str, error: float, plain: float, factor: float, worst: str = "") -> Check:
+    return Check(name, error, factor * plain, worst, error <= factor * plain)
+
+
+def _number(name: str, got: float, plain: float, exact: float) -> Check:
+    error, limit = abs(got / exact - 1), max(UNIT / 16, abs(plain / exact - 1))
+    return Check(name, error, limit, equal=error <= limit)
+
+
+def _error(got: torch.Tensor | Sequence[torch.Tensor], exact: torch.Tensor | Sequence[torch.Tensor]) -> float:
+    got, exact = (x if isinstance(x, torch.Tensor) else torch.cat(list(x)) for x in (got, exact))
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+def _together(gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])
