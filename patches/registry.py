@@ -15,7 +15,10 @@ from megasched.errors import ConfigError
 from megasched.patches.attributes import Undo, resolve
 
 # One file each; every one of them defines PATCH.
-MODULES = ("host_cuda", "arguments", "wheel_helpers", "adamw_resume", "fp32_resume", "zigzag_positions")
+MODULES = (
+    *("host_cuda", "arguments", "wheel_helpers", "adamw_resume", "fp32_resume", "zigzag_positions"),
+    "model_flops",
+)
 
 
 def _always_needed() -> str | None:

@@ -19,6 +19,7 @@ from megasched.certificate import require_certificate, subject_of
 from megasched.compatibility import refuse_unverified
 from megasched.errors import NAMED_MODULES, ConfigError, Problem, ScheduleError
 from megasched.layout import Layout
+from megasched.lowering.flops import forward_flops
 from megasched.lowering.fp8 import left_in_16_bits
 from megasched.lowering.plan import Plan
 from megasched.lowering.planning import make_plan
@@ -88,6 +89,17 @@ class Session:
             what = f"context parallelism is for causal language models, and this is a {objective.model}"
             raise ScheduleError(Problem(what, remedy="run it without --context-parallel-size"))
         return plan
+
+    @cached_property
+    def training_flops(self) -> float:
+        """FLOPs to train a causal language model on one sequence: of the forward, and twice as many of the
+        backward. What is recomputed is not counted again, as in Megatron.
+
+        Raises:
+            ScheduleError: the definition does not run on meta at this length.
+        """
+        inputs = objective_of(self.definition).trial_inputs(self.definition.config, 1, self.batch_shape[1])
+        return 3.0 * sum(forward_flops(self.replaced, inputs).values())
 
     def pipeline_layout(self, sequence_length: int) -> str | None:
         """Megatron's layout string of ``stage_layers``; None without a pipeline.
@@ -356,6 +368,11 @@ def get_session() -> Session:
             "no schedule is open; start the run with `python -m megasched SCRIPT --model-schedule ...`"
         )
     return _current[0]
+
+
+def has_session() -> bool:
+    """Whether this process trains a definition."""
+    return bool(_current)
 
 
 def weight_source(args: Namespace, definition: Any) -> WeightSource:

@@ -4,8 +4,8 @@ numbers differ, how they relate to the right ones, and what usually does that.""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -49,9 +49,6 @@ class Finding:
     records: tuple[Call, ...] = ()
     guilty: tuple[Call, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass
 class Locator:
@@ -67,7 +64,8 @@ class Locator:
 
     def __post_init__(self) -> None:
         assert self.expected.sightings is not None
-        self._floor = FLOOR * max(float(g.abs().max()) for g in self.expected.sightings.gradients.values())
+        largest = (float(gradient.abs().max()) for gradient in self.expected.sightings.gradients.values())
+        self._floor = FLOOR * max(largest, default=0.0)
 
     def first(self) -> Finding | None:
         """The first difference, in the order in which things are computed; None where no module shows any."""
