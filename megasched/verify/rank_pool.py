@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +41,9 @@ START_SECONDS = 300
 # After the first failure, the time that the other ranks get to end by themselves.
 GRACE_SECONDS = 3
 OUTPUT_CHARS = 4000
+# Environment variable of the ranks: the pool's folder.
+FOLDER = "MEGASCHED_RANKS_FOLDER"
+CACHE = "cache"
 
 
 class RankError(AssertionError):
@@ -64,6 +68,7 @@ class Template:
                     **os.environ,
                     "PYTHONSAFEPATH": "1",
                     "PYTHONPATH": os.pathsep.join(search_path()),
+                    FOLDER: str(folder),
                     "OMP_NUM_THREADS": "1",
                     "OPENBLAS_NUM_THREADS": "1",
                     "CUDA_VISIBLE_DEVICES": "",
@@ -169,6 +174,8 @@ class RankPool:
         ):
             report = _report(ranks, outcomes, timeout)
             self._end_ranks()
+            # A rank may have been stopped while it wrote there.
+            shutil.rmtree(Path(self._folder.name) / CACHE, ignore_errors=True)
             raise RankError(report)
         return [pickle.loads(outcomes[rank.number][1]) for rank in ranks]
 
@@ -188,6 +195,7 @@ class RankPool:
         if self._template is not None:
             self._template.close()
             self._template = None
+        self._folder.cleanup()
 
     def _end_ranks(self) -> None:
         for rank in self._ranks:
@@ -209,6 +217,11 @@ class RankPool:
 
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return self._store.port
+
+
+def cache_folder() -> Path:
+    """In a rank: the folder that the cases of a pool share, for indices of mock data (50 MiB a split)."""
+    return Path(os.environ[FOLDER]) / CACHE
 
 
 def search_path() -> list[str]:

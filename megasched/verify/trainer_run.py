@@ -11,12 +11,12 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megasched.lowering.zigzag import Zigzag
+from megasched.verify.rank_pool import cache_folder
 from megasched.verify.sightings import Sightings, Watch
 
 VOCABULARY = 99  # divides by no TP: the embedding is padded
@@ -95,7 +95,6 @@ def train(
     *,
     iterations: int,
     schedule: str = "auto",
-    cache: str = "",
     random_init: bool = True,
     tokens: tuple[int, int] | None = None,
     script: str = "pretrain_gpt",
@@ -125,7 +124,7 @@ def train(
     entry._set_builder()
     given = RUN_FLAGS if mock_data else [flag for flag in RUN_FLAGS if flag != "--mock-data"]
     argv = [*given, "--model-schedule", schedule, "--hf-model", hf_model, "--train-iters", str(iterations)]
-    argv += ["--data-cache-path", cache or str(Path(hf_model) / "cache"), *flags]
+    argv += ["--data-cache-path", str(cache_folder()), *flags]
     argv += ["--allow-unverified", *(["--hf-random-init"] if random_init else [])]  # it is what verifies
     module = importlib.import_module(f"megasched.launch.{script}")
     sys.argv = [f"{script}.py", *rehearsal_flags(argv).argv]
