@@ -1,0 +1,126 @@
+"""A step of Megatron's pipeline schedules, event by event: what runs on each pipeline rank in which order and when.
+
+The orders are those of ``megatron/core/pipeline_parallel/schedules.py``: 1F1B without interleaving, and the
+interleaved schedule where a rank has several model chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megasched.timeline import Span
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one micro-batch costs in one model chunk, in seconds.
+
+    Attributes:
+        send: to bring the hidden state to the next chunk, or its gradient to the one before.
+    """
+
+    forward: float
+    backward: float
+    send: float = 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """One forward or backward of a micro-batch in a model chunk of a rank."""
+
+    forward: bool
+    microbatch: int
+    chunk: int
+
+
+def order_of(rank: int, pp: int, vpp: int, microbatches: int) -> list[Work]:
+    """What a pipeline rank does in one step, in order.
+
+    Raises:
+        ValueError: interleaving with micro-batches that are no multiple of PP, which Megatron refuses.
+    """
+    if vpp > 1 and microbatches % pp:
+        raise ValueError(f"{microbatches} micro-batches are no multiple of PP {pp}, which interleaving needs")
+    table = _table(pp, vpp, microbatches)
+    warm_up = pp - rank - 1 if vpp == 1 else 2 * (pp - rank - 1) + (vpp - 1) * pp
+    warm_up = min(warm_up, len(table))
+    forwards = [Work(True, microbatch, chunk) for microbatch, chunk in table]
+    backwards = [Work(False, microbatch, vpp - 1 - chunk) for microbatch, chunk in table]
+    steady = [
+        one for pair in zip(forwards[warm_up:], backwards[: len(table) - warm_up], strict=True) for one in pair
+    ]
+    return [*forwards[:warm_up], *steady, *backwards[len(table) - warm_up :]]
+
+
+def _table(pp: int, vpp: int, microbatches: int) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) in the order of forwards: PP micro-batches go through all chunks, then the next PP."""
+    if vpp == 1:
+        return [(microbatch, 0) for microbatch in range(microbatches)]
+    return [
+        (microbatch, chunk)
+        for first in range(0, microbatches, pp)
+        for chunk in range(vpp)
+        for microbatch in range(first, first + pp)
+    ]
+
+
+def in_flight(rank: int, pp: int, vpp: int, microbatches: int) -> list[tuple[int, ...]]:
+    """What is alive on a rank at each work of a step: micro-batches of each chunk whose forward has run (the one
+    that runs now included) and whose backward has not ended."""
+    alive = [0] * vpp
+    found = []
+    for work in order_of(rank, pp, vpp, microbatches):
+        if work.forward:
+            alive[work.chunk] += 1
+        found.append(tuple(alive))
+        if not work.forward:
+            alive[work.chunk] -= 1
+    return found
+
+
+def simulate(chunks: Sequence[Sequence[Chunk]], microbatches: int) -> list[Span]:
+    """The forwards and backwards of one step.
+
+    A rank does one thing at a time, in Megatron's order, and waits for what it needs: the hidden state of the chunk
+    before, the gradient of the chunk after. ``send`` passes between the end there and the begin here.
+
+    Args:
+        chunks: [PP][VPP], the model's chunks by rank.
+        microbatches: of the step.
+
+    Returns:
+        Spans of all ranks, ordered by rank and start.
+    """
+    pp, vpp = len(chunks), len(chunks[0])
+    todo = [order_of(rank, pp, vpp, microbatches) for rank in range(pp)]
+    done = [0] * pp
+    clock = [0.0] * pp
+    ready: dict[tuple[bool, int, int], float] = {}  # (forward, micro-batch, stage) -> when its input is there
+    waiting: dict[tuple[bool, int, int], int] = {}  # the same -> rank that waits for it
+    spans: list[list[Span]] = [[] for _ in range(pp)]
+    runnable = list(range(pp))
+    last = pp * vpp - 1
+    while runnable:
+        rank = runnable.pop()
+        while done[rank] < len(todo[rank]):
+            work = todo[rank][done[rank]]
+            stage = work.chunk * pp + rank
+            needs = (work.forward, work.microbatch, stage)
+            first = stage == 0 if work.forward else stage == last
+            if not first and needs not in ready:
+                waiting[needs] = rank
+                break
+            cost = chunks[rank][work.chunk]
+            start = max(clock[rank], 0.0 if first else ready[needs])
+            end = start + (cost.forward if work.forward else cost.backward)
+            spans[rank].append(
+                Span(rank, "forward" if work.forward else "backward", work.microbatch, work.chunk, start, end)
+            )
+            clock[rank] = end
+            done[rank] += 1
+            given = (work.forward, work.microbatch, stage + (1 if work.forward else -1))
+            ready[given] = end + cost.send
+            if given in waiting:
+                runnable.append(waiting.pop(given))
+    return [span for of_rank in spans for span in of_rank]
