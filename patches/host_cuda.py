@@ -140,7 +140,7 @@ def is_installed() -> bool:
     return PATCH.name in registry.active()
 
 
-def _change(*, force: bool = False) -> Undo:
+def _change(*, force: bool = False, quiet: bool = False) -> Undo:
     _refuse_real_cuda(force)
     _set_environment()
     from megasched.patches import host_cuda_emulation as emulation
@@ -152,7 +152,7 @@ def _change(*, force: bool = False) -> Undo:
         for target, name in surfaces:
             undos.append(set_attribute(target, getattr(emulation, name), rebind=("megatron",)))
     undos.append(_silence_shared_generator_warning())
-    if os.environ.get("RANK", "0") == "0":
+    if not quiet and os.environ.get("RANK", "0") == "0":
         print(_banner(emulation.device_count()), file=sys.stderr, flush=True)
     return lambda: undo_all(undos)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
 from megasched.lowering.region import Forward, wrap_forward
@@ -47,6 +48,11 @@ def _epsilon(module: nn.Module) -> float | None:
 
 def _is_rms_norm(module: nn.Module, eps: float) -> bool:
     """Compares the module with torch's kernel on numbers that tell: small ones show epsilon, others the weight."""
+    with unset_fake_temporarily():  # a plan builds models of tensors without values
+        return _computes_rms_norm(module, eps)
+
+
+def _computes_rms_norm(module: nn.Module, eps: float) -> bool:
     size = module.weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(size, generator=generator)

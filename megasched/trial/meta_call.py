@@ -51,9 +51,10 @@ class DefaultScalars(TorchDispatchMode):
             func is torch.ops.aten.nonzero.default
         ):  # how many there are is a value; of one, all that follows is seen
             return args[0].new_empty((1, args[0].dim()), dtype=torch.long)
-        if func is torch.ops.aten._grouped_mm.default and args[1].dim() == 3:
+        if func is torch.ops.aten._grouped_mm.default:
             # Its rule for meta takes bfloat16 alone, the kernels for CPUs and newer GPUs more than that.
-            return args[0].new_empty(args[0].shape[0], args[1].shape[2])
+            groups = (args[2].shape[0],) if args[0].dim() == args[1].dim() == 2 else ()
+            return args[0].new_empty(*groups, args[0].shape[-2], args[1].shape[-1])
         if func is torch.ops.aten.index.Tensor:  # by a mask: one place, as above
             args = (args[0], [place for index in args[1] for place in _one_place(index)])
         if func is torch.ops.aten.split_with_sizes.default and not sum(args[1]):  # sizes that were asked for

@@ -101,20 +101,67 @@ def train(
     mock_data: bool = True,
     watch: bool = False,
 ) -> RankReport:
-    """Runs Megatron's trainer on this rank, in rehearsal, as ``python -m megasched`` would.
+    """Runs Megatron's trainer on this rank and hands back what it saw; see ``run_trainer``.
 
     Args:
-        random_init: initialise the weights instead of reading them from ``hf_model``.
-        script: bundled entry script, without ``.py``.
-        mock_data: whether batches are Megatron's mock data, or of the ``--data-path`` in ``flags``.
         tokens: half-open range of token ids that the batches are to hold; what Megatron's mock data has otherwise.
         watch: look at what every module takes and gives.
     """
     from megatron.core import parallel_state
     from megatron.training import training
 
-    from megasched import patches
     from megasched.launch import pretrain_gpt, pretraining
+
+    report = RankReport(-1, -1, -1)
+    undo = [
+        _record_steps(training, report, watch),
+        _record_finalized_gradients(training, report),
+        _record_batches(pretrain_gpt, report, tokens),
+        _record_samples(pretraining, report),
+        _record_logits(report),
+    ]
+    try:
+        run_trainer(
+            hf_model,
+            flags,
+            iterations=iterations,
+            schedule=schedule,
+            random_init=random_init,
+            script=script,
+            mock_data=mock_data,
+        )
+    finally:
+        for one in undo:
+            one()
+    report.tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    report.dp_rank = parallel_state.get_data_parallel_rank()
+    report.pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    report.cp_rank = parallel_state.get_context_parallel_rank()
+    report.ep_rank = parallel_state.get_expert_model_parallel_rank()
+    report.expert_dp_rank = parallel_state.get_expert_data_parallel_rank()
+    report.weights = _shards(_chunks, lambda parameter: parameter.detach().clone())
+    _chunks.clear()
+    return report
+
+
+def run_trainer(
+    hf_model: str,
+    flags: list[str],
+    *,
+    iterations: int,
+    schedule: str = "auto",
+    random_init: bool = True,
+    script: str = "pretrain_gpt",
+    mock_data: bool = True,
+) -> None:
+    """Runs Megatron's trainer on this rank, in rehearsal, as ``python -m megasched`` would.
+
+    Args:
+        random_init: initialise the weights instead of reading them from ``hf_model``.
+        script: bundled entry script, without ``.py``.
+        mock_data: whether batches are Megatron's mock data, or of the ``--data-path`` in ``flags``.
+    """
+    from megasched import patches
     from megasched.megatron import entry
     from megasched.megatron.rehearsal import rehearsal_flags
 
@@ -128,28 +175,7 @@ def train(
     argv += ["--allow-unverified", *(["--hf-random-init"] if random_init else [])]  # it is what verifies
     module = importlib.import_module(f"megasched.launch.{script}")
     sys.argv = [f"{script}.py", *rehearsal_flags(argv).argv]
-    report = RankReport(-1, -1, -1)
-    undo = [
-        _record_steps(training, report, watch),
-        _record_finalized_gradients(training, report),
-        _record_batches(pretrain_gpt, report, tokens),
-        _record_samples(pretraining, report),
-        _record_logits(report),
-    ]
-    try:
-        module.main()
-    finally:
-        for one in undo:
-            one()
-    report.tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    report.dp_rank = parallel_state.get_data_parallel_rank()
-    report.pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    report.cp_rank = parallel_state.get_context_parallel_rank()
-    report.ep_rank = parallel_state.get_expert_model_parallel_rank()
-    report.expert_dp_rank = parallel_state.get_expert_data_parallel_rank()
-    report.weights = _shards(_chunks, lambda parameter: parameter.detach().clone())
-    _chunks.clear()
-    return report
+    module.main()
 
 
 _chunks: list[Any] = []

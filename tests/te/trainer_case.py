@@ -20,11 +20,12 @@ def main(port: str, folder: Path, runs: list[dict[str, Any]]) -> None:
     import torch
 
     from megasched.patches import apply, host_cuda
-    from megasched.verify import rank_worker
+    from megasched.verify import rank_pool, rank_worker
 
     torch.set_num_threads(1)
     host_cuda.install(force=True)
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=port)
+    os.environ[rank_pool.FOLDER] = str(folder)  # as a pool's ranks have it
     for name in rank_worker.PATCHES:
         apply(name)
     found = []

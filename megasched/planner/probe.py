@@ -1,0 +1,250 @@
+"""What one micro-batch costs in memory, measured on the scheduled modules themselves.
+
+A rank's stage is built as a training run builds it, of tensors without memory (``FakeTensorMode``) in process
+groups that send nothing (torch's fake backend), and runs forward and backward. ``LiveBytes`` counts what autograd
+keeps and what is alive for a moment. Nothing here knows what a transformer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megasched.patches.attributes import set_attribute
+from megasched.planner.live_bytes import LiveBytes
+from megasched.trial.meta_call import DefaultScalars, tensors_in
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megasched.layout import Layout
+    from megasched.megatron.scheduled_model import ScheduledModel
+    from megasched.megatron.session import Session
+    from megasched.megatron.stage import Stage
+    from megasched.placement import Placement
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of one micro-batch in a stage of one layer.
+
+    Attributes:
+        before: kept from forward to backward of what is made before the layer, the received hidden state included.
+        layer: kept of the rest; the hidden state that goes out is in it.
+        output: of that hidden state; Megatron lets go of it once it is sent. 0 where a stage sends nothing.
+        forward: the most that is alive during the forward.
+        backward: the most that comes on top of what was kept, until the gradient leaves the layer.
+        ending: the most that is alive after that, in the backward of what stands before the layers.
+        held: alive from step to step beside the parameters: buffers, tables, communication buffers.
+    """
+
+    before: int
+    layer: int
+    output: int
+    forward: int
+    backward: int
+    ending: int
+    held: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What of a run decides what a micro-batch costs, beside its layout.
+
+    Attributes:
+        sequence_length: of whole sequences.
+        dtype: of parameters and activations.
+        recompute_granularity: Megatron's: None, "selective" (attention's core) or "full" (whole layers).
+    """
+
+    micro_batch_size: int
+    sequence_length: int
+    dtype: torch.dtype = torch.bfloat16
+    recompute_granularity: str | None = None
+
+
+# HF takes another way with fake tensors than with real ones: it makes masks that training does without. What it
+# asks -> the answer in a run of whole sequences.
+_OF_REAL_TENSORS = {
+    "transformers.utils.import_utils:is_fake_tensor": False,
+    "transformers.masking_utils:find_packed_sequence_indices": None,
+}
+
+
+@contextmanager
+def fake_groups(layout: Layout) -> Iterator[None]:
+    """Megatron's groups of a process that stands for rank 0 of a layout without pipeline or data parallelism.
+
+    Ends the process groups that it made; there may be none before.
+    """
+    import torch.testing._internal.distributed.fake_pg
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megasched import patches
+
+    emulated = "host_cuda" in patches.active()
+    patches.apply("host_cuda", force=True, quiet=True)  # Megatron's layers ask for CUDA; a real one is not touched
+    torch.distributed.init_process_group("fake", rank=0, world_size=layout.tp * layout.cp * layout.ep)
+    try:
+        parallel_state.initialize_model_parallel(
+            layout.tp,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            create_gloo_process_groups=False,
+        )
+        model_parallel_cuda_manual_seed(1234)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_global_memory_buffer()
+        torch.distributed.destroy_process_group()
+        if not emulated:
+            patches.undo("host_cuda")
+
+
+def measure(session: Session, stage: Stage, setting: Setting) -> Measured:
+    """Builds a stage of one layer inside ``fake_groups`` of the session's layout, and runs it.
+
+    The second of two micro-batches is measured: what the first one left behind is there for good.
+    """
+    definition = session.copy_of_definition()
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_global_memory_buffer()  # what another measurement left in it
+    parallel_state._set_global_memory_buffer()
+    with ExitStack() as stack:
+        for target, answer in _OF_REAL_TENSORS.items():
+            stack.callback(set_attribute(target, lambda *args, answer=answer: answer))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(DefaultScalars())
+        live = stack.enter_context(LiveBytes())
+        model = _build(session, definition, stage, setting)
+        parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        run = _Run(model, stage, session, setting, live)
+        run.once()
+        return run.once(held=live.now - parameters)
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    """Megatron's DDP adds a gradient to its buffer and lets go of it (``distributed_data_parallel.py``)."""
+    parameter.grad = None
+
+
+def _build(session: Session, definition: Any, stage: Stage, setting: Setting) -> ScheduledModel:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megasched.megatron.scheduled_model import ScheduledModel
+
+    config = _config(session, setting)
+    model = ScheduledModel(
+        config,
+        definition,
+        session.schedule,
+        session.plan,
+        stage,
+        _NoValues(),
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    return model.train()
+
+
+def _config(session: Session, setting: Setting) -> TransformerConfig:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megasched.definition import text_config
+
+    layout, text = session.plan.layout, text_config(session.definition.config)
+    full = setting.recompute_granularity == "full"
+    return TransformerConfig(
+        num_layers=session.plan.structure.count,  # type: ignore[union-attr]
+        hidden_size=text.hidden_size,
+        num_attention_heads=text.num_attention_heads,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.sp,
+        context_parallel_size=layout.cp,
+        use_cpu_initialization=True,
+        params_dtype=setting.dtype,
+        pipeline_dtype=setting.dtype,
+        bf16=setting.dtype == torch.bfloat16,
+        recompute_granularity=setting.recompute_granularity,
+        recompute_method="uniform" if full else None,
+        recompute_num_layers=1 if full else None,
+    )
+
+
+class _NoValues:
+    """A weight source for parameters that have none; see ``megasched.weights.source.WeightSource``."""
+
+    def local(self, placement: Placement, rank: int, size: int) -> torch.Tensor:
+        return torch.zeros(()).expand(placement.local_shape(size))
+
+    def buffer(self, name: str) -> None:
+        return None
+
+    def check(self, names: Any) -> None:
+        return None
+
+
+class _Run:
+    """Forward and backward of one micro-batch."""
+
+    def __init__(
+        self, model: ScheduledModel, stage: Stage, session: Session, setting: Setting, live: LiveBytes
+    ) -> None:
+        self.model, self.stage, self.live = model, stage, live
+        layout, structure = session.plan.layout, session.plan.structure
+        assert structure is not None
+        self.batch, self.length = setting.micro_batch_size, setting.sequence_length // layout.cp
+        self.wire = (self.length // (layout.tp if layout.sp else 1), self.batch, model.config.hidden_size)
+        self.dtype = setting.dtype
+        self.peak = 0  # in the backward, until the gradient left the layer
+        layer = model.definition.get_submodule(structure.layer_path(stage.start))
+        layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+
+    def once(self, held: int = 0) -> Measured:
+        live = self.live
+        live.tag = "before"
+        live.reset_peak()
+        start = live.now
+        output = self._forward()
+        end, forward = live.now, live.peak
+        before = live.made_under("before")
+        live.tag = ""
+        sent = 0 if self.stage.last else output.numel() * output.element_size()
+        live.reset_peak()
+        output.backward(None if self.stage.last else torch.zeros_like(output))
+        del output
+        return Measured(
+            before, end - start - before, sent, forward - start, self.peak - end, live.peak - start, held
+        )
+
+    def _forward(self) -> torch.Tensor:
+        model = self.model
+        tokens = torch.zeros(self.batch, self.length, dtype=torch.long)
+        if not self.stage.first:
+            received = torch.zeros(self.wire, dtype=self.dtype, requires_grad=True)
+            received.register_hook(self._leave)
+            model.set_input_tensor(received)
+        output = model(tokens, None, None, labels=tokens)
+        model.set_input_tensor(None)
+        return output.float().mean() if self.stage.last else output
+
+    def _enter(self, layer: Any, args: Any, kwargs: Any) -> None:
+        if self.live.tag:  # and not the layer's forward once more, in the backward pass
+            self.live.tag = ""
+            if self.stage.first:
+                hidden = next(tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad)
+                hidden.register_hook(self._leave)
+
+    def _leave(self, gradient: torch.Tensor) -> None:
+        self.peak = self.live.peak
+        self.live.reset_peak()

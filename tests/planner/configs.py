@@ -1,0 +1,28 @@
+"""Small models whose activations weigh as much as their parameters, so that a wrong count of either shows."""
+
+from transformers import Gemma2Config, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig
+
+VOCABULARY = 2000
+_LLAMA = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 1024,
+    "head_dim": 32,
+}
+
+
+def config_of(name: str) -> PretrainedConfig:
+    match name:
+        case "llama":
+            return LlamaConfig(**_LLAMA)
+        case "gemma2":
+            return Gemma2Config(**_LLAMA, sliding_window=128)
+        case "gpt2":
+            return GPT2Config(n_embd=256, n_layer=8, n_head=8, vocab_size=VOCABULARY, n_positions=1024)
+        case "mixtral":
+            return MixtralConfig(**{**_LLAMA, "num_hidden_layers": 4}, num_local_experts=4)
+    raise ValueError(name)
