@@ -102,9 +102,8 @@ class Space:
         self._check(name, found, when)
         if schedule and (flag is not None or not name.isidentifier()):
             raise ConfigError(f"{name}: an option of the schedule has a Python name, and no flag")
-        symbol = Symbol(
-            name, found, flag=flag or flag_of(name), schedule=schedule, when=when, memory=memory
-        )  # fmt: skip
+        said = flag or flag_of(name)
+        symbol = Symbol(name, found, flag=said, schedule=schedule, when=when, memory=memory)
         if memory not in (None, "grows", "shrinks"):
             raise ConfigError(f'{name}: memory={memory!r}; it is "grows" or "shrinks"')
         if memory and not symbol.ordered:
@@ -188,12 +187,15 @@ class Space:
         """The part of an assignment that is a point of this space; None if there is no such point."""
         point = {name: given[name] for name in self.symbols if name in given}
         point = {name: value for name, value in point.items() if self.symbols[name].is_active(point)}
-        return point if key(point) in self.index else None
+        return point if self.place(point) is not None else None
+
+    def place(self, point: Assignment) -> int | None:
+        """Where a point stands in `points`; None for an assignment that is none."""
+        return self._places.get(_key(point))
 
     @cached_property
-    def index(self) -> dict[str, int]:
-        """`key` of a point -> its place in `points`."""
-        return {key(point): number for number, point in enumerate(self.points)}
+    def _places(self) -> dict[str, int]:
+        return {_key(point): number for number, point in enumerate(self.points)}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -218,6 +220,6 @@ def flag_of(name: str) -> str:
     return SHORT.get(name, f"--{name.lstrip('-').replace('_', '-')}")
 
 
-def key(point: Assignment) -> str:
+def _key(point: Assignment) -> str:
     """What a point is known by: equal for equal values, whatever their order."""
     return json.dumps(dict(point), sort_keys=True)
