@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from megasched.launch.training_log import TrainingLog
 
@@ -104,9 +103,3 @@ class RunLog:
         pairs = [(step.seconds, count) for step, count in zip(steps, self.samples, strict=True)][WARM_UP:]
         seconds = median(each for each, _ in pairs)
         return Result("ok", median(count / each for each, count in pairs), seconds)
-
-
-def counts(outcomes: Sequence[Any]) -> str:
-    """e.g. ``7 ok, 2 oom``."""
-    known = dict.fromkeys(outcomes)
-    return ", ".join(f"{list(outcomes).count(one)} {one}" for one in known)

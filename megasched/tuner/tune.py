@@ -72,7 +72,7 @@ def tune(
     Raises:
         ConfigError: the first trials all crashed or were refused.
     """
-    tuning = _state(study, space, sampler)
+    tuning = tuning_so_far(study, space, sampler)
     while len(tuning.trials) < trials:
         try:
             trial = begin_trial(study, space)
@@ -86,13 +86,14 @@ def tune(
             study.tell(trial, state=TrialState.FAIL)
             raise
         end_trial(study, trial, result)
-        tuning = _state(study, space, sampler)
+        tuning = tuning_so_far(study, space, sampler)
         on_end(tuning)
         _stop_if_hopeless(tuning)
     return tuning
 
 
-def _state(study: optuna.Study, space: Space, sampler: PointSampler) -> Tuning:
+def tuning_so_far(study: optuna.Study, space: Space, sampler: PointSampler) -> Tuning:
+    """What the study holds."""
     trials = ended_trials(study, space)
     left = len(sampler.open_points(history(study)))
     return Tuning(len(space.points), trials, len(space.points) - left - len({str(t.point) for t in trials}))
