@@ -3,7 +3,7 @@
 A trial is a look into a CSV of ``bench/data``: two symbols, an outcome and samples per second. The figure is how
 often the best point that a search found is within 1 % of the grid's best.
 
-    python bench/tune_replay.py                     # all samplers; bench/results/tune_replay.json
+    python bench/tune_replay.py    # every sampler; writes bench/results/tune_replay.json
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def summarize(searches: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--seeds", type=int, default=25)
+    options.add_argument("--seeds", type=int, default=10)
     options.add_argument("--random-grids", type=int, default=25)
     given = options.parse_args()
     found: dict[str, Any] = {}

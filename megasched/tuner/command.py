@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -97,12 +98,16 @@ def _search(space: Space, command: Sequence[str], settings: Settings, console: C
     sampler = SAMPLERS[settings.sampler](Encoding(space), seed=settings.seed, first=first)
     study = open_study(settings.folder, space, command, sampler)
     trials = settings.trials or default_trials(len(space.points))
+    # A scheduler that ends this process shall leave no trial running either.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with watch(console, space, trials) as (on_start, on_end):
             runner = _runner(command, space, settings)
             return tune(study, space, sampler, runner, trials, on_start=on_start, on_end=on_end), False
     except KeyboardInterrupt:
         return tuning_so_far(study, space, sampler), True
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _runner(command: Sequence[str], space: Space, settings: Settings) -> CommandRunner:

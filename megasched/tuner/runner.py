@@ -13,6 +13,9 @@ from megasched.tuner.command_line import point_words, trial_words
 from megasched.tuner.outcome import Result, RunLog
 from megasched.tuner.space import Space
 
+# A killed process is gone as soon as the kernel gets to it; its device memory with it.
+SECONDS_TO_DIE = 3
+
 
 class CommandRunner:
     """A command, and what each trial adds to it.
@@ -94,3 +97,4 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     for rank in ranks:
         if rank.is_running():
             rank.kill()
+    psutil.wait_procs(ranks, timeout=SECONDS_TO_DIE)

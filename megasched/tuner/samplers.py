@@ -18,8 +18,8 @@ from megasched.tuner.outcome import Outcome
 from megasched.tuner.space import Space, Symbol
 from megasched.tuner.surrogate import GaussianProcess, expected_improvement, normal_cdf
 
-# What a trial of a study has beside Optuna's own: place in space.points, and what came of it.
-POINT, OUTCOME = "point", "outcome"
+# What a trial of a study has beside Optuna's own: place in space.points, and its Result without the score.
+POINT, RESULT = "point", "result"
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Seen:
 def history(study: optuna.Study) -> list[Seen]:
     """The trials that ended, in their order; one that was interrupted has not been."""
     return [
-        Seen(trial.user_attrs[POINT], trial.user_attrs[OUTCOME], trial.value)
+        Seen(trial.user_attrs[POINT], trial.user_attrs[RESULT]["outcome"], trial.value)
         for trial in study.get_trials(deepcopy=False)
-        if OUTCOME in trial.user_attrs
+        if RESULT in trial.user_attrs
     ]
 
 
@@ -132,7 +132,7 @@ class GridPoints(PointSampler):
 class TPEPoints(PointSampler):
     """Optuna's tree-structured Parzen estimator; what it draws outside the open points is drawn again."""
 
-    DRAWS = 50
+    DRAWS = 20
 
     def __init__(self, encoding: Encoding, *, seed: int = 0, first: Iterable[int] = ()) -> None:
         super().__init__(encoding, seed=seed, first=first)

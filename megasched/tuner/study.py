@@ -14,7 +14,7 @@ from optuna.trial import TrialState
 
 from megasched.errors import ConfigError
 from megasched.tuner.outcome import Result
-from megasched.tuner.samplers import OUTCOME, POINT, PointSampler
+from megasched.tuner.samplers import POINT, RESULT, PointSampler
 from megasched.tuner.space import Space
 
 NAME = "megasched tune"
@@ -118,9 +118,7 @@ def end_trial(study: optuna.Study, trial: optuna.Trial, result: Result) -> None:
 
     Optuna's own samplers learn from pruned trials that a place is bad, and nothing from failed ones.
     """
-    trial.set_user_attr("seconds", result.seconds)
-    trial.set_user_attr("why", result.why)
-    trial.set_user_attr(OUTCOME, result.outcome)
+    trial.set_user_attr(RESULT, {"outcome": result.outcome, "seconds": result.seconds, "why": result.why})
     if result.score is not None:
         study.tell(trial, result.score)
     else:
@@ -132,7 +130,7 @@ def ended_trials(study: optuna.Study, space: Space) -> list[Trial]:
     found = []
     for trial in study.get_trials(deepcopy=False):
         told = trial.user_attrs
-        if OUTCOME in told and trial.state.is_finished():
-            result = Result(told[OUTCOME], trial.value, told["seconds"], told["why"])
+        if RESULT in told and trial.state.is_finished():
+            result = Result(score=trial.value, **told[RESULT])
             found.append(Trial(trial.number, space.points[told[POINT]], result))
     return found

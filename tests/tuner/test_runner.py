@@ -48,7 +48,8 @@ def test_a_run_that_takes_too_long_is_ended_with_its_children(space, tmp_path):
         textwrap.dedent(
             """
             import subprocess, sys, time
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+            sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+            child = subprocess.Popen(sleep, start_new_session=True)
             print(child.pid, flush=True)
             time.sleep(600)
             """

@@ -1,8 +1,8 @@
 """A stand-in for the trainer: it prints Megatron's lines, and fails as it is told, by the flags it is given.
 
-    python trainer.py [--fixed N] --micro-batch-size B --recompute-num-layers R --exit-interval N --log-interval 1
+    python trainer.py --micro-batch-size B --recompute-num-layers R --exit-interval N --log-interval 1
 
-It runs out of memory where B x (4 - R) is above 16, and its iterations take 10 + B x (1 + R / 10) ms by its own word.
+It runs out of memory where B x (4 - R) is above 16; its iterations take 10 + B x (1 + R / 10) ms, by its own word.
 """
 
 import argparse
