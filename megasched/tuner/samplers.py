@@ -136,9 +136,7 @@ class TPEPoints(PointSampler):
 
     def __init__(self, encoding: Encoding, *, seed: int = 0, first: Iterable[int] = ()) -> None:
         super().__init__(encoding, seed=seed, first=first)
-        self.inner = TPESampler(
-            multivariate=True, group=True, seed=seed, n_startup_trials=8, warn_independent_sampling=False
-        )
+        self.inner = TPESampler(multivariate=True, group=True, seed=seed, n_startup_trials=8)
 
     def propose(self, study: optuna.Study, trial: Any, seen: list[Seen], open_points: np.ndarray) -> int:
         known, drawn = set(open_points.tolist()), None
