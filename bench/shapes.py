@@ -18,6 +18,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 256,
         "max_position_embeddings": 16,
     },
+    "tune": {
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 256,
+        "max_position_embeddings": 64,
+    },
     "small": {
         "hidden_size": 512,
         "intermediate_size": 1408,

@@ -358,6 +358,37 @@ def archs(
     raise typer.Exit(0 if good else 1)
 
 
+@app.command(epilog="The study is kept in --dir: stopped by Ctrl-C, the same command goes on.")
+def tune(
+    space: Annotated[Path, typer.Argument(metavar="SPACE.py", help="A Python file with `def space(space)`.")],
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="-- COMMAND ...", help="What runs; the flags that are tried are appended."),
+    ],
+    sampler: Annotated[str, typer.Option(help="model, tpe or grid.")] = "model",
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="In all; a fifth of the points by default, at least 10.")
+    ] = None,
+    iterations: Annotated[int, typer.Option(min=4, help="Of a trial; the first 3 are not measured.")] = 8,
+    timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Of a trial.")] = 900,
+    warm_start: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Layouts to try first, as `megasched plan --json` prints them."),
+    ] = None,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Submit COMMAND by sbatch: its options and script.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of what the sampler draws.")] = 0,
+    folder: Annotated[Path, typer.Option("--dir", help="Study, logs and plots.")] = Path("tune"),
+    as_json: Json = False,
+) -> None:
+    """Find the flags and schedule options that train fastest, by short runs of the trainer."""
+    from megasched.tuner.command import Settings, tune_command
+
+    settings = Settings(sampler, trials, iterations, timeout, warm_start, slurm, seed, folder)
+    raise typer.Exit(tune_command(space, command, settings, as_json=as_json))
+
+
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Check versions, devices and patches.

@@ -2,14 +2,19 @@
 
 A file may hold several, each registered with ``@register_schedule("name")`` and chosen as ``FILE:name``.
 Installed packages register theirs through the entry point group ``megasched.schedules``.
+
+A function with more parameters than those two takes options: ``FILE:ratio=0.5,level=block`` or
+``FILE:name:ratio=0.5``. They are a part of the name, so that whoever passes a schedule on passes them on too.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
     from megasched.schedule import Schedule
 
 GROUP = "megasched.schedules"
-ScheduleFunction = Callable[["Schedule", "Layout"], None]
+ScheduleFunction = Callable[..., None]  # of a Schedule, a Layout, and its options
 _REGISTERED: dict[str, ScheduleFunction] = {}
 
 
@@ -45,10 +50,74 @@ def register_schedule(name: str) -> Callable[[ScheduleFunction], ScheduleFunctio
 def find_schedule(name: str) -> ScheduleFunction:
     """The schedule that ``--model-schedule`` names: ``auto``, a file, ``FILE:name``, or a registered name.
 
+    Options in the name are bound to the function that is returned.
+
     Raises:
-        ConfigError: there is none, or the file can't be read.
+        ConfigError: there is none, the file can't be read, or it does not take these options.
         ScheduleError: the file fails when it is imported; names the line.
     """
+    name, options = _split_options(name)
+    function = _find(name)
+    return _with_options(function, name, options) if options else function
+
+
+def add_options(name: str, options: Sequence[str]) -> str:
+    """The name of a schedule with options added to those it has; of one given twice the last counts.
+
+    Args:
+        options: each ``KEY=VALUE``.
+
+    Raises:
+        ConfigError: one is not of this form.
+    """
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not equals or not key.isidentifier() or set(value) & set(",:"):
+            raise ConfigError(f"--schedule-option {option}: write KEY=VALUE; no comma or colon in the value")
+    name, given = _split_options(name)
+    given |= dict(option.split("=", 1) for option in options)
+    return ":".join([name, ",".join(f"{key}={value}" for key, value in given.items())] if given else [name])
+
+
+def _split_options(name: str) -> tuple[str, dict[str, str]]:
+    """``FILE:name`` without its options, and these."""
+    head, _, last = name.rpartition(":")
+    if not head or "=" not in last:
+        return name, {}
+    options = {}
+    for option in last.split(","):
+        key, equals, value = option.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"--model-schedule {name}: {option!r} is no option; write KEY=VALUE,KEY=VALUE")
+        options[key] = value
+    return head, options
+
+
+def _with_options(function: ScheduleFunction, name: str, options: Mapping[str, str]) -> ScheduleFunction:
+    """The function with its options bound; values are JSON where they parse as such."""
+    parameters = list(inspect.signature(function).parameters.values())[2:]
+    known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+    unknown = [key for key in options if key not in known]
+    if unknown and len(known) == len(parameters):
+        takes = f"it takes {', '.join(known)}" if known else "it takes none: it has no parameter after the layout"
+        raise ConfigError(f"--model-schedule {name}: the schedule has no option {', '.join(unknown)}; {takes}")
+    values = {key: _value(text) for key, text in options.items()}
+
+    @functools.wraps(function)
+    def bound(sch: Schedule, layout: Layout) -> None:
+        function(sch, layout, **values)
+
+    return bound
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _find(name: str) -> ScheduleFunction:
     if name == "auto":
         from megasched.model_adapters.default_schedule import schedule
 

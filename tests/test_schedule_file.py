@@ -8,7 +8,7 @@ from torch import nn
 
 import megasched
 from megasched import ConfigError, Layout, ScheduleError, schedule_file
-from megasched.schedule_file import apply_schedule, find_schedule
+from megasched.schedule_file import add_options, apply_schedule, find_schedule
 
 
 @pytest.fixture(autouse=True)
@@ -222,3 +222,58 @@ def test_a_callable_object_is_a_schedule_too(write, sch):
     with pytest.raises(ScheduleError, match="ValueError: no") as raised:
         apply_schedule(sch, find_schedule(f"{file}:wrong"))
     assert "by_axis" in problem_of(raised).source
+
+
+# ---- options ----------------------------------------------------------------------------------------
+
+WITH_OPTIONS = """
+def schedule(sch, layout, ratio=0.5, level="leaf"):
+    sch["0"].annotate("weight", "seen", [ratio, level])
+
+def strict(sch, layout, count):
+    sch["0"].annotate("weight", "count", count)
+
+def anything(sch, layout, **options):
+    sch["0"].annotate("weight", "options", sorted(options))
+"""
+
+
+def seen(sch, name):
+    apply_schedule(sch, find_schedule(name))
+    return sch.records[-1].arguments["value"]
+
+
+def test_options_are_given_to_the_function(write, sch):
+    file = write(WITH_OPTIONS)
+    assert seen(sch, str(file)) == [0.5, "leaf"]
+    assert seen(sch, f"{file}:ratio=0.25,level=block") == [0.25, "block"]
+    assert seen(sch, f"{file}:schedule:ratio=1") == [1, "leaf"]
+    assert seen(sch, f"{file}:strict:count=3") == 3
+    assert seen(sch, f"{file}:anything:b=1,a=2") == ["a", "b"]
+
+
+def test_an_option_that_the_function_lacks_is_refused_with_those_it_has(write):
+    file = write(WITH_OPTIONS)
+    with pytest.raises(ConfigError, match=r"no option ration; it takes ratio, level$"):
+        find_schedule(f"{file}:ration=1")
+    with pytest.raises(ConfigError, match="no option a; it takes none"):
+        find_schedule("auto:a=1")
+    with pytest.raises(ConfigError, match="'rest' is no option"):
+        find_schedule(f"{file}:ratio=1,rest")
+
+
+def test_a_missing_option_names_the_function(write, sch):
+    file = write(WITH_OPTIONS)
+    with pytest.raises(ScheduleError) as raised:
+        apply_schedule(sch, find_schedule(f"{file}:strict"))
+    assert "missing 1 required positional argument: 'count'" in problem_of(raised).what
+    assert problem_of(raised).source == f"{file}:5"
+
+
+def test_options_are_added_to_a_name():
+    assert add_options("a.py", []) == "a.py"
+    assert add_options("a.py", ["x=1", "y=b"]) == "a.py:x=1,y=b"
+    assert add_options("a.py:name:x=1,z=0", ["x=2"]) == "a.py:name:x=2,z=0"
+    for wrong in ("x", "=1", "x=1,y=2", "a b=1"):
+        with pytest.raises(ConfigError, match="write KEY=VALUE"):
+            add_options("a.py", [wrong])

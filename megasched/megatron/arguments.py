@@ -65,6 +65,14 @@ def add_megasched_arguments(parser: argparse.ArgumentParser) -> argparse.Argumen
         "that megasched derives from the model and the layout.",
     )
     group.add_argument(
+        "--schedule-option",
+        metavar="KEY=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="Given to the schedule function's parameter KEY; as in --model-schedule FILE:KEY=VALUE.",
+    )
+    group.add_argument(
         "--hf-model",
         metavar="DIR",
         help="The Hugging Face model that is trained: a folder with config.json and, unless "

@@ -283,9 +283,11 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         ConfigError, ScheduleError: whatever can't be used as given.
     """
     from megasched.megatron.arguments import layout_from_args
+    from megasched.schedule_file import add_options
 
+    schedule = add_options(args.model_schedule, args.schedule_option or ())
     session = open_session(
-        args.model_schedule,
+        schedule,
         args.hf_model,
         layout_from_args(args),
         overrides=args.hf_override or (),
@@ -295,7 +297,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     )
     plan = session.plan
     if args.require_certificate is not None:
-        subject = subject_of(args.model_schedule, session.definition.config, plan.layout)
+        subject = subject_of(schedule, session.definition.config, plan.layout)
         require_certificate(Path(args.require_certificate), subject)
     elif not args.allow_unverified:
         refuse_unverified(session.definition, plan.layout)

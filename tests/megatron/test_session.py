@@ -21,6 +21,7 @@ def arguments(folder, schedule="auto", **changes):
         "objective": None,
         "allow_unverified": False,
         "require_certificate": None,
+        "schedule_option": [],
         "seed": 1234,
         "rank": 0,
         "gradient_accumulation_fusion": True,
@@ -204,3 +205,12 @@ def test_a_certificate_stands_for_the_checks_that_were_not_made(tmp_path):
     changed = arguments(folder, require_certificate=str(path), hf_override=["rms_norm_eps=0.1"])
     with pytest.raises(ConfigError, match="the model is another one"):
         begin_session(changed, {})
+
+
+def test_options_of_the_schedule_reach_its_function(tmp_path):
+    schedule = tmp_path / "mine.py"
+    schedule.write_text("def schedule(sch, layout, ratio=0):\n    raise ValueError(f'ratio {ratio}')\n")
+    model = tiny.save("llama", tmp_path)
+    given = arguments(model, str(schedule), schedule_option=["ratio=0.5"])
+    with pytest.raises(ScheduleError, match=r"ValueError: ratio 0\.5"):
+        begin_session(given, {})

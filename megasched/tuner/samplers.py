@@ -1,0 +1,212 @@
+"""Samplers of Optuna that propose nothing but points of the space that may still be worth a trial."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.samplers import BaseSampler, TPESampler
+
+from megasched.tuner.encoding import Encoding
+from megasched.tuner.outcome import Outcome
+from megasched.tuner.space import Space, Symbol
+from megasched.tuner.surrogate import GaussianProcess, expected_improvement, normal_cdf
+
+# What a trial of a study has beside Optuna's own: place in space.points, and its Result without the score.
+POINT, RESULT = "point", "result"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A point that was tried.
+
+    Attributes:
+        place: in ``space.points``.
+    """
+
+    place: int
+    outcome: Outcome
+    score: float | None
+
+
+def history(study: optuna.Study) -> list[Seen]:
+    """The trials that ended, in their order; one that was interrupted has not been."""
+    return [
+        Seen(trial.user_attrs[POINT], trial.user_attrs[RESULT]["outcome"], trial.value)
+        for trial in study.get_trials(deepcopy=False)
+        if RESULT in trial.user_attrs
+    ]
+
+
+def distributions(space: Space) -> dict[str, BaseDistribution]:
+    """Numbers are known to Optuna by their place in order of size: it shall take neighbours for neighbours."""
+    return {
+        symbol.name: IntDistribution(0, len(symbol.values) - 1)
+        if symbol.ordered
+        else CategoricalDistribution(symbol.values)
+        for symbol in space.symbols.values()
+    }
+
+
+def parameter(symbol: Symbol, value: Any) -> Any:
+    """A value as Optuna knows it."""
+    return symbol.ranks[value] if symbol.ordered else value
+
+
+class PointSampler(BaseSampler, ABC):
+    """Proposes points in a queue first, then those that `propose` chooses.
+
+    Never one that was tried, and never one that must run out of memory because another one did.
+
+    Args:
+        first: points to begin with, by their places.
+    """
+
+    def __init__(self, encoding: Encoding, *, seed: int = 0, first: Iterable[int] = ()) -> None:
+        self.encoding, self.space = encoding, encoding.space
+        self.random = np.random.default_rng(seed)
+        self.queue = deque(first)
+
+    def open_points(self, seen: list[Seen]) -> np.ndarray:
+        """Places of the points that may still be tried, ascending."""
+        closed = np.zeros(len(self.space.points), dtype=bool)
+        for one in seen:
+            closed[one.place] = True
+            if one.outcome == "oom":
+                closed |= self.encoding.must_oom(one.place)
+        return np.flatnonzero(~closed)
+
+    def next_point(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> int:
+        """
+        Raises:
+            LookupError: every point was tried or ruled out.
+        """
+        seen = history(study)
+        open_points = self.open_points(seen)
+        if not len(open_points):
+            raise LookupError
+        while self.queue:
+            place = self.queue.popleft()
+            if place in open_points:
+                return place
+        return int(self.propose(study, trial, seen, open_points))
+
+    @abstractmethod
+    def propose(
+        self, study: optuna.Study, trial: optuna.trial.FrozenTrial, seen: list[Seen], open_points: np.ndarray
+    ) -> int:
+        """One of the open points."""
+
+    # ---- what Optuna asks for -----------------------------------------------------------------------
+
+    def infer_relative_search_space(
+        self, study: optuna.Study, trial: optuna.trial.FrozenTrial
+    ) -> dict[str, BaseDistribution]:
+        return distributions(self.space)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: optuna.trial.FrozenTrial, search_space: Mapping[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        point = self.space.points[self.next_point(study, trial)]
+        return {name: parameter(self.space.symbols[name], value) for name, value in point.items()}
+
+    def sample_independent(
+        self, study: optuna.Study, trial: optuna.trial.FrozenTrial, name: str, distribution: BaseDistribution
+    ) -> Any:
+        raise AssertionError(f"{name} was not proposed with the rest of its point")
+
+
+class GridPoints(PointSampler):
+    """Every point, in the order of the space."""
+
+    def propose(self, study: Any, trial: Any, seen: list[Seen], open_points: np.ndarray) -> int:
+        return open_points[0]
+
+
+class TPEPoints(PointSampler):
+    """Optuna's tree-structured Parzen estimator; what it draws outside the open points is drawn again."""
+
+    DRAWS = 20
+
+    def __init__(self, encoding: Encoding, *, seed: int = 0, first: Iterable[int] = ()) -> None:
+        super().__init__(encoding, seed=seed, first=first)
+        self.inner = TPESampler(multivariate=True, group=True, seed=seed, n_startup_trials=8)
+
+    def propose(self, study: optuna.Study, trial: Any, seen: list[Seen], open_points: np.ndarray) -> int:
+        known, drawn = set(open_points.tolist()), None
+        for _ in range(self.DRAWS):
+            search_space = self.inner.infer_relative_search_space(study, trial)
+            values = self.inner.sample_relative(study, trial, search_space)
+            drawn = self._place(values) if values else None
+            if drawn in known:
+                return drawn
+        if drawn is None:
+            return self.random.choice(open_points)
+        x = self.encoding.coordinates
+        return open_points[np.abs(x[open_points] - x[drawn]).sum(axis=1).argmin()]
+
+    def _place(self, values: Mapping[str, Any]) -> int | None:
+        """The point that Optuna's values say; None if they say none."""
+        point: dict[str, Any] = {}
+        for symbol in self.space.symbols.values():
+            if symbol.is_active(point) and symbol.name in values:
+                value = values[symbol.name]
+                point[symbol.name] = sorted(symbol.values)[value] if symbol.ordered else value
+        return self.space.place(point)
+
+
+class ModelPoints(PointSampler):
+    """The point of the largest expected improvement, by a Gaussian process on the ordered grid.
+
+    The process models the logarithm of the score; a second one models which points fit. A few points far from each
+    other come first.
+    """
+
+    FIT_LENGTH = 0.6
+
+    def propose(self, study: Any, trial: Any, seen: list[Seen], open_points: np.ndarray) -> int:
+        x = self.encoding.coordinates
+        good = [one for one in seen if one.score is not None]
+        if len(good) < 2 or len(seen) < 3 + x.shape[1] // 2:
+            return self._far(seen, open_points)
+        scores = np.log([one.score for one in good])
+        places = [one.place for one in good]
+        slow = [one.place for one in seen if one.outcome == "timeout"]
+        values = np.concatenate([scores, np.full(len(slow), scores.min())])
+        mean, std = GaussianProcess(x[places + slow], values).predict(x[open_points])
+        gain = expected_improvement(mean, std, scores.max())
+        return open_points[(gain * self._fits(seen, open_points)).argmax()]
+
+    def _fits(self, seen: list[Seen], open_points: np.ndarray) -> np.ndarray:
+        """Probability that a point neither runs out of memory nor is refused; a crash says nothing of others."""
+        x = self.encoding.coordinates
+        known = [one for one in seen if one.outcome != "crash"]
+        labels = np.array([1.0 if one.outcome in ("ok", "timeout") else -1.0 for one in known])
+        if labels.min() == 1.0:
+            return np.ones(len(open_points))
+        process = GaussianProcess(x[[one.place for one in known]], labels, [self.FIT_LENGTH] * x.shape[1])
+        mean, std = process.predict(x[open_points])
+        likely = normal_cdf(mean / np.maximum(std, 0.2))
+        for one in known:
+            if one.outcome == "ok":
+                likely[self.encoding.must_fit(one.place)[open_points]] = 1.0
+        return likely
+
+    def _far(self, seen: list[Seen], open_points: np.ndarray) -> int:
+        """Of the open points one that is far from all tried ones, and not at the rim."""
+        x = self.encoding.coordinates
+        if not seen:
+            return self.random.choice(open_points)
+        tried = x[[one.place for one in seen]]
+        distance = np.abs(x[open_points][:, None, :] - tried[None, :, :]).sum(axis=2).min(axis=1)
+        rim = np.abs(x[open_points] - 0.5).max(axis=1)
+        return open_points[(distance - rim + 1e-6 * self.random.random(len(open_points))).argmax()]
+
+
+SAMPLERS: dict[str, type[PointSampler]] = {"model": ModelPoints, "tpe": TPEPoints, "grid": GridPoints}

@@ -1,0 +1,58 @@
+"""Points to begin with, from what a planner proposes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megasched.errors import ConfigError
+from megasched.tuner.space import Space, Symbol
+
+FORM = '{"layouts": [{"flags": {"tensor_model_parallel_size": 8, ...}}, ...]}'
+
+
+def read_warm_start(path: Path, space: Space) -> list[int]:
+    """Places of the points that a file names, best first, each once.
+
+    A layout stands for the first point that has all it says; what it says of no symbol is passed over.
+
+    Raises:
+        ConfigError: the file can't be read, or none of its layouts is in the space.
+    """
+    try:
+        layouts = [layout["flags"] for layout in json.loads(path.read_text())["layouts"]]
+    except OSError as error:
+        raise ConfigError(f"--warm-start {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--warm-start {path}: it is not of the form {FORM}") from error
+    found = [place for flags in layouts if (place := _place(flags, space)) is not None]
+    if not found:
+        first = f", e.g. {json.dumps(layouts[0])}" if layouts else ""
+        names = ", ".join(_flag_name(symbol) for symbol in space.symbols.values())
+        raise ConfigError(
+            f"--warm-start {path}: no layout of it is a point of the space{first}; the space is of {names}"
+        )
+    return list(dict.fromkeys(found))
+
+
+def _place(flags: Mapping[str, Any], space: Space) -> int | None:
+    said = {}
+    for symbol in space.symbols.values():
+        for name in (symbol.name, _flag_name(symbol)):
+            if flags.get(name) is not None:
+                said[symbol.name] = flags[name]
+    if not said:
+        return None
+    return next((place for place, point in enumerate(space.points) if _agrees(point, said)), None)
+
+
+def _agrees(point: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
+    """A size of 1 says the same as a symbol that has no value: no interleaving, for instance."""
+    return all(point.get(name, 1) == value for name, value in said.items())
+
+
+def _flag_name(symbol: Symbol) -> str:
+    """``tensor_model_parallel_size`` of ``tp``; the symbol's own name where a function makes its flags."""
+    return symbol.flag.lstrip("-").replace("-", "_") if isinstance(symbol.flag, str) else symbol.name
