@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megasched.patches.attributes import set_attribute
 from megasched.planner.live_bytes import LiveBytes
+from megasched.planner.work import CountWork, Work
 from megasched.trial.meta_call import DefaultScalars, tensors_in
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Measured:
         backward: the most that comes on top of what was kept, until the gradient leaves the layer.
         ending: the most that is alive after that, in the backward of what stands before the layers.
         held: alive from step to step beside the parameters: buffers, tables, communication buffers.
+        forward_work, backward_work: what is computed and sent; what is recomputed is in the backward.
     """
 
     before: int
@@ -50,6 +52,8 @@ class Measured:
     backward: int
     ending: int
     held: int
+    forward_work: Work
+    backward_work: Work
 
 
 @dataclass(frozen=True)
@@ -123,13 +127,13 @@ def measure(session: Session, stage: Stage, setting: Setting) -> Measured:
             stack.callback(set_attribute(target, lambda *args, answer=answer: answer))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(DefaultScalars())
-        live = stack.enter_context(LiveBytes())
+        live, count = stack.enter_context(LiveBytes()), stack.enter_context(CountWork())
         model = _build(session, definition, stage, setting)
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
-        run = _Run(model, stage, session, setting, live)
+        run = _Run(model, stage, session, setting, live, count)
         run.once()
         return run.once(held=live.now - parameters)
 
@@ -198,9 +202,15 @@ class _Run:
     """Forward and backward of one micro-batch."""
 
     def __init__(
-        self, model: ScheduledModel, stage: Stage, session: Session, setting: Setting, live: LiveBytes
+        self,
+        model: ScheduledModel,
+        stage: Stage,
+        session: Session,
+        setting: Setting,
+        live: LiveBytes,
+        count: CountWork,
     ) -> None:
-        self.model, self.stage, self.live = model, stage, live
+        self.model, self.stage, self.live, self.count = model, stage, live, count
         layout, structure = session.plan.layout, session.plan.structure
         assert structure is not None
         self.batch, self.length = setting.micro_batch_size, setting.sequence_length // layout.cp
@@ -215,16 +225,26 @@ class _Run:
         live.tag = "before"
         live.reset_peak()
         start = live.now
+        self.count.work = forward_work = Work()
         output = self._forward()
         end, forward = live.now, live.peak
         before = live.made_under("before")
         live.tag = ""
         sent = 0 if self.stage.last else output.numel() * output.element_size()
         live.reset_peak()
+        self.count.work = Work()
         output.backward(None if self.stage.last else torch.zeros_like(output))
         del output
         return Measured(
-            before, end - start - before, sent, forward - start, self.peak - end, live.peak - start, held
+            before,
+            end - start - before,
+            sent,
+            forward - start,
+            self.peak - end,
+            live.peak - start,
+            held,
+            forward_work,
+            self.count.work,
         )
 
     def _forward(self) -> torch.Tensor:
