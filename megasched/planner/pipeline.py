@@ -1,4 +1,4 @@
-"""A step of Megatron's pipeline schedules, event by event: what runs on each pipeline rank in which order and when.
+"""A step of Megatron's pipeline schedules, event by event: what runs on which pipeline rank in which order.
 
 The orders are those of ``megatron/core/pipeline_parallel/schedules.py``: 1F1B without interleaving, and the
 interleaved schedule where a rank has several model chunks.
@@ -82,8 +82,8 @@ def in_flight(rank: int, pp: int, vpp: int, microbatches: int) -> list[tuple[int
 def simulate(chunks: Sequence[Sequence[Chunk]], microbatches: int) -> list[Span]:
     """The forwards and backwards of one step.
 
-    A rank does one thing at a time, in Megatron's order, and waits for what it needs: the hidden state of the chunk
-    before, the gradient of the chunk after. ``send`` passes between the end there and the begin here.
+    A rank does one thing at a time, in Megatron's order, and waits for what it needs: the hidden state of the
+    chunk before, the gradient of the chunk after. ``send`` passes between the end there and the begin here.
 
     Args:
         chunks: [PP][VPP], the model's chunks by rank.
