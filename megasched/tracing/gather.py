@@ -24,12 +24,14 @@ class Part:
     """What one rank recorded.
 
     Attributes:
+        host: what tells the machine (`clocks.host`): ranks of one machine have one clock.
         barriers: when it left each, on its clock, in seconds.
         iterations: number -> spans, on its clock.
     """
 
     rank: int
     place: Place
+    host: str
     barriers: list[float]
     iterations: dict[int, list[Span]]
 
@@ -40,7 +42,7 @@ class Part:
     def from_json(cls, text: str) -> Part:
         found: dict[str, Any] = json.loads(text)
         iterations = {int(i): [Span(**span) for span in spans] for i, spans in found["iterations"].items()}
-        return cls(found["rank"], Place(**found["place"]), found["barriers"], iterations)
+        return cls(found["rank"], Place(**found["place"]), found["host"], found["barriers"], iterations)
 
 
 def part_path(file: Path, rank: int) -> Path:
@@ -93,7 +95,8 @@ def _on_one_clock(
     for rank in ranks:
         part = Part.from_json(part_path(file, rank).read_text())
         first = first or part
-        ahead, error = offset(part.barriers, first.barriers)
+        same = part.host == first.host
+        ahead, error = (0.0, 0.0) if same else offset(part.barriers, first.barriers)
         about["clock_error"] = max(about["clock_error"], error)
         zero = first.barriers[-1] + ahead
         yield rank, part.place, {i: [_moved(span, zero) for span in spans] for i, spans in part.iterations.items()}

@@ -11,7 +11,7 @@ from typing import Any
 
 from megasched.errors import ConfigError
 from megasched.tracing.chrome_trace import Place
-from megasched.tracing.clocks import start_clock
+from megasched.tracing.clocks import host, start_clock
 from megasched.tracing.gather import Part, gather, part_path, write_part
 from megasched.tracing.hooks import listening
 from megasched.tracing.recorder import Recorder
@@ -97,7 +97,7 @@ class RunTrace:
         assert self.recorder is not None
         rank, world_size = self.recorder.rank, torch.distributed.get_world_size()
         try:
-            write_part(self.file, Part(rank, _place(), self.barriers, self.recorder.spans()))
+            write_part(self.file, Part(rank, _place(), host(), self.barriers, self.recorder.spans()))
             if rank == 0:
                 missing = gather(self.file, world_size)
                 if missing:

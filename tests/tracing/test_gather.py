@@ -10,11 +10,11 @@ from megasched.tracing.clocks import offset
 from megasched.tracing.gather import Part, gather, part_path, write_part
 
 
-def part(rank, ahead, start, jitter=0.0):
+def part(rank, ahead, start, jitter=0.0, host=None):
     """Of a rank whose clock is ahead by so much; one forward of 1 s."""
     barriers = [ahead + 10.0, ahead + 11.0 + jitter, ahead + 12.0]
     span = Span(rank, "forward", 0, 0, ahead + start, ahead + start + 1)
-    return Part(rank, Place(rank, 0, 0), barriers, {3: [span]})
+    return Part(rank, Place(rank, 0, 0), host or f"host{rank}", barriers, {3: [span]})
 
 
 def test_clocks_that_differ_by_hours_are_aligned(tmp_path):
@@ -29,6 +29,16 @@ def test_clocks_that_differ_by_hours_are_aligned(tmp_path):
     ]
     assert trace.clock_error == pytest.approx(1e-3)
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_ranks_of_one_machine_have_one_clock(tmp_path):
+    file = tmp_path / "trace.json"
+    write_part(file, part(0, 500.0, 13.0, host="a"))
+    write_part(file, part(1, 500.0, 13.5, jitter=0.7, host="a"))  # it was kept from leaving a barrier in time
+    gather(file, 2)
+    trace = read_trace(file)
+    assert [s.start for s in trace.iterations[3]] == [0.0, pytest.approx(0.5)]
+    assert trace.clock_error == 0.0
 
 
 def test_offset_is_the_median_and_its_error_half_the_range():

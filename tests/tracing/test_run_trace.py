@@ -93,16 +93,16 @@ def test_waiting_stands_between_the_stages(recorded):
     for layout in ("pp2-vpp2", "pp4"):
         _, pp, vpp, _ = LAYOUTS[layout]
         trace = read_trace(recorded(layout)[0])
-        assert 0 <= trace.clock_error < 0.05
+        assert trace.clock_error == 0.0  # one machine
         found = {
             (s.kind, s.microbatch, s.chunk * pp + s.rank): s for s in trace.iterations[2] if s.chunk is not None
         }
         for microbatch in range(MICROBATCHES):
             for stage in range(pp * vpp - 1):
                 before, after = (found["forward", microbatch, place] for place in (stage, stage + 1))
-                assert after.start > before.end - 2 * trace.clock_error
+                assert after.start > before.end
                 before, after = (found["backward", microbatch, place] for place in (stage + 1, stage))
-                assert after.start > before.end - 2 * trace.clock_error
+                assert after.start > before.end
 
 
 def test_the_file_is_what_perfetto_reads(recorded):
