@@ -131,7 +131,7 @@ def _measured(trace: Trace, path: Path, layout: Layout) -> tuple[list[Span], int
         )
     microbatches = 1 + max(span.microbatch or 0 for span in work)
     note = f"Measured is iteration {iteration} of {path.name}, on the ranks with tp 0 and dp 0"
-    note += f"; their clocks may differ by {1e6 * trace.clock_error:.0f} µs." if layout.pp > 1 else "."
+    note += f"; their clocks may differ by {1e3 * trace.clock_error:.3f} ms." if layout.pp > 1 else "."
     return sorted(spans, key=lambda span: (span.rank, span.start)), microbatches, note
 
 

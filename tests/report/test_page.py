@@ -80,7 +80,7 @@ def test_a_trace_is_laid_over_as_much_predicted_work(tmp_path):
     assert page.unit == "s"
     assert sum(span.seconds for span in page.predicted) == pytest.approx(2 * 16 * 0.5)
     assert "iteration 12 of trace.json" in page.notes[0]
-    assert "30 µs" in page.notes[0]
+    assert "0.030 ms" in page.notes[0]
 
 
 def test_a_trace_of_another_layout_or_batch_is_refused(tmp_path):

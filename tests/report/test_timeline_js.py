@@ -110,11 +110,11 @@ def test_times_in_words(script, value, unit, step, told):
 
 
 def test_details_of_a_span(script):
-    spans = [Span(1, "forward", 3, 2, 0.25, 0.75), Span(1, "communication", None, None, 0.75, 1.0, "send forward")]
+    spans = [Span(1, "forward", 3, 2, 0.25, 0.35), Span(1, "communication", None, None, 0.75, 1.0, "send forward")]
     data = timeline_data([], spans, "s")
     assert script("Timeline.describe(data, lanes[0], 0)", data) == [
         "pp 1, measured: forward",
         "micro-batch 3, chunk 2",
-        "250.0 ms to 750.0 ms, takes 500.0 ms",
+        "250.0 ms to 350.0 ms, takes 100.0 ms",
     ]
     assert script("Timeline.describe(data, lanes[0], 1)", data)[0] == "pp 1, measured: send forward"

@@ -73,8 +73,9 @@ const Timeline = (() => {
     return [begin, begin + length];
   }
 
-  function time(value, unit, step) {
-    const [factor, name] = unit !== "s" ? [1, ""] : step >= 0.5 ? [1, " s"] : step >= 5e-4 ? [1e3, " ms"] : [1e6, " µs"];
+  // In words, as exact as the step, in the unit that fits the size.
+  function time(value, unit, step, size = step) {
+    const [factor, name] = unit !== "s" ? [1, ""] : size >= 0.5 ? [1, " s"] : size >= 5e-4 ? [1e3, " ms"] : [1e6, " µs"];
     const digits = Math.max(0, Math.min(6, -Math.floor(Math.log10(step * factor) + 1e-4)));
     return (value * factor).toFixed(digits) + name;
   }
@@ -85,8 +86,8 @@ const Timeline = (() => {
     const lines = [`pp ${lane.rank}, ${lane.source}: ${name_ || kind_}`];
     if (microbatch(lane, i) >= 0) lines.push(`micro-batch ${microbatch(lane, i)}, chunk ${chunk(lane, i)}`);
     const [start, end] = [lane.start[i] * data.tick, lane.end[i] * data.tick];
-    const step = Math.max(end - start, data.tick) / 1000;
-    lines.push(`${time(start, data.unit, step)} to ${time(end, data.unit, step)}, takes ${time(end - start, data.unit, step)}`);
+    const size = Math.max(end - start, data.tick), tell = (value) => time(value, data.unit, size / 1000, size);
+    lines.push(`${tell(start)} to ${tell(end)}, takes ${tell(end - start)}`);
     return lines;
   }
 
