@@ -13,7 +13,7 @@ PYENV_ROOT ?= $(HOME)/.pyenv
 CANDIDATES = $(or $(PYTHON),python3.12 python3.13 python3 \
 	$(wildcard $(PYENV_ROOT)/versions/3.12*/bin/python $(PYENV_ROOT)/versions/3.13*/bin/python))
 
-.PHONY: help setup quickstart test test-all matrix lint format clean
+.PHONY: help setup quickstart test test-all browser-test matrix lint format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -41,10 +41,13 @@ quickstart: $(STAMP) ## train a small Llama with Megatron's trainer on this mach
 	$(RUN) -m megasched quickstart $(ARGS)
 
 test: lint ## what CI runs: lint, and the tests that are not marked slow
-	$(RUN) -m pytest -m "not slow" $(ARGS)
+	$(RUN) -m pytest -m "not slow and not browser" $(ARGS)
 
-test-all: lint ## every test
-	$(RUN) -m pytest $(ARGS)
+test-all: lint ## every test but the browser's
+	$(RUN) -m pytest -m "not browser" $(ARGS)
+
+browser-test: $(STAMP) ## the page of `show --html` in a real Chromium, which pip does not install (apt-get does)
+	$(RUN) -m pytest -m browser tests/browser $(ARGS)
 
 matrix: $(STAMP) ## check every architecture at every layout; hours, goes on where it was (ARGS="--types llama")
 	$(RUN) -m megasched.verify.matrix $(ARGS)

@@ -149,6 +149,15 @@ def show(
     records: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the schedule's calls, to compare or replay them.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with all of it and a step in time instead.")
+    ] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences in a step; for --html.", show_default=False)
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of --megasched-trace of a run; for --html, laid over it.")
+    ] = None,
 ) -> None:
     """Print what a schedule does to a model.
 
@@ -157,6 +166,10 @@ def show(
     from megasched.layout import Fp8
     from megasched.report.console import quiet_imports, report_console
 
+    if html is None and (trace is not None or global_batch_size is not None):
+        raise typer.BadParameter("--trace and --global-batch-size are for --html")
+    if html is not None and (as_json or diff is not None):
+        raise typer.BadParameter("--html writes a page of its own; leave --json and --diff out")
     fp8 = Fp8(fp8_recipe=fp8_recipe) if fp8_recipe is not None else None
     layout = _layout(tp, sp, pp, cp, ep, vp=vp, dp=dp, micro_batch_size=micro_batch_size, fp8=fp8)
     with quiet_imports():
@@ -180,7 +193,13 @@ def show(
         from megasched.records import save_records
 
         save_records(report.records, records)
-    if diff is not None:
+    if html is not None:
+        from megasched.report.page import build_page
+        from megasched.report.page_html import write_page
+
+        write_page(build_page(report, global_batch_size=global_batch_size, trace=trace), html)
+        print(f"wrote {html}")
+    elif diff is not None:
         from megasched.report.diff import compare_reports
         from megasched.report.diff_view import print_diff
 

@@ -188,6 +188,18 @@ def test_show_diff_as_json_and_as_a_page(run, schedule, llama):
     assert (status, out.splitlines()[-1]) == (0, "both do the same to every module")
 
 
+def test_show_writes_a_page(run, schedule, llama, tmp_path):
+    path = tmp_path / "page.html"
+    words = ("show", schedule, "--hf-model", llama, "--tp", 2, "--pp", 2, "--html", path)
+    assert run(*words, "--global-batch-size", 6)[:2] == (0, f"wrote {path}\n")
+    text = path.read_text()
+    assert "<dt>Micro-batches in a step</dt><dd>6</dd>" in text
+    assert "mysched.py:2" in text
+    status, _, err = run(*words, "--trace", schedule)
+    assert (status, "mysched.py: it is no trace: no JSON" in err) == (1, True)
+    assert path.read_text() == text
+
+
 def test_records_are_saved(run, schedule, llama, tmp_path):
     path = tmp_path / "records.json"
     assert run("show", schedule, "--hf-model", llama, "--records", path)[0] == 0
@@ -223,6 +235,11 @@ def test_the_traceback_is_there_when_asked_for(run, llama, monkeypatch):
         (["--tp", "0"], "tensor_model_parallel_size is 0"),
         (["--vp", "2"], "need pipeline_model_parallel_size"),
         (["--hf-override", "nonsense=1"], "no field 'nonsense'"),
+        (["--html", "absent/page.html"], "--html absent/page.html: it can't be written: No such file"),
+        (
+            ["--html", "x.html", "--global-batch-size", "3", "--dp", "2"],
+            "--global-batch-size 3 is no multiple of 2",
+        ),
     ],
 )
 def test_flags_that_can_not_be_used(argv, words, run, schedule, llama):

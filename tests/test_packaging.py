@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+TEMPLATE = "megasched/report/page_template"
 FOLDERS = {
     "patches": "megasched/patches",
     "launch": "megasched/launch",
@@ -51,6 +52,7 @@ def test_the_wheel_holds_every_module_under_one_top_level_name(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     data = {"megasched/py.typed", "megasched/compatibility.json"}
+    data |= {f"{TEMPLATE}/{path.name}" for path in (ROOT / TEMPLATE).iterdir()}
     expected = modules_of(ROOT / "megasched", "megasched") | data
     for folder, place in FOLDERS.items():
         expected |= modules_of(ROOT / folder, place)

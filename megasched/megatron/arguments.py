@@ -23,6 +23,7 @@ from megasched.megatron.expert_flags import expert_arguments, expert_misfits
 from megasched.megatron.refused_flags import REFUSED, REFUSED_VALUES
 from megasched.megatron.te_flags import fp8_from_args, te_misfits
 from megasched.objectives import OBJECTIVES, find_objective
+from megasched.tracing.run_trace import trace_misfits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -108,6 +109,12 @@ def add_megasched_arguments(parser: argparse.ArgumentParser) -> argparse.Argumen
         metavar="FILE",
         help="Run only what this certificate speaks for: `megasched verify --certificate FILE` of the same "
         "schedule, model, versions and kinds of parallelism found it equal. It stands for --allow-unverified.",
+    )
+    group.add_argument(
+        "--megasched-trace",
+        metavar="FILE",
+        help="Record when each rank ran which forward, backward, communication and optimizer step, and write it "
+        "there in Chrome's trace format; of the iterations that --profile-step-start and --profile-step-end name.",
     )
     group.add_argument(
         "--objective",
@@ -206,6 +213,7 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
         _report("Sizes that do not fit the model", _misfits(args, sequence, vocab, derived)),
         _report("Flags of expert parallelism that do not fit", expert_misfits(args)),
         _report("Flags that Transformer Engine can't carry out here", te_misfits(args)),
+        _report("Iterations that can't be recorded", trace_misfits(args)),
     ]
     if any(problems):
         raise ConfigError("\n".join([f"--hf-model {args.hf_model}:", *filter(None, problems)]))

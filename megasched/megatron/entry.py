@@ -23,6 +23,7 @@ from typing import NoReturn
 from megasched.errors import ConfigError, MegaschedError
 from megasched.megatron.arguments import AUTO_SCHEDULE, add_megasched_arguments, refuse_unsupported
 from megasched.megatron.rehearsal import rehearsal_flags, rehearsal_mode
+from megasched.tracing.run_trace import check_trace_file
 
 BUILDER = "megasched.megatron.builder.ScheduledModelBuilder"
 SUPPORTED_MEGATRON = ">=0.19,<0.20"
@@ -153,6 +154,8 @@ def check_inputs(script: str, own: argparse.Namespace) -> None:
         )
     if own.hf_model.startswith((".", "/", "~")) and not Path(own.hf_model).exists():
         raise ConfigError(f"--hf-model {own.hf_model}: no such file or folder")
+    if own.megasched_trace is not None:
+        check_trace_file(own.megasched_trace)
 
 
 # ---- the process ------------------------------------------------------------------------------------

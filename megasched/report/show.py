@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megasched.compatibility import load_matrix, unverified
+from megasched.definition import text_config
 from megasched.layout import Layout
 from megasched.megatron.session import Session, open_session
 from megasched.records import Record
@@ -31,6 +32,7 @@ class ShowReport:
         stages: in the order in which a batch runs through them.
         records: the schedule's calls.
         unverified: why a run would need ``--allow-unverified``; empty where it does not.
+        hidden_size: width of the hidden state; None where the config does not say.
     """
 
     hf_model: str
@@ -43,6 +45,7 @@ class ShowReport:
     stages: list[StageReport]
     records: list[Record]
     unverified: list[str]
+    hidden_size: int | None
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON; the records as text."""
@@ -104,6 +107,14 @@ def inspect_schedule(
         describe_stages(session, sequence_length),
         list(session.schedule.records),
         unverified(session.definition, layout, load_matrix()["types"]),
+        _hidden_size(session),
+    )
+
+
+def _hidden_size(session: Session) -> int | None:
+    config = text_config(session.definition.config)
+    return next(
+        (getattr(config, name) for name in ("hidden_size", "n_embd", "d_model") if hasattr(config, name)), None
     )
 
 

@@ -96,15 +96,16 @@ def _label(node: Node, name: str, show_sources: bool, notes: Iterable[str] = ())
     text = Text(f"{name}  " if name else "", "bold")
     if node.members > 1:
         text.append(f"×{node.members}  ", "bold yellow")
-    text.append(_classes(report), f"not bold {COLOURS[report.kind]}".strip())
+    text.append(classes(report), f"not bold {COLOURS[report.kind]}".strip())
     if show_sources and node.sources:
-        text.append(f"  {_places(node.sources)}", "dim not bold")
-    for line in [*_lines(report), *notes]:
+        text.append(f"  {places(node.sources)}", "dim not bold")
+    for line in [*lines(report), *notes]:
         text.append(f"\n  {line}", "not bold")
     return text
 
 
-def _classes(report: ModuleReport) -> str:
+def classes(report: ModuleReport) -> str:
+    """What a module is and becomes, in a few words."""
     if not report.hf_class:
         return f"{report.becomes} (new)"
     if report.becomes != report.hf_class:
@@ -112,19 +113,21 @@ def _classes(report: ModuleReport) -> str:
     return f"{report.hf_class}, whole" if report.parameters else report.hf_class
 
 
-def _places(sources: list[str]) -> str:
+def places(sources: list[str]) -> str:
+    """Where the schedule asked, file names and lines; some of them where there are many."""
     places = (source.rpartition(":") for source in sources[:SOURCES_SHOWN])
     shown = [f"{Path(file).name}:{line}" for file, _, line in places]
     return ", ".join([*shown, "…"] if len(sources) > SOURCES_SHOWN else shown)
 
 
-def _lines(report: ModuleReport) -> list[str]:
-    lines = _joined([_parameter(parameter) for parameter in report.parameters])
-    lines += [_sent(report, tensor) for tensor in ("input", "output")]
-    lines += ["recomputed in the backward pass"] if report.recompute else []
-    lines += report.notes
-    lines += [asked.call for asked in report.asked if asked.primitive not in TOLD_BY_THE_REST]
-    return [line for line in lines if line]
+def lines(report: ModuleReport) -> list[str]:
+    """What else there is to say of a module: its parameters, what it sends, notes and calls."""
+    found = _joined([_parameter(parameter) for parameter in report.parameters])
+    found += [_sent(report, tensor) for tensor in ("input", "output")]
+    found += ["recomputed in the backward pass"] if report.recompute else []
+    found += report.notes
+    found += [asked.call for asked in report.asked if asked.primitive not in TOLD_BY_THE_REST]
+    return [line for line in found if line]
 
 
 def _joined(parameters: list[str]) -> list[str]:
@@ -172,7 +175,7 @@ def _stage_table(report: ShowReport) -> Table:
 
 
 def _stage_row(report: ShowReport, stage: StageReport) -> list[str]:
-    end = _places([stage.cut_at]) if stage.cut_at else "balanced"
+    end = places([stage.cut_at]) if stage.cut_at else "balanced"
     layers = f"{stage.start}-{stage.stop - 1}" if stage.stop - stage.start > 1 else str(stage.start)
     return [
         *(str(stage.stage), str(stage.pp_rank), str(stage.vp_stage), layers),

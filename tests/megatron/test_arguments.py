@@ -507,6 +507,15 @@ def test_sequence_beyond_the_models_positions(hf_model: str, gpt2_model: str) ->
     assert derived_args("--hf-model", hf_model, "--seq-length", "65", *override).seq_length == 65
 
 
+def test_some_iteration_is_to_be_recorded(hf_model: str) -> None:
+    none = ("--hf-model", hf_model, "--profile-step-start", "12")
+    message = refusal(*none, "--megasched-trace", "trace.json")
+    assert (
+        "--megasched-trace records from --profile-step-start 12 to --profile-step-end 12, which is none" in message
+    )
+    assert derived_args(*none).megasched_trace is None
+
+
 def test_positions_without_a_limit_are_as_long_as_the_sequence(tmp_path: Path) -> None:
     folder = tmp_path / "bloom"
     FAMILIES["bloom"][0].save_pretrained(folder)

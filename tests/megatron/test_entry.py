@@ -82,6 +82,11 @@ def script(folder: Path, text: str) -> str:
         ),
         (
             "pretrain.py",
+            "--model-schedule auto --hf-model {hf} --megasched-trace absent/trace.json",
+            "--megasched-trace absent/trace.json: there is no folder absent that can be written to",
+        ),
+        (
+            "pretrain.py",
             "--hf-model {hf} --model-schedule",
             "argument --model-schedule: expected one argument",
         ),
@@ -112,10 +117,11 @@ def test_a_rank_of_slurm_names_itself(tmp_path: Path) -> None:
 
 
 def test_schedule_may_be_a_registered_name_or_one_of_several_in_a_file(tmp_path: Path) -> None:
-    entry.check_inputs("x.py", Namespace(model_schedule="someones_schedule", hf_model="org/model"))
+    given = {"hf_model": "org/model", "megasched_trace": None}
+    entry.check_inputs("x.py", Namespace(model_schedule="someones_schedule", **given))
     several = tmp_path / "several.py"
     several.touch()
-    entry.check_inputs("x.py", Namespace(model_schedule=f"{several}:second", hf_model="org/model"))
+    entry.check_inputs("x.py", Namespace(model_schedule=f"{several}:second", **given))
 
 
 # ---- a fault on the way -----------------------------------------------------------------------------

@@ -1,0 +1,144 @@
+"""The page of ``megasched show --html`` in a real browser (`make browser-test`)."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from megasched.planner.pipeline import Chunk, simulate
+from megasched.report.page_html import write_page
+from tests.browser.chromium import Chromium
+from tests.report.pages import HOSTILE, hostile_page, page_of
+
+pytestmark = pytest.mark.browser
+SPANS = "document.querySelectorAll('#lanes .span').length"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    chromium = Chromium(tmp_path_factory.mktemp("profile"))
+    yield chromium
+    chromium.close()
+
+
+@pytest.fixture
+def shown(browser, tmp_path):
+    """Opens a page; afterwards the browser has reported no error and asked for nothing but the page."""
+    opened = []
+
+    def show(page):
+        path = tmp_path / "page.html"
+        write_page(page, path)
+        browser.events.clear()
+        browser.open(path.as_uri())
+        browser.settled()
+        opened.append(path.as_uri())
+        return browser
+
+    yield show
+    browser.value("1")  # whatever was reported until now has arrived
+    asked = [
+        e["params"]["request"]["url"] for e in browser.events if e.get("method") == "Network.requestWillBeSent"
+    ]
+    assert [url for url in asked if not url.startswith("data:")] == opened
+    errors = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+    assert [event for event in browser.events if event.get("method") in errors] == []
+
+
+def point(browser, rank, microbatch):
+    """The middle of the first span of a micro-batch on a rank's lane."""
+    x, y = browser.value(
+        f"""(() => {{
+          const lane = document.querySelector('.lane[data-rank="{rank}"]');
+          const text = [...lane.querySelectorAll('.number')].find((one) => one.textContent === '{microbatch}');
+          const box = text.getBoundingClientRect();
+          return [box.x + box.width / 2, box.y + box.height / 2];
+        }})()"""
+    )
+    return x, y
+
+
+def test_every_forward_and_backward_is_there(shown):
+    browser = shown(page_of(pp=2, vpp=2, microbatches=4))
+    assert browser.value(SPANS) == 2 * 2 * 4 * 2
+    assert browser.value("document.querySelectorAll('#lanes .forward').length") == 16
+    assert browser.value("document.querySelectorAll('#lanes .lane').length") == 2
+
+
+def test_hovering_tells_what_it_is(shown):
+    browser = shown(page_of(pp=2, vpp=1, microbatches=4))
+    x, y = point(browser, 1, 0)
+    browser.mouse("mouseMoved", x, y)
+    tip = browser.value("document.getElementById('tip').innerText")
+    # The first forward of rank 0 takes 1, that of rank 1 begins after it.
+    assert tip.splitlines() == [
+        "pp 1, predicted: forward",
+        "micro-batch 0, chunk 0",
+        "1.000 to 2.000, takes 1.000",
+    ]
+    assert browser.value("document.querySelectorAll('#lanes .chosen').length") == 1
+    browser.mouse("mouseMoved", 2, 2)
+    assert browser.value("document.getElementById('tip').hidden") is True
+
+
+def test_zoom_and_pan_by_button_wheel_key_and_mouse(shown):
+    browser = shown(page_of(pp=2, vpp=1, microbatches=8))
+    everything = browser.value(SPANS)
+    assert everything == 2 * 8 * 2
+
+    def axis():
+        browser.settled()
+        return browser.value("[...document.querySelectorAll('#lanes text.soft')].map((one) => one.textContent)")
+
+    whole = axis()
+    browser.value("document.getElementById('zoom-in').click()")
+    zoomed = axis()
+    assert zoomed != whole
+    assert browser.value(SPANS) < everything
+    x, y = browser.value("(() => { const b = lanes.getBoundingClientRect(); return [b.x + 600, b.y + 35]; })()")
+    browser.mouse("mousePressed", x, y, button="left", buttons=1, clickCount=1)
+    browser.mouse("mouseMoved", x + 100, y, button="left", buttons=1)
+    browser.mouse("mouseReleased", x + 100, y, button="left", clickCount=1)
+    assert axis() != zoomed
+    browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-200, modifiers=2)
+    assert browser.value("scrollY") == 0
+    browser.value("document.getElementById('lanes').focus()")
+    browser.send("Input.dispatchKeyEvent", type="keyDown", key="0", text="0")
+    assert axis() == whole
+    assert browser.value(SPANS) == everything
+
+
+def test_names_are_text_and_nothing_else(shown):
+    browser = shown(hostile_page())
+    assert browser.value("window.pwned") is None
+    assert HOSTILE in browser.value("document.body.textContent")
+    assert browser.value("document.querySelectorAll('img, #owned').length") == 0
+
+
+def test_hundred_thousand_spans_stay_fast(shown):
+    chunks = [[Chunk(1.0, 2.0)] * 8] * 16
+    page = page_of(pp=16, vpp=8, microbatches=512, predicted=simulate(chunks, 512))
+    assert len(page.predicted) == 131_072
+    browser = shown(page)
+    elements = "document.querySelectorAll('#lanes *').length"
+    assert browser.value(elements) < 20_000
+    start = time.monotonic()
+    for _ in range(12):
+        browser.value("document.getElementById('zoom-in').click()")
+        browser.settled()
+    assert time.monotonic() - start < 12  # some 50 ms each on an idle machine
+    assert 0 < browser.value(SPANS) < 1000
+
+
+def test_dark_and_printed(shown, tmp_path):
+    browser = shown(page_of(pp=2, vpp=1, microbatches=4))
+    ground = "getComputedStyle(document.documentElement).backgroundColor"
+    light = browser.value(ground)
+    browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    dark = browser.value(ground)
+    browser.send("Emulation.setEmulatedMedia", features=[])
+    assert sum(map(int, re.findall(r"\d+", light)[:3])) > 700 > 120 > sum(map(int, re.findall(r"\d+", dark)[:3]))
+    assert browser.send("Page.printToPDF", printBackground=True)["data"].startswith("JVBERi")
+    assert browser.value("document.querySelectorAll('details:not([open])').length") == 0

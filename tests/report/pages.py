@@ -1,0 +1,49 @@
+"""Pages to be rendered in tests, made by hand."""
+
+from __future__ import annotations
+
+from megasched.layout import Layout
+from megasched.report.modules import ModuleReport, ParameterReport
+from megasched.report.page import Page, build_page
+from megasched.report.show import ShowReport
+from megasched.report.stages import StageReport
+from megasched.timeline import Span
+
+HOSTILE = """</script><script>window.pwned=1</script><img src=x onerror="window.pwned=1">'"&amp;<b id=owned>"""
+
+
+def report_of(pp: int, vpp: int, name: str = "proj") -> ShowReport:
+    """One linear in each of as many layers as there are stages."""
+    count = pp * vpp
+    parameter = ParameterReport("weight", (64, 32), (32, 32))
+    modules = [ModuleReport("", "Model", "Model"), ModuleReport("layers", "ModuleList", "ModuleList")]
+    for layer in range(count):
+        modules.append(ModuleReport(f"layers.{layer}", "Layer", "Layer"))
+        path = f"layers.{layer}.{name}"
+        modules.append(ModuleReport(path, "Linear", "ColumnParallelLinear", "column", (parameter,)))
+    stages = [
+        StageReport(number, number % pp, number // pp, number, number + 1, (), 1024, 1 / count)
+        for number in range(count)
+    ]
+    layout = Layout(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+    )
+    return ShowReport("folder", "Model", "auto", 2048 * count, 128, layout, modules, stages, [], [], 32)
+
+
+def page_of(pp: int, vpp: int, microbatches: int, **options) -> Page:
+    return build_page(report_of(pp, vpp), global_batch_size=microbatches, **options)
+
+
+def hostile_page() -> Page:
+    """Of names that someone has chosen to break the page."""
+    from dataclasses import replace
+
+    name = HOSTILE.replace(".", "")
+    report = replace(
+        report_of(2, 1, name), hf_model=HOSTILE, schedule=HOSTILE, model=HOSTILE, unverified=[HOSTILE]
+    )
+    spans = [Span(rank, "forward", 0, 0, 0.0, 1.0, HOSTILE) for rank in (0, 1)]
+    return build_page(report, predicted=spans, memory=[{HOSTILE: 5}, {HOSTILE: 7}])
