@@ -70,7 +70,7 @@ class Hardware:
         return (self.bf16_tflops if itemsize == 2 else self.fp32_tflops) * 1e12
 
     def compute_seconds(self, work: Work, itemsize: int) -> float:
-        """Of everything that is not sent: products, attention, and what is bound by memory, one after the other."""
+        """Of all that is not sent: products, attention, and what is bound by memory, one after the other."""
         peak = self.peak(itemsize)
         products = sum(count * self._product(shape, peak) for shape, count in work.products.items())
         return products + work.attention / (peak * self.attention_efficiency) + self.traffic_seconds(work.traffic)

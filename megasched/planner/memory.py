@@ -9,9 +9,8 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from megasched.megatron.stage import Stage
-from megasched.planner.kinds import layer_kinds
+from megasched.planner.measurements import Measurements
 from megasched.planner.pipeline import in_flight, order_of
-from megasched.planner.probe import Measured, Setting, measure
 
 if TYPE_CHECKING:
     import torch
@@ -56,50 +55,23 @@ class RankMemory:
         return self.parameters + self.gradients + self.optimizer + self.held + self.activations
 
 
-class Memories:
-    """Measures stages of a session inside ``fake_groups``; each kind of them once."""
-
-    def __init__(self, session: Session, setting: Setting) -> None:
-        self.session, self.setting = session, setting
-        self.kinds = layer_kinds(session.replaced, session.plan)
-        self._measured: dict[Stage, Measured] = {}
-
-    def stage(self, stage: Stage) -> Measured:
-        """Of a stage that holds one layer."""
-        if stage not in self._measured:
-            self._measured[stage] = measure(self.session, stage, self.setting)
-        return self._measured[stage]
-
-    def layer(self, index: int) -> Measured:
-        """Of a stage with that layer alone."""
-        kind = self.kinds[index]
-        return self.stage(Stage(kind, kind + 1, False, False))
-
-    def chunk(self, stage: Stage) -> ChunkMemory:
-        """Of a stage of any number of layers: one layer with what the stage has at its ends, the others alone."""
-        if stage.start == stage.stop:
-            raise ValueError("a stage without layers has nothing to measure by")
-        layers = [self.layer(index) for index in range(stage.start, stage.stop)]
-        at = -1 if stage.last and not stage.first else 0
-        end = self.stage(Stage(*_one(stage, at), stage.first, stage.last))
-        others = layers[:-1] if at else layers[1:]
-        everything = end.before + end.layer + sum(layer.layer for layer in others)
-        kept = everything - (0 if stage.last else layers[-1].output)
-        alive, forward = (
-            end.before,
-            everything - end.before - end.layer + end.forward if stage.last else end.forward,
-        )
-        backward = kept + end.backward if stage.last else 0
-        for layer in layers:
-            forward = max(forward, alive - layer.before + layer.forward)
-            alive += layer.layer
-            backward = max(backward, alive - (0 if stage.last else layer.output) + layer.backward)
-        return ChunkMemory(kept, forward, max(backward, end.ending))
-
-
-def _one(stage: Stage, at: int) -> tuple[int, int]:
-    """The first layer of a stage, or its last one."""
-    return (stage.stop - 1, stage.stop) if at else (stage.start, stage.start + 1)
+def chunk_memory(measured: Measurements, stage: Stage) -> ChunkMemory:
+    """Of a stage of any number of layers: one layer with what the stage has at its ends, the others alone."""
+    if stage.start == stage.stop:
+        raise ValueError("a stage without layers has nothing to measure by")
+    layers = [measured.layer(index) for index in range(stage.start, stage.stop)]
+    end, at = measured.end(stage)
+    others = layers[:-1] if at else layers[1:]
+    everything = end.before + end.layer + sum(layer.layer for layer in others)
+    kept = everything - (0 if stage.last else layers[-1].output)
+    alive = end.before
+    forward = end.forward + (everything - end.before - end.layer if stage.last else 0)
+    backward = kept + end.backward if stage.last else 0
+    for layer in layers:
+        forward = max(forward, alive - layer.before + layer.forward)
+        alive += layer.layer
+        backward = max(backward, alive - (0 if stage.last else layer.output) + layer.backward)
+    return ChunkMemory(kept, forward, max(backward, end.ending))
 
 
 def activation_peak(chunks: Sequence[ChunkMemory], rank: int, pp: int, microbatches: int) -> int:
@@ -114,10 +86,8 @@ def activation_peak(chunks: Sequence[ChunkMemory], rank: int, pp: int, microbatc
     return peak
 
 
-def static_bytes(
-    session: Session, stages: Sequence[Stage], dtype: torch.dtype, *, shards: int
-) -> tuple[int, int, int]:
-    """Parameters, gradients and optimizer state of a rank that holds these stages, in bytes.
+def static_bytes(trained: int, frozen: int, dtype: torch.dtype, *, shards: int) -> tuple[int, int, int]:
+    """Parameters, gradients and optimizer state of a rank with so many numbers in its parameters, in bytes.
 
     Gradients are kept in float32; Adam keeps two float32 numbers for each parameter, and the parameter itself in
     float32 where it is trained in 16 bits (``megatron/core/optimizer/optimizer.py``).
@@ -125,48 +95,29 @@ def static_bytes(
     Args:
         shards: ranks that share the optimizer's state (Megatron's distributed optimizer); 1 without.
     """
-    count = trained_and_held(session, stages)
-    sixteen = dtype.itemsize == 2
-    held = sum(count) * dtype.itemsize
-    trained = count[0]
-    return held, trained * 4, math.ceil(trained / shards) * (12 if sixteen else 8)
-
-
-def trained_and_held(session: Session, stages: Sequence[Stage]) -> tuple[int, int]:
-    """Numbers in the parameters of these stages: trained ones, and others."""
-    plan, structure = session.plan, session.plan.structure
-    assert structure is not None
-    trains = {name: p.requires_grad for name, p in session.replaced.named_parameters(remove_duplicate=False)}
-    found = [0, 0]
-    for stage in stages:
-        held = {
-            canonical: trains[name]
-            for name, canonical in plan.canonical.items()
-            if stage.holds(structure, name.rpartition(".")[0])
-        }
-        for name, trained in held.items():
-            found[not trained] += math.prod(plan.local_shape(plan.placements[name]))
-    return found[0], found[1]
+    of_optimizer = 12 if dtype.itemsize == 2 else 8
+    return (trained + frozen) * dtype.itemsize, trained * 4, math.ceil(trained / shards) * of_optimizer
 
 
 def rank_memory(
-    memories: Memories, stages: Sequence[Stage], rank: int, *, microbatches: int, shards: int
+    measured: Measurements, stages: Sequence[Stage], rank: int, *, microbatches: int, shards: int
 ) -> RankMemory:
     """Memory of a pipeline rank.
 
     Args:
-        memories: inside ``fake_groups``.
+        measured: inside ``fake_groups``.
         stages: all of them, in the order in which the model runs.
         microbatches: of one step.
         shards: ranks that share the optimizer's state.
     """
-    session, layout = memories.session, memories.session.plan.layout
+    layout = measured.session.plan.layout
     own = list(stages)[rank :: layout.pp]
-    parameters, gradients, optimizer = static_bytes(session, own, memories.setting.dtype, shards=shards)
-    chunks = [memories.chunk(stage) for stage in own]
+    counts = measured.parameters.held(own)
+    parameters, gradients, optimizer = static_bytes(*counts, measured.setting.dtype, shards=shards)
+    chunks = [chunk_memory(measured, stage) for stage in own]
     # Each chunk holds what it received last until the next comes, and the gradient of that.
-    received = 2 * memories.layer(0).output * sum(not stage.first for stage in own)
-    held = max(measured.held for measured in memories._measured.values()) + received
+    received = 2 * measured.layer(0).output * sum(not stage.first for stage in own)
+    held = measured.held + received
     peak = activation_peak(chunks, rank, layout.pp, microbatches)
     return RankMemory(parameters, gradients, optimizer, held, peak)
 

@@ -42,7 +42,9 @@ class Measured:
         backward: the most that comes on top of what was kept, until the gradient leaves the layer.
         ending: the most that is alive after that, in the backward of what stands before the layers.
         held: alive from step to step beside the parameters: buffers, tables, communication buffers.
-        forward_work, backward_work: what is computed and sent; what is recomputed is in the backward.
+        before_work: what is computed and sent before the layer, in the forward.
+        forward_work: in the rest of it.
+        backward_work: in the backward, what is recomputed included.
     """
 
     before: int
@@ -52,6 +54,7 @@ class Measured:
     backward: int
     ending: int
     held: int
+    before_work: Work
     forward_work: Work
     backward_work: Work
 
@@ -225,14 +228,14 @@ class _Run:
         live.tag = "before"
         live.reset_peak()
         start = live.now
-        self.count.work = forward_work = Work()
+        self.count.work = before_work = Work()
         output = self._forward()
         end, forward = live.now, live.peak
         before = live.made_under("before")
         live.tag = ""
         sent = 0 if self.stage.last else output.numel() * output.element_size()
         live.reset_peak()
-        self.count.work = Work()
+        forward_work, self.count.work = self.count.work, Work()
         output.backward(None if self.stage.last else torch.zeros_like(output))
         del output
         return Measured(
@@ -243,6 +246,7 @@ class _Run:
             self.peak - end,
             live.peak - start,
             held,
+            before_work,
             forward_work,
             self.count.work,
         )
@@ -261,6 +265,7 @@ class _Run:
     def _enter(self, layer: Any, args: Any, kwargs: Any) -> None:
         if self.live.tag:  # and not the layer's forward once more, in the backward pass
             self.live.tag = ""
+            self.count.work = Work()
             if self.stage.first:
                 hidden = next(tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad)
                 hidden.register_hook(self._leave)

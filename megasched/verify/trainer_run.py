@@ -112,6 +112,7 @@ def train(
 
     from megasched.launch import pretrain_gpt, pretraining
 
+    apply_patches()  # first: they look at the functions that are recorded
     report = RankReport(-1, -1, -1)
     undo = [
         _record_steps(training, report, watch),
@@ -144,6 +145,15 @@ def train(
     return report
 
 
+def apply_patches() -> None:
+    """All that a run needs; in a rank CUDA is emulated already."""
+    from megasched import patches
+
+    for patch in patches.available():
+        if patch.name != "host_cuda":
+            patches.apply(patch.name)
+
+
 def run_trainer(
     hf_model: str,
     flags: list[str],
@@ -161,13 +171,10 @@ def run_trainer(
         script: bundled entry script, without ``.py``.
         mock_data: whether batches are Megatron's mock data, or of the ``--data-path`` in ``flags``.
     """
-    from megasched import patches
     from megasched.megatron import entry
     from megasched.megatron.rehearsal import rehearsal_flags
 
-    for patch in patches.available():
-        if patch.name != "host_cuda":
-            patches.apply(patch.name)
+    apply_patches()
     entry._set_builder()
     given = RUN_FLAGS if mock_data else [flag for flag in RUN_FLAGS if flag != "--mock-data"]
     argv = [*given, "--model-schedule", schedule, "--hf-model", hf_model, "--train-iters", str(iterations)]

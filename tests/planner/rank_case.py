@@ -13,6 +13,7 @@ def step_peak(folder: str, flags: list[str], steps: int = 3) -> dict[str, int]:
 
     from megasched.planner.live_bytes import LiveBytes
 
+    trainer_run.apply_patches()
     live, found = LiveBytes(), {}
     real = training.train_step
 

@@ -5,7 +5,8 @@ import torch
 
 from megasched.layout import Layout
 from megasched.megatron.session import open_session
-from megasched.planner.memory import Memories, rank_memory, stages_of
+from megasched.planner.measurements import Measurements
+from megasched.planner.memory import rank_memory, stages_of
 from megasched.planner.probe import Setting, fake_groups
 from tests.planner.configs import VOCABULARY, config_of
 from tests.planner.rank_case import step_peak
@@ -28,9 +29,9 @@ CASES = [
 def test_the_peak_of_a_step_is_as_measured(ranks, tmp_path, name, parallel, flags, tolerance):
     config_of(name).save_pretrained(tmp_path)
     layout = Layout(**parallel)
-    measured = ranks.run(layout.world_size, step_peak, str(tmp_path), argv_of(layout, flags))
+    held = ranks.run(layout.world_size, step_peak, str(tmp_path), argv_of(layout, flags))
     predicted = predict(str(tmp_path), layout, flags)
-    for rank, found in enumerate(measured):
+    for rank, found in enumerate(held):
         pp_rank = rank // (layout.world_size // layout.pp)
         assert predicted[pp_rank].total == pytest.approx(found["peak"], rel=tolerance)
 
@@ -53,8 +54,8 @@ def predict(folder, layout, flags):
     )
     shards = layout.data_parallel_size if "--use-distributed-optimizer" in flags else 1
     with fake_groups(layout):
-        memories = Memories(session, setting)
+        measured = Measurements(session, setting)
         return [
-            rank_memory(memories, stages_of(session, SEQUENCE), rank, microbatches=MICROBATCHES, shards=shards)
+            rank_memory(measured, stages_of(session, SEQUENCE), rank, microbatches=MICROBATCHES, shards=shards)
             for rank in range(layout.pp)
         ]

@@ -1,0 +1,120 @@
+"""How long a step takes: the work of each chunk on the hardware, and the pipeline schedule played through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import TYPE_CHECKING
+
+from megasched.planner.pipeline import Chunk, simulate
+from megasched.planner.work import Work
+
+if TYPE_CHECKING:
+    from megasched.layout import Layout
+    from megasched.megatron.stage import Stage
+    from megasched.planner.hardware import Hardware
+    from megasched.planner.measurements import Measurements
+
+# What a distributed optimizer sends and touches for each parameter that a rank holds, in bytes: gradients in
+# float32 are reduced, parameters in 16 bits gathered (megatron/core/distributed/param_and_grad_buffer.py); its
+# step reads and writes both numbers of Adam and the parameter in float32, and reads the gradient.
+_GRADIENT, _PARAMETER, _STEP = 4, 2, 30
+# Of what could be hidden behind a backward or forward, the first and last bucket can't be.
+_EXPOSED = 0.1
+# A schedule is played through with so many micro-batches for each pipeline rank; each more takes the same time.
+_PLAYED = 2, 4
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step.
+
+    Attributes:
+        compute: of the busiest pipeline rank, all micro-batches.
+        sending: of that rank, collective operations of TP, CP and EP.
+        waiting: of that rank, for other stages: the pipeline's bubble and what is sent between stages.
+        gradients: to reduce gradients and gather parameters over DP, as far as it is not hidden.
+        optimizer: its step.
+    """
+
+    compute: float
+    sending: float
+    waiting: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.sending + self.waiting + self.gradients + self.optimizer
+
+
+def chunk_work(measured: Measurements, stage: Stage) -> tuple[Work, Work]:
+    """Forward and backward of one micro-batch in a stage."""
+    layers = [measured.layer(index) for index in range(stage.start, stage.stop)]
+    end, at = measured.end(stage)
+    others = layers[:-1] if at else layers[1:]
+    forward = reduce(add, (one.forward_work for one in others), end.before_work + end.forward_work)
+    return forward, reduce(add, (one.backward_work for one in others), end.backward_work)
+
+
+def group_spans(layout: Layout) -> dict[str, tuple[int, int]]:
+    """Megatron's groups -> (ranks, consecutive ranks among which they lie); its order is TP, CP, EP, DP, PP."""
+    tp, cp, ep = layout.tp, layout.cp, layout.ep
+    return {
+        "TENSOR_MODEL_PARALLEL_GROUP": (tp, tp),
+        "CONTEXT_PARALLEL_GROUP": (cp, tp * cp),
+        "EXPERT_MODEL_PARALLEL_GROUP": (ep, tp * cp * ep),
+    }
+
+
+def step_time(
+    measured: Measurements, stages: Sequence[Stage], hardware: Hardware, *, microbatches: int, data_parallel: int
+) -> StepTime:
+    """Of a layout whose stages these are, in the order in which the model runs."""
+    layout, setting = measured.session.plan.layout, measured.setting
+    groups, size = group_spans(layout), setting.dtype.itemsize
+    wire = measured.layer(0).output
+    behind = layout.tp * layout.cp * data_parallel  # ranks from one stage to the next
+    send = hardware.link(behind + 1).seconds(wire) if layout.pp > 1 else 0.0
+    chunks: list[list[Chunk]] = [[] for _ in range(layout.pp)]
+    seconds = [[0.0, 0.0] for _ in range(layout.pp)]
+    for number, stage in enumerate(stages):
+        passes = []
+        for work in chunk_work(measured, stage):
+            parts = hardware.compute_seconds(work, size), hardware.send_seconds(work, groups)
+            passes.append(sum(parts))
+            for index, part in enumerate(parts):
+                seconds[number % layout.pp][index] += part
+        chunks[number % layout.pp].append(Chunk(passes[0], passes[1], send))
+    busiest = max(range(layout.pp), key=lambda rank: sum(seconds[rank]))
+    compute, sending = (part * microbatches for part in seconds[busiest])
+    waiting = max(0.0, _played(chunks, microbatches) - compute - sending)
+    trained = max(measured.parameters.held(stages[rank :: layout.pp])[0] for rank in range(layout.pp))
+    replicas = layout.cp * data_parallel
+    gradients = _gradients(chunks[busiest], hardware, trained, replicas, layout.tp * replicas)
+    optimizer = hardware.traffic_seconds(trained * _STEP / replicas)
+    return StepTime(compute, sending, waiting, gradients, optimizer)
+
+
+def _played(chunks: Sequence[Sequence[Chunk]], microbatches: int) -> float:
+    """Seconds of the pipeline schedule; from some point on each micro-batch takes the same time."""
+    few, many = (count * len(chunks) for count in _PLAYED)
+    if microbatches <= many:
+        return max(span.end for span in simulate(chunks, microbatches))
+    short, long = (max(span.end for span in simulate(chunks, count)) for count in (few, many))
+    return long + (long - short) / (many - few) * (microbatches - many)
+
+
+def _gradients(chunks: Sequence[Chunk], hardware: Hardware, trained: int, replicas: int, span: int) -> float:
+    """What of Megatron's overlapped reduction of gradients and gathering of parameters is not hidden."""
+    if replicas == 1:
+        return 0.0
+    link, share = hardware.link(span), (replicas - 1) / replicas
+    backward, forward = sum(chunk.backward for chunk in chunks), sum(chunk.forward for chunk in chunks)
+    total = 0.0
+    for size, behind in ((_GRADIENT, backward), (_PARAMETER, forward)):
+        seconds = link.seconds(trained * size * share)
+        total += max(seconds - behind, _EXPOSED * seconds)
+    return total
