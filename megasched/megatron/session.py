@@ -110,13 +110,16 @@ class Session:
         layers = self.stage_layers(sequence_length)
         return None if layers is None else layout_string(layers)
 
-    def stage_layers(self, sequence_length: int) -> list[int] | None:
+    def stage_layers(self, sequence_length: int, layout: Layout | None = None) -> list[int] | None:
         """Layers of each stage by this schedule's cuts, or balanced by cost; None without a pipeline.
+
+        Args:
+            layout: another than the schedule's, of which PP and VPP count.
 
         Raises:
             ScheduleError: more stages than layers, or cuts that do not fit.
         """
-        layout = self.schedule.layout
+        layout = layout or self.schedule.layout
         stages = layout.pp * layout.vpp
         if stages == 1:
             return None

@@ -15,6 +15,7 @@ from megasched.planner.pipeline import in_flight, order_of
 if TYPE_CHECKING:
     import torch
 
+    from megasched.layout import Layout
     from megasched.megatron.session import Session
 
 
@@ -100,17 +101,17 @@ def static_bytes(trained: int, frozen: int, dtype: torch.dtype, *, shards: int) 
 
 
 def rank_memory(
-    measured: Measurements, stages: Sequence[Stage], rank: int, *, microbatches: int, shards: int
+    measured: Measurements, stages: Sequence[Stage], layout: Layout, rank: int, *, microbatches: int, shards: int
 ) -> RankMemory:
     """Memory of a pipeline rank.
 
     Args:
         measured: inside ``fake_groups``.
         stages: all of them, in the order in which the model runs.
+        layout: with PP and VPP, which the session's may lack.
         microbatches: of one step.
         shards: ranks that share the optimizer's state.
     """
-    layout = measured.session.plan.layout
     own = list(stages)[rank :: layout.pp]
     counts = measured.parameters.held(own)
     parameters, gradients, optimizer = static_bytes(*counts, measured.setting.dtype, shards=shards)
@@ -122,7 +123,7 @@ def rank_memory(
     return RankMemory(parameters, gradients, optimizer, held, peak)
 
 
-def stages_of(session: Session, sequence_length: int) -> list[Stage]:
+def stages_of(session: Session, layout: Layout, sequence_length: int) -> list[Stage]:
     """All stages, in the order in which the model runs, cut as a run without flags of its own would cut them.
 
     Raises:
@@ -130,6 +131,6 @@ def stages_of(session: Session, sequence_length: int) -> list[Stage]:
     """
     structure = session.plan.structure
     assert structure is not None
-    counts = session.stage_layers(sequence_length) or [structure.count]
+    counts = session.stage_layers(sequence_length, layout) or [structure.count]
     bounds = pairwise([0, *accumulate(counts)])
     return [Stage(*pair, number == 0, number == len(counts) - 1) for number, pair in enumerate(bounds)]

@@ -70,10 +70,10 @@ def group_spans(layout: Layout) -> dict[str, tuple[int, int]]:
 
 
 def step_time(
-    measured: Measurements, stages: Sequence[Stage], hardware: Hardware, *, microbatches: int, data_parallel: int
+    measured: Measurements, stages: Sequence[Stage], layout: Layout, hardware: Hardware, *, microbatches: int
 ) -> StepTime:
     """Of a layout whose stages these are, in the order in which the model runs."""
-    layout, setting = measured.session.plan.layout, measured.setting
+    setting, data_parallel = measured.setting, layout.data_parallel_size
     groups, size = group_spans(layout), setting.dtype.itemsize
     wire = measured.layer(0).output
     behind = layout.tp * layout.cp * data_parallel  # ranks from one stage to the next

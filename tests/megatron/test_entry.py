@@ -18,7 +18,7 @@ from megasched.errors import ConfigError
 from megasched.megatron import entry
 
 # Seconds from the fault to the end of the last rank, and what starting Python and importing may take besides.
-END_LIMIT = 10
+END_LIMIT = 30  # a rank that waits for another does so for minutes
 START_LIMIT = 120
 
 RUN = "from sys import argv; from megasched.megatron.entry import run_script; run_script(argv[1], argv[2:])"

@@ -56,6 +56,13 @@ def predict(folder, layout, flags):
     with fake_groups(layout):
         measured = Measurements(session, setting)
         return [
-            rank_memory(measured, stages_of(session, SEQUENCE), rank, microbatches=MICROBATCHES, shards=shards)
+            rank_memory(
+                measured,
+                stages_of(session, layout, SEQUENCE),
+                layout,
+                rank,
+                microbatches=MICROBATCHES,
+                shards=shards,
+            )
             for rank in range(layout.pp)
         ]

@@ -1,0 +1,186 @@
+"""Every layout that a job could have, each with its memory and time, or why it is out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megasched.errors import MegaschedError
+from megasched.layout import Layout
+from megasched.planner.measurements import Measurements
+from megasched.planner.memory import RankMemory, rank_memory, stages_of
+from megasched.planner.probe import Setting, fake_groups
+from megasched.planner.step_time import StepTime, step_time
+
+if TYPE_CHECKING:
+    from megasched.megatron.session import Session
+    from megasched.megatron.stage import Stage
+    from megasched.planner.hardware import Hardware
+
+MICRO_BATCHES = (1, 2, 4, 8)
+RECOMPUTE = (None, "full")
+# The most that a pipeline holds in flight it holds after so many micro-batches for each of its ranks.
+_FILLED = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained on what.
+
+    Attributes:
+        open_session: the model under a schedule, for a layout.
+        dtype: of parameters.
+        largest_context: of CP.
+    """
+
+    open_session: Callable[[Layout], Session]
+    hardware: Hardware
+    gpus: int
+    sequence_length: int
+    global_batch_size: int
+    dtype: torch.dtype = torch.bfloat16
+    largest_context: int = 8
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its recompute.
+
+    Attributes:
+        memory: of each pipeline rank.
+        why_out: empty for one that can be run.
+    """
+
+    layout: Layout
+    recompute_granularity: str | None
+    microbatches: int
+    memory: tuple[RankMemory, ...] = ()
+    time: StepTime | None = None
+    why_out: str = ""
+
+    @property
+    def fullest(self) -> RankMemory:
+        return max(self.memory, key=lambda memory: memory.total)
+
+
+def search(job: Job, *, on_group: Callable[[Layout], Any] = lambda layout: None) -> list[Candidate]:
+    """All candidates: those that fit by their time, then the others.
+
+    Args:
+        on_group: called with TP, CP and EP of the layouts that come next.
+    """
+    found: list[Candidate] = []
+    for group in _groups(job):
+        on_group(group)
+        try:
+            session = job.open_session(group)
+            assert session.plan is not None
+        except MegaschedError as error:
+            found.append(Candidate(group, None, 0, why_out=str(error).partition("\n")[0]))
+            continue
+        with fake_groups(group):
+            found += _of_group(job, group, session)
+    return sorted(found, key=lambda one: (bool(one.why_out), one.time.total if one.time else 0.0))
+
+
+def _groups(job: Job) -> Iterator[Layout]:
+    """TP inside a node, CP and EP; powers of two."""
+    largest = min(job.gpus, job.hardware.gpus_per_node)
+    experts = _experts(job)
+    for tp, cp, ep in itertools.product(_powers(largest), _powers(job.largest_context), _powers(experts)):
+        if (
+            tp * cp * ep <= job.gpus
+            and job.gpus % (tp * cp * ep) == 0
+            and job.sequence_length % (2 * cp * tp) == 0
+        ):
+            yield Layout(
+                tensor_model_parallel_size=tp,
+                sequence_parallel=tp > 1,
+                context_parallel_size=cp,
+                expert_model_parallel_size=ep,
+            )
+
+
+def _experts(job: Job) -> int:
+    """Of a layer, where the model has any that can be shared out."""
+    from megasched.experts import is_experts
+
+    session = job.open_session(Layout())
+    return max((m.num_experts for m in session.replaced.modules() if is_experts(m)), default=1)
+
+
+def _powers(largest: int) -> list[int]:
+    return [1 << power for power in range(largest.bit_length())]
+
+
+def _of_group(job: Job, group: Layout, session: Session) -> list[Candidate]:
+    measured: dict[tuple[int, str | None], Measurements] = {}
+    found = []
+    for layout in _layouts(job, group, session):
+        microbatches = job.global_batch_size // (layout.data_parallel_size * layout.micro_batch_size)
+        try:
+            stages = stages_of(session, layout, job.sequence_length)
+        except MegaschedError as error:
+            found.append(Candidate(layout, None, microbatches, why_out=str(error).partition("\n")[0]))
+            continue
+        for recompute in RECOMPUTE:
+            key = layout.micro_batch_size, recompute
+            if key not in measured:
+                setting = Setting(layout.micro_batch_size, job.sequence_length, job.dtype, recompute)
+                measured[key] = Measurements(session, setting)
+            candidate = _candidate(job, measured[key], stages, layout, microbatches)
+            found.append(candidate)
+            if not candidate.why_out:  # recompute is for what does not fit
+                break
+    return found
+
+
+def _layouts(job: Job, group: Layout, session: Session) -> Iterator[Layout]:
+    """PP, VPP and micro-batches that divide what they must."""
+    assert session.plan.structure is not None
+    layers = session.plan.structure.count
+    ranks = job.gpus // (group.tp * group.cp)
+    for pp, batch in itertools.product(range(1, layers + 1), MICRO_BATCHES):
+        if ranks % pp or ranks // pp % group.ep or job.global_batch_size % (ranks // pp * batch):
+            continue
+        microbatches = job.global_batch_size // (ranks // pp * batch)
+        for vpp in _chunks(pp, layers, microbatches):
+            yield Layout(
+                tensor_model_parallel_size=group.tp,
+                sequence_parallel=group.sequence_parallel,
+                context_parallel_size=group.cp,
+                expert_model_parallel_size=group.ep,
+                pipeline_model_parallel_size=pp,
+                virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+                data_parallel_size=ranks // pp,
+                micro_batch_size=batch,
+            )
+
+
+def _chunks(pp: int, layers: int, microbatches: int) -> list[int]:
+    """Numbers of model chunks: each that makes a stage one layer smaller. Interleaving takes groups of PP."""
+    if pp == 1 or microbatches % pp:
+        return [1]
+    return sorted({1, *(layers // (pp * size) for size in range(1, layers // pp + 1))})
+
+
+def _candidate(
+    job: Job, measured: Measurements, stages: Sequence[Stage], layout: Layout, microbatches: int
+) -> Candidate:
+    replicas = layout.cp * layout.data_parallel_size
+    recompute, room = measured.setting.recompute_granularity, job.hardware.usable_bytes
+    filled = min(microbatches, _FILLED * layout.pp)
+    ranks = range(layout.pp)
+    memory = tuple(
+        rank_memory(measured, stages, layout, rank, microbatches=filled, shards=replicas) for rank in ranks
+    )
+    fullest = max(one.total for one in memory)
+    why = "" if fullest <= room else f"{fullest / 1e9:.0f} GB do not fit in {room / 1e9:.0f} GB"
+    time = None
+    if not why:
+        time = step_time(measured, stages, layout, job.hardware, microbatches=microbatches)
+    return Candidate(layout, recompute, microbatches, memory, time, why)
