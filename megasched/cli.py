@@ -377,6 +377,42 @@ def archs(
     raise typer.Exit(0 if good else 1)
 
 
+@app.command()
+def plan(
+    hf_model: HfModel,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the job.")],
+    seq_length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")],
+    global_batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a step.")],
+    gpu: Annotated[str, typer.Option(metavar="TYPE", help="A known type, or a TOML file.")] = "h100-80gb",
+    schedule: Annotated[str, typer.Option(help="As for `megasched show`.")] = "auto",
+    max_cp: Annotated[int, typer.Option(min=1, help="The most ranks that may share a sequence.")] = 1,
+    top: Annotated[int, typer.Option(min=1, help="Layouts to print.")] = 10,
+    hf_override: HfOverride = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> None:
+    """Rank the layouts of a job by predicted step time, among those that fit in memory.
+
+    Exit status 1 if none fits.
+    """
+    from megasched.planner.command import plan_command
+
+    found = plan_command(
+        hf_model,
+        as_json=as_json,
+        top=top,
+        gpus=gpus,
+        gpu=gpu,
+        sequence_length=seq_length,
+        global_batch_size=global_batch_size,
+        schedule=schedule,
+        largest_context=max_cp,
+        overrides=hf_override,
+        trust_remote_code=trust_remote_code,
+    )
+    raise typer.Exit(0 if found else 1)
+
+
 @app.command(epilog="The study is kept in --dir: stopped by Ctrl-C, the same command goes on.")
 def tune(
     space: Annotated[Path, typer.Argument(metavar="SPACE.py", help="A Python file with `def space(space)`.")],

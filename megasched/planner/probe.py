@@ -7,6 +7,7 @@ keeps and what is alive for a moment. Nothing here knows what a transformer is.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ def measure(session: Session, stage: Stage, setting: Setting) -> Measured:
 
     The second of two micro-batches is measured: what the first one left behind is there for good.
     """
-    definition = session.copy_of_definition()
+    definition = _copy_with_layers(session, range(stage.start, stage.stop))
     from megatron.core import parallel_state
 
     parallel_state.destroy_global_memory_buffer()  # what another measurement left in it
@@ -139,6 +140,20 @@ def measure(session: Session, stage: Stage, setting: Setting) -> Measured:
         run = _Run(model, stage, session, setting, live, count)
         run.once()
         return run.once(held=live.now - parameters)
+
+
+def _copy_with_layers(session: Session, kept: range) -> Any:
+    """A copy of the definition in which other layers are empty, which a stage has no use for."""
+    structure = session.plan.structure
+    assert structure is not None
+    memo: dict[int, Any] = {}
+    for index in range(structure.count):
+        if index not in kept:
+            layer = session.replaced.get_submodule(structure.layer_path(index))
+            empty = copy.copy(layer)
+            empty._parameters, empty._buffers, empty._modules = {}, {}, {}
+            memo[id(layer)] = empty
+    return copy.deepcopy(session.replaced, memo)
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:

@@ -12,7 +12,8 @@ import torch
 from megasched.errors import MegaschedError
 from megasched.layout import Layout
 from megasched.planner.measurements import Measurements
-from megasched.planner.memory import RankMemory, rank_memory, stages_of
+from megasched.planner.memory import RankMemory, rank_memory, stages_of, static_bytes
+from megasched.planner.parameter_counts import ParameterCounts
 from megasched.planner.probe import Setting, fake_groups
 from megasched.planner.step_time import StepTime, step_time
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from megasched.megatron.stage import Stage
     from megasched.planner.hardware import Hardware
 
-MICRO_BATCHES = (1, 2, 4, 8)
+MICRO_BATCHES = (1, 2, 4)
 RECOMPUTE = (None, "full")
 # The most that a pipeline holds in flight it holds after so many micro-batches for each of its ranks.
 _FILLED = 3
@@ -53,6 +54,7 @@ class Candidate:
     Attributes:
         memory: of each pipeline rank.
         why_out: empty for one that can be run.
+        too_large: whether it is out for memory.
     """
 
     layout: Layout
@@ -61,6 +63,7 @@ class Candidate:
     memory: tuple[RankMemory, ...] = ()
     time: StepTime | None = None
     why_out: str = ""
+    too_large: bool = False
 
     @property
     def fullest(self) -> RankMemory:
@@ -119,6 +122,7 @@ def _powers(largest: int) -> list[int]:
 
 def _of_group(job: Job, group: Layout, session: Session) -> list[Candidate]:
     measured: dict[tuple[int, str | None], Measurements] = {}
+    counts = ParameterCounts(session)
     found = []
     for layout in _layouts(job, group, session):
         microbatches = job.global_batch_size // (layout.data_parallel_size * layout.micro_batch_size)
@@ -126,6 +130,9 @@ def _of_group(job: Job, group: Layout, session: Session) -> list[Candidate]:
             stages = stages_of(session, layout, job.sequence_length)
         except MegaschedError as error:
             found.append(Candidate(layout, None, microbatches, why_out=str(error).partition("\n")[0]))
+            continue
+        if why := _too_large(job, counts, stages, layout):
+            found.append(Candidate(layout, None, microbatches, why_out=why, too_large=True))
             continue
         for recompute in RECOMPUTE:
             key = layout.micro_batch_size, recompute
@@ -137,6 +144,19 @@ def _of_group(job: Job, group: Layout, session: Session) -> list[Candidate]:
             if not candidate.why_out:  # recompute is for what does not fit
                 break
     return found
+
+
+def _too_large(job: Job, counts: ParameterCounts, stages: Sequence[Stage], layout: Layout) -> str:
+    """Why a layout is out before anything is measured: without activations it has no room already."""
+    replicas = layout.cp * layout.data_parallel_size
+    ranks = (counts.held(stages[rank :: layout.pp]) for rank in range(layout.pp))
+    largest = max(sum(static_bytes(*held, job.dtype, shards=replicas)) for held in ranks)
+    return _not_fitting(largest, job.hardware, "parameters, gradients and optimizer: ")
+
+
+def _not_fitting(size: int, hardware: Hardware, what: str = "") -> str:
+    room = hardware.usable_bytes
+    return "" if size <= room else f"{what}{size / 1e9:.0f} GB do not fit in {room / 1e9:.0f} GB"
 
 
 def _layouts(job: Job, group: Layout, session: Session) -> Iterator[Layout]:
@@ -172,15 +192,14 @@ def _candidate(
     job: Job, measured: Measurements, stages: Sequence[Stage], layout: Layout, microbatches: int
 ) -> Candidate:
     replicas = layout.cp * layout.data_parallel_size
-    recompute, room = measured.setting.recompute_granularity, job.hardware.usable_bytes
+    recompute = measured.setting.recompute_granularity
     filled = min(microbatches, _FILLED * layout.pp)
     ranks = range(layout.pp)
     memory = tuple(
         rank_memory(measured, stages, layout, rank, microbatches=filled, shards=replicas) for rank in ranks
     )
-    fullest = max(one.total for one in memory)
-    why = "" if fullest <= room else f"{fullest / 1e9:.0f} GB do not fit in {room / 1e9:.0f} GB"
+    why = _not_fitting(max(one.total for one in memory), job.hardware)
     time = None
     if not why:
         time = step_time(measured, stages, layout, job.hardware, microbatches=microbatches)
-    return Candidate(layout, recompute, microbatches, memory, time, why)
+    return Candidate(layout, recompute, microbatches, memory, time, why, bool(why))

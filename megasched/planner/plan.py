@@ -1,0 +1,172 @@
+"""``megasched plan``: which layouts fit a job, fastest first, as flags of Megatron's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import ConfigError
+from megasched.planner.hardware import load_hardware
+from megasched.planner.search import Candidate, Job, search
+
+if TYPE_CHECKING:
+    from megasched.layout import Layout
+
+RECOMPUTE_FLAGS = {
+    None: [],
+    "full": ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
+}
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What came of a search.
+
+    Attributes:
+        fitting: fastest first.
+        out: the others.
+    """
+
+    job: Job
+    hf_model: str
+    schedule: str
+    fitting: list[Candidate]
+    out: list[Candidate]
+
+    def tokens_per_second(self, candidate: Candidate) -> float:
+        """Of one GPU."""
+        assert candidate.time is not None
+        return self.job.global_batch_size * self.job.sequence_length / candidate.time.total / self.job.gpus
+
+    def reasons(self) -> list[tuple[str, int]]:
+        """Why layouts are out, and how many are; memory is one reason."""
+        found = Counter("more memory than there is" if one.too_large else one.why_out for one in self.out)
+        return found.most_common()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines; the form that ``megasched tune --warm-start`` reads."""
+        return {
+            "model": self.hf_model,
+            "gpu": self.job.hardware.name,
+            "gpus": self.job.gpus,
+            "sequence_length": self.job.sequence_length,
+            "global_batch_size": self.job.global_batch_size,
+            "layouts": [self._one(candidate) for candidate in self.fitting],
+            "out": [{"layout": str(one.layout), "why": one.why_out} for one in self.out],
+        }
+
+    def _one(self, candidate: Candidate) -> dict[str, Any]:
+        assert candidate.time is not None
+        layout = candidate.layout
+        names = ("tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size")
+        names += ("context_parallel_size", "expert_model_parallel_size", "micro_batch_size")
+        flags = {name: getattr(layout, name) for name in names}
+        if layout.vpp > 1:
+            flags["num_virtual_stages_per_pipeline_rank"] = layout.vpp
+        if candidate.recompute_granularity is not None:
+            words = RECOMPUTE_FLAGS[candidate.recompute_granularity]
+            flags |= {
+                name.strip("-").replace("-", "_"): value
+                for name, value in zip(words[::2], words[1::2], strict=True)
+            }
+        return {
+            "flags": flags,
+            "data_parallel_size": layout.data_parallel_size,
+            "step_seconds": candidate.time.total,
+            "seconds": asdict(candidate.time),
+            "tokens_per_second_per_gpu": self.tokens_per_second(candidate),
+            "memory_bytes": [{**asdict(memory), "total": memory.total} for memory in candidate.memory],
+        }
+
+
+def plan(
+    hf_model: str,
+    *,
+    gpus: int,
+    gpu: str,
+    sequence_length: int,
+    global_batch_size: int,
+    schedule: str = "auto",
+    largest_context: int = 1,
+    overrides: list[str] | None = None,
+    trust_remote_code: bool = False,
+    on_group: Callable[[Layout], Any] = lambda layout: None,
+) -> PlanReport:
+    """Searches the layouts of a job.
+
+    Args:
+        hf_model: only its config is read.
+        gpu: a known type, or a TOML file.
+        largest_context: of CP; layouts with more ranks for a sequence are not looked at.
+        on_group: called with TP, CP and EP of the layouts that come next.
+
+    Raises:
+        ConfigError: whatever can't be used as given.
+    """
+    from megasched.megatron.session import Session, open_session
+
+    hardware = load_hardware(gpu)
+    if gpus > hardware.gpus_per_node and gpus % hardware.gpus_per_node:
+        raise ConfigError(
+            f"--gpus {gpus}: a node of {hardware.name} has {hardware.gpus_per_node}; give whole nodes"
+        )
+
+    def session_for(layout: Layout) -> Session:
+        return open_session(
+            schedule, hf_model, layout, overrides=overrides or (), trust_remote_code=trust_remote_code
+        )
+
+    job = Job(session_for, hardware, gpus, sequence_length, global_batch_size, largest_context=largest_context)
+    found = search(job, on_group=on_group)
+    if not found:
+        raise ConfigError(
+            f"--gpus {gpus} --global-batch-size {global_batch_size} --seq-length {sequence_length}: no layout "
+            "divides the batch and the sequence evenly"
+        )
+    return PlanReport(
+        job, hf_model, schedule, [c for c in found if not c.why_out], [c for c in found if c.why_out]
+    )
+
+
+def run_words(report: PlanReport, candidate: Candidate) -> list[str]:
+    """The flags of a candidate, as words of a command line."""
+    layout, job = candidate.layout, report.job
+    words = layout.flags()
+    words += [
+        "--micro-batch-size",
+        str(layout.micro_batch_size),
+        "--global-batch-size",
+        str(job.global_batch_size),
+    ]
+    words += [
+        "--seq-length",
+        str(job.sequence_length),
+        "--bf16",
+        *RECOMPUTE_FLAGS[candidate.recompute_granularity],
+    ]
+    if layout.cp * layout.data_parallel_size > 1:
+        words += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    return words
+
+
+def slurm_words(report: PlanReport, candidate: Candidate) -> list[str]:
+    """The whole command inside an allocation of Slurm's: one launcher on each node."""
+    job = report.job
+    each = min(job.gpus, job.hardware.gpus_per_node)
+    nodes = job.gpus // each
+    launcher = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(each)]
+    if nodes > 1:
+        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "$HEAD:29500"]
+    script = [
+        "-m",
+        "megasched",
+        "pretrain_gpt.py",
+        "--model-schedule",
+        report.schedule,
+        "--hf-model",
+        report.hf_model,
+    ]
+    srun = ["srun", "--nodes", str(nodes), "--ntasks-per-node", "1", "--gpus-per-node", str(each)]
+    return [*srun, *launcher, *script, *run_words(report, candidate)]

@@ -1,0 +1,156 @@
+"""The search: what fits, in which order, and what is printed of it."""
+
+import json
+
+import pytest
+import torch
+
+from megasched.cli import main
+from megasched.errors import ConfigError
+from megasched.patches import active
+from megasched.planner.plan import plan, run_words, slurm_words
+from megasched.tuner.space import Space
+from megasched.tuner.warm_start import read_warm_start
+from tests.planner.configs import config_of
+
+GPUS, SEQUENCE, BATCH = 2, 256, 8
+
+HARDWARE = """
+name = "small"
+memory_gib = {memory}
+reserved_gib = 0.01
+bf16_tflops = 1
+fp32_tflops = 1
+multiprocessors = 1
+tile = [16, 16]
+product_efficiency = 0.5
+attention_efficiency = 0.5
+memory_gbytes_per_s = 100
+memory_efficiency = 0.5
+[node]
+gpus = 4
+gbytes_per_s = 10
+efficiency = 0.8
+latency_us = 1
+[network]
+gbytes_per_s = 1
+efficiency = 0.8
+latency_us = 10
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    config_of("llama").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def planned(model, tmp_path_factory):
+    """With room for some layouts, and for all of them."""
+    return [
+        plan(
+            model,
+            gpus=GPUS,
+            gpu=hardware(tmp_path_factory.mktemp("hardware"), memory),
+            sequence_length=SEQUENCE,
+            global_batch_size=BATCH,
+        )
+        for memory in (0.08, 16)
+    ]
+
+
+def hardware(folder, memory):
+    path = folder / "small.toml"
+    path.write_text(HARDWARE.format(memory=memory))
+    return str(path)
+
+
+def test_those_that_fit_come_fastest_first(planned):
+    for report in planned:
+        times = [one.time.total for one in report.fitting]
+        assert times == sorted(times)
+        assert all(one.fullest.total <= report.job.hardware.usable_bytes for one in report.fitting)
+    small, large = planned
+    assert small.out
+    assert all(one.too_large for one in small.out)
+    assert not large.out
+    assert {one.layout for one in small.fitting} < {one.layout for one in large.fitting}
+
+
+def test_every_layout_is_looked_at_once(planned):
+    """TP x PP x DP is the job, the batch divides, interleaving has groups of PP micro-batches."""
+    found = [one.layout for one in planned[1].fitting]
+    assert len(set(found)) == len(found)
+    for layout in found:
+        assert layout.world_size == GPUS
+        assert BATCH % (layout.data_parallel_size * layout.micro_batch_size) == 0
+    shapes = {(one.tp, one.pp, one.micro_batch_size) for one in found}
+    assert shapes == {(tp, pp, mb) for tp in (1, 2) for pp in (1, 2) if tp * pp <= 2 for mb in (1, 2, 4)}
+    chunks = {one.vpp for one in found if (one.tp, one.pp, one.micro_batch_size) == (1, 2, 1)}
+    assert chunks == {1, 2, 4}
+
+
+def test_recompute_is_for_what_does_not_fit(planned):
+    small, large = planned
+    assert {one.recompute_granularity for one in large.fitting} == {None}
+    recomputed = [one for one in small.fitting if one.recompute_granularity == "full"]
+    assert recomputed
+    at = {one.layout: one for one in large.fitting}
+    for one in recomputed:
+        assert one.fullest.activations < at[one.layout].fullest.activations
+        assert one.time.compute > at[one.layout].time.compute
+
+
+def test_nothing_of_the_search_is_left(planned):
+    assert not torch.distributed.is_initialized()
+    assert "host_cuda" not in active()
+
+
+def test_the_command_has_megatrons_flags(planned):
+    report = planned[0]
+    one = next(one for one in report.fitting if one.layout.pp == 2 and one.layout.vpp == 1)
+    words = run_words(report, one)
+    assert words[:2] == ["--pipeline-model-parallel-size", "2"]
+    assert words[words.index("--global-batch-size") + 1] == "8"
+    assert ("--use-distributed-optimizer" in words) == (one.layout.data_parallel_size > 1)
+    assert slurm_words(report, one)[:3] == ["srun", "--nodes", "1"]
+
+
+def test_the_tuner_begins_with_what_was_planned(planned, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(planned[1].as_dict()))
+    space = Space()
+    space.choice("tp", [1, 2])
+    space.choice("micro_batch_size", [1, 2, 4])
+    first = space.points[read_warm_start(path, space)[0]]
+    best = planned[1].fitting[0].layout
+    assert first == {"tp": best.tp, "micro_batch_size": best.micro_batch_size}
+
+
+def run(model, path, *more):
+    words = ["--hf-model", model, "--gpus", "2", "--seq-length", "256", "--global-batch-size", "8", "--gpu", path]
+    with pytest.raises(SystemExit) as end:
+        main(["plan", *words, *more])
+    return end.value.code
+
+
+def test_the_table(model, tmp_path, capsys):
+    assert run(model, hardware(tmp_path, 0.08), "--top", "2") == 0
+    printed = capsys.readouterr().out
+    assert "tokens/s/GPU" in printed
+    assert "--micro-batch-size" in printed
+    assert "more memory than there is" in printed
+
+
+def test_nothing_fits(model, tmp_path, capsys):
+    assert run(model, hardware(tmp_path, 0.02), "--json") == 1
+    assert json.loads(capsys.readouterr().out)["layouts"] == []
+
+
+def test_a_job_that_can_not_be(model):
+    with pytest.raises(ConfigError, match="no layout divides"):
+        plan(model, gpus=4, gpu="h100-80gb", sequence_length=7, global_batch_size=1)
+    with pytest.raises(ConfigError, match="give whole nodes"):
+        plan(model, gpus=12, gpu="h100-80gb", sequence_length=256, global_batch_size=12)

@@ -1,0 +1,61 @@
+"""Work counted as modules run: against the formulas of what they compute."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from megasched.layout import Layout
+from megasched.megatron.session import open_session
+from megasched.megatron.stage import Stage
+from megasched.planner.measurements import Measurements
+from megasched.planner.probe import Setting, fake_groups
+from megasched.planner.step_time import chunk_work
+from megasched.planner.work import CountWork
+from tests.planner.configs import config_of
+
+
+def test_products_are_counted_by_shape():
+    layer, x = nn.Linear(16, 32, bias=False), torch.ones(4, 8, 16, requires_grad=True)
+    with CountWork() as count:
+        layer(x).sum().backward()
+    of_input = (1, 32, 16, 32)  # a gradient of 32 rows times the weight
+    assert count.work.products[1, 32, 32, 16] + count.work.products[of_input] == 3
+    assert count.work.flops == 3 * 2 * 32 * 32 * 16
+
+
+def test_causal_attention_counts_half_of_the_pairs():
+    q, k, v = (torch.ones(2, 4, 64, 16, requires_grad=True) for _ in range(3))
+    with CountWork() as count:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        forward = count.work.attention
+        out.sum().backward()
+    assert forward == 2 * 2 * 4 * 64 * 64 * 0.5 * (16 + 16)
+    assert count.work.attention == forward + 2 * 2 * 4 * 64 * 64 * 0.5 * (3 * 16 + 2 * 16)
+
+
+def test_other_operations_count_what_they_read_and_write_and_views_nothing():
+    x = torch.ones(10, 10)
+    with CountWork() as count:
+        y = x.t()[1:]
+        assert count.work.traffic == 0
+        y + 1.0
+    assert count.work.traffic == 2 * 90 * 4
+
+
+def test_the_work_of_a_stage_is_the_definitions_by_ranks(tmp_path):
+    """TP2 with sequence parallelism: half of the FLOPs; the hidden state is gathered before each product."""
+    config_of("llama").save_pretrained(tmp_path)
+    layout = Layout(tensor_model_parallel_size=2, sequence_parallel=True)
+    session = open_session("auto", str(tmp_path), layout, make_vocab_size_divisible_by=4)
+    batch, length, layers = 2, 128, 8
+    with fake_groups(layout):
+        measured = Measurements(session, Setting(batch, length, torch.float32))
+        forward, backward = chunk_work(measured, Stage(0, layers, True, True))
+    tokens, hidden = batch * length, 256
+    weights = layers * (hidden * hidden * 2 + hidden * 128 * 2 + 3 * hidden * 704) + hidden * 2000
+    assert sum(2 * b * m * n * k * count for (b, m, n, k), count in forward.products.items()) == tokens * weights
+    assert backward.flops - backward.attention == 2 * tokens * weights
+    assert forward.attention == layers * 2 * batch * 4 * length**2 * 0.5 * 64
+    key = ("allgather_base", "TENSOR_MODEL_PARALLEL_GROUP")
+    assert forward.calls[key] == 2 * layers + 1  # before attention, before the MLP; joined after the last layer
+    assert forward.sent[key] == (2 * layers + 1) * tokens * hidden * 4
