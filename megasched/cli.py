@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megasched.cli_options import Cp, Dp, Ep, HfModel, HfOverride, Json, Objective, Pp, Sp, Tp, TrustRemoteCode, Vp
+from megasched.cli_search import plan, tune
 from megasched.errors import MegaschedError
 
 if TYPE_CHECKING:
@@ -377,71 +378,8 @@ def archs(
     raise typer.Exit(0 if good else 1)
 
 
-@app.command()
-def plan(
-    hf_model: HfModel,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the job.")],
-    seq_length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")],
-    global_batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a step.")],
-    gpu: Annotated[str, typer.Option(metavar="TYPE", help="A known type, or a TOML file.")] = "h100-80gb",
-    schedule: Annotated[str, typer.Option(help="As for `megasched show`.")] = "auto",
-    max_cp: Annotated[int, typer.Option(min=1, help="The most ranks that may share a sequence.")] = 1,
-    top: Annotated[int, typer.Option(min=1, help="Layouts to print.")] = 10,
-    hf_override: HfOverride = None,
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: Json = False,
-) -> None:
-    """Rank the layouts of a job by predicted step time, among those that fit in memory.
-
-    Exit status 1 if none fits.
-    """
-    from megasched.planner.command import plan_command
-
-    found = plan_command(
-        hf_model,
-        as_json=as_json,
-        top=top,
-        gpus=gpus,
-        gpu=gpu,
-        sequence_length=seq_length,
-        global_batch_size=global_batch_size,
-        schedule=schedule,
-        largest_context=max_cp,
-        overrides=hf_override,
-        trust_remote_code=trust_remote_code,
-    )
-    raise typer.Exit(0 if found else 1)
-
-
-@app.command(epilog="The study is kept in --dir: stopped by Ctrl-C, the same command goes on.")
-def tune(
-    space: Annotated[Path, typer.Argument(metavar="SPACE.py", help="A Python file with `def space(space)`.")],
-    command: Annotated[
-        list[str],
-        typer.Argument(metavar="-- COMMAND ...", help="What runs; the flags that are tried are appended."),
-    ],
-    sampler: Annotated[str, typer.Option(help="model, tpe or grid.")] = "model",
-    trials: Annotated[
-        int | None, typer.Option(min=1, help="In all; a fifth of the points by default, at least 10.")
-    ] = None,
-    iterations: Annotated[int, typer.Option(min=4, help="Of a trial; the first 3 are not measured.")] = 8,
-    timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Of a trial.")] = 900,
-    warm_start: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Layouts to try first, as `megasched plan --json` prints them."),
-    ] = None,
-    slurm: Annotated[
-        bool, typer.Option("--slurm", help="Submit COMMAND by sbatch: its options and script.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Of what the sampler draws.")] = 0,
-    folder: Annotated[Path, typer.Option("--dir", help="Study, logs and plots.")] = Path("tune"),
-    as_json: Json = False,
-) -> None:
-    """Find the flags and schedule options that train fastest, by short runs of the trainer."""
-    from megasched.tuner.command import Settings, tune_command
-
-    settings = Settings(sampler, trials, iterations, timeout, warm_start, slurm, seed, folder)
-    raise typer.Exit(tune_command(space, command, settings, as_json=as_json))
+app.command()(plan)
+app.command(epilog="The study is kept in --dir: stopped by Ctrl-C, the same command goes on.")(tune)
 
 
 @app.command()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TEMPLATE = "megasched/report/page_template"
+DATA = ("megasched/report/page_template", "megasched/planner/gpus")
 FOLDERS = {
     "patches": "megasched/patches",
     "launch": "megasched/launch",
@@ -52,7 +52,7 @@ def test_the_wheel_holds_every_module_under_one_top_level_name(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     data = {"megasched/py.typed", "megasched/compatibility.json"}
-    data |= {f"{TEMPLATE}/{path.name}" for path in (ROOT / TEMPLATE).iterdir()}
+    data |= {f"{folder}/{path.name}" for folder in DATA for path in (ROOT / folder).iterdir()}
     expected = modules_of(ROOT / "megasched", "megasched") | data
     for folder, place in FOLDERS.items():
         expected |= modules_of(ROOT / folder, place)

@@ -39,7 +39,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Hardware:
-    """See ``hardware/h100-80gb.toml`` for what the fields mean."""
+    """See ``gpus/h100-80gb.toml`` for what the fields mean."""
 
     name: str
     memory_gib: float
@@ -104,7 +104,7 @@ class Hardware:
 
 def known_hardware() -> list[str]:
     """Names that ``load_hardware`` knows without a file."""
-    folder = files("megasched.planner") / "hardware"
+    folder = files("megasched.planner") / "gpus"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
@@ -119,7 +119,7 @@ def load_hardware(name: str) -> Hardware:
         if not path.is_file():
             raise ConfigError(f"--gpu {name}: no such file")
     elif name in known_hardware():
-        path = files("megasched.planner") / "hardware" / f"{name}.toml"
+        path = files("megasched.planner") / "gpus" / f"{name}.toml"
     else:
         raise ConfigError(f"--gpu {name}: known are {', '.join(known_hardware())}; or name a TOML file")
     try:

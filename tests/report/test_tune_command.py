@@ -13,7 +13,7 @@ import pytest
 from megasched import cli
 from tests.tuner.trainer import milliseconds
 
-TRAINER = str(Path(__file__).with_name("trainer.py"))
+TRAINER = str(Path(__file__).parents[1] / "tuner" / "trainer.py")
 SPACE = """
 def space(space):
     batch = space.choice("micro_batch_size", [1, 2, 3, 4, 8, 16], memory="grows")

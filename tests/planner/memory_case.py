@@ -1,0 +1,47 @@
+"""A run and its prediction: the flags of one, and what the planner says of the same layout."""
+
+from __future__ import annotations
+
+import torch
+
+from megasched.layout import Layout
+from megasched.megatron.session import open_session
+from megasched.planner.measurements import Measurements
+from megasched.planner.memory import RankMemory, rank_memory, stages_of
+from megasched.planner.probe import Setting, fake_groups
+from tests.planner.configs import VOCABULARY
+
+SEQUENCE, BATCH, MICROBATCHES = 256, 4, 4
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def argv_of(layout: Layout, flags: str) -> list[str]:
+    batch = BATCH * MICROBATCHES * layout.data_parallel_size
+    sizes = {"seq-length": SEQUENCE, "max-position-embeddings": 1024, "vocab-size": VOCABULARY}
+    sizes |= {"micro-batch-size": BATCH, "global-batch-size": batch}
+    return [*layout.flags(), *flags.split(), *(word for k, v in sizes.items() for word in (f"--{k}", str(v)))]
+
+
+def predict(folder: str, layout: Layout, flags: str) -> list[RankMemory]:
+    """Of each pipeline rank."""
+    session = open_session("auto", folder, layout, make_vocab_size_divisible_by=4)
+    setting = Setting(
+        BATCH,
+        SEQUENCE,
+        torch.bfloat16 if "--bf16" in flags else torch.float32,
+        "full" if FULL in flags else None,
+    )
+    shards = layout.data_parallel_size if "--use-distributed-optimizer" in flags else 1
+    with fake_groups(layout):
+        measured = Measurements(session, setting)
+        return [
+            rank_memory(
+                measured,
+                stages_of(session, layout, SEQUENCE),
+                layout,
+                rank,
+                microbatches=MICROBATCHES,
+                shards=shards,
+            )
+            for rank in range(layout.pp)
+        ]
