@@ -19,6 +19,9 @@ def plan(
     schedule: Annotated[str, typer.Option(help="As for `megasched show`.")] = "auto",
     max_cp: Annotated[int, typer.Option(min=1, help="The most ranks that may share a sequence.")] = 1,
     top: Annotated[int, typer.Option(min=1, help="Layouts to print.")] = 10,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page about the fastest one, too.")
+    ] = None,
     hf_override: HfOverride = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
@@ -33,6 +36,7 @@ def plan(
         hf_model,
         as_json=as_json,
         top=top,
+        html=html,
         gpus=gpus,
         gpu=gpu,
         sequence_length=seq_length,

@@ -75,7 +75,7 @@ class PlanReport:
             "flags": flags,
             "data_parallel_size": layout.data_parallel_size,
             "step_seconds": candidate.time.total,
-            "seconds": asdict(candidate.time),
+            "seconds": candidate.time.parts,
             "tokens_per_second_per_gpu": self.tokens_per_second(candidate),
             "memory_bytes": [{**asdict(memory), "total": memory.total} for memory in candidate.memory],
         }

@@ -37,6 +37,7 @@ class StepTime:
         waiting: of that rank, for other stages: the pipeline's bubble and what is sent between stages.
         gradients: to reduce gradients and gather parameters over DP, as far as it is not hidden.
         optimizer: its step.
+        chunks: [PP][VPP], what one micro-batch takes in each model chunk.
     """
 
     compute: float
@@ -44,10 +45,16 @@ class StepTime:
     waiting: float
     gradients: float
     optimizer: float
+    chunks: Sequence[Sequence[Chunk]] = ()
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """By name; they add up to the step."""
+        return {name: getattr(self, name) for name in ("compute", "sending", "waiting", "gradients", "optimizer")}
 
     @property
     def total(self) -> float:
-        return self.compute + self.sending + self.waiting + self.gradients + self.optimizer
+        return sum(self.parts.values())
 
 
 def chunk_work(measured: Measurements, stage: Stage) -> tuple[Work, Work]:
@@ -95,7 +102,7 @@ def step_time(
     replicas = layout.cp * data_parallel
     gradients = _gradients(chunks[busiest], hardware, trained, replicas, layout.tp * replicas)
     optimizer = hardware.traffic_seconds(trained * _STEP / replicas)
-    return StepTime(compute, sending, waiting, gradients, optimizer)
+    return StepTime(compute, sending, waiting, gradients, optimizer, chunks)
 
 
 def _played(chunks: Sequence[Sequence[Chunk]], microbatches: int) -> float:

@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megasched.report.console import quiet_imports, report_console
 
+if TYPE_CHECKING:
+    from megasched.planner.plan import PlanReport
 
-def plan_command(hf_model: str, *, as_json: bool, top: int, **options: Any) -> bool:
+
+def plan_command(hf_model: str, *, as_json: bool, top: int, html: Path | None = None, **options: Any) -> bool:
     """Plans and prints; whether anything fits.
 
     Args:
+        html: a page of the fastest layout is written there.
         options: of ``planner.plan.plan``.
 
     Raises:
@@ -34,4 +41,34 @@ def plan_command(hf_model: str, *, as_json: bool, top: int, **options: Any) -> b
         from megasched.report.plan_view import print_plan
 
         print_plan(report, report_console(), top)
+    if html is not None and report.fitting:
+        with quiet_imports():
+            _write_page(report, html, options)
+        print(f"wrote {html}", file=sys.stderr)
     return bool(report.fitting)
+
+
+def _write_page(report: PlanReport, path: Path, options: Mapping[str, Any]) -> None:
+    """Of the fastest layout, with its predicted memory and its step in seconds."""
+    from megasched.planner.pipeline import simulate
+    from megasched.report.page import build_page
+    from megasched.report.page_html import write_page
+    from megasched.report.show import inspect_schedule
+
+    best = report.fitting[0]
+    assert best.time is not None
+    shown = inspect_schedule(
+        report.schedule,
+        report.hf_model,
+        best.layout,
+        sequence_length=report.job.sequence_length,
+        overrides=options["overrides"] or (),
+        trust_remote_code=options["trust_remote_code"],
+    )
+    page = build_page(
+        shown,
+        global_batch_size=report.job.global_batch_size,
+        memory=[asdict(memory) for memory in best.memory],
+        predicted=simulate(best.time.chunks, best.microbatches),
+    )
+    write_page(page, path)

@@ -137,11 +137,15 @@ def run(model, path, *more):
 
 
 def test_the_table(model, tmp_path, capsys):
-    assert run(model, hardware(tmp_path, 0.08), "--top", "2") == 0
+    page = tmp_path / "page.html"
+    assert run(model, hardware(tmp_path, 0.08), "--top", "2", "--html", str(page)) == 0
     printed = capsys.readouterr().out
     assert "tokens/s/GPU" in printed
     assert "--micro-batch-size" in printed
     assert "more memory than there is" in printed
+    written = page.read_text()
+    assert "activations" in written
+    assert "times are relative" not in written
 
 
 def test_nothing_fits(model, tmp_path, capsys):
