@@ -65,11 +65,38 @@ def step_time(data: dict[str, Any]) -> list[str]:
     return [f"{text}time (quartiles {low:.3f} to {high:.3f})."]
 
 
+def memory_plan(data: dict[str, Any]) -> list[str]:
+    """One row per configuration: its rank that is furthest off."""
+    worst: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for row in data["rows"]:
+        key = row["model"], row["layout"], row["flags"]
+        if key not in worst or abs(row["error"]) > abs(worst[key]["error"]):
+            worst[key] = row
+    rows = [
+        [model, layout, f"`{flags}`" if flags else "", f"{row['measured'] / 1e6:.1f} MB", f"{row['error']:+.2%}"]
+        for (model, layout, flags), row in worst.items()
+    ]
+    return _table(["model", "layout", "flags", "measured", "predicted beside it"], rows)
+
+
+def tune_replay(data: dict[str, Any]) -> list[str]:
+    rows = []
+    for name, found in data["replays"].items():
+        shares = [f"{found[key]:.0%}" for key in ("within_1_percent", "optimum")]
+        counted = (found[f"{key}_trials_to_1_percent"] for key in ("median", "most"))
+        trials = ["-" if number is None else f"{number:.0f}" for number in counted]
+        rows.append([name, str(found["searches"]), *shares, f"{found['worst_gap']:.1%}", *trials])
+    head = ["search", "searches", "within 1 %", "optimum", "furthest off", "trials to 1 %: median", "most"]
+    return _table(head, rows)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "tokens_per_second": contenders,
+    "configurations": memory_plan,
     "rows": construction,
     "primitives": primitives,
     "ratio_median": step_time,
+    "replays": tune_replay,
 }
 
 

@@ -64,7 +64,7 @@ def lower_experts(path: str, module: nn.Module, context: Context) -> None:
 
 
 @dataclass(frozen=True)
-class _Exchange:
+class Exchange:
     """How many pairs this rank sends to each EP rank and gets from it."""
 
     group: Any
@@ -97,18 +97,36 @@ def _dispatch(
     """
     tokens, choices = index.shape
     chosen = index.flatten()
-    counts = torch.bincount(chosen, minlength=total)[:total].view(group.size(), -1)
-    received = torch.empty_like(counts)
-    torch.distributed.all_to_all_single(received, counts, group=group)  # [EP, experts of this rank]
-    exchange = _Exchange(group, counts.sum(1).tolist(), received.sum(1).tolist())
+    exchange, local = routed(chosen, total, group)
     order = chosen.argsort(stable=True)[: sum(exchange.sent)]  # ranks hold consecutive experts
     states = exchange.there(hidden[order // choices])
     shares = exchange.there(weights.flatten()[order])
-    local = torch.arange(counts.shape[1], device=index.device).repeat(group.size())
-    results = _compute(experts, states, local.repeat_interleave(received.flatten()), shares)
+    results = _compute(experts, states, local, shares)
     pairs = exchange.back(results)
     whole = pairs.new_zeros(tokens * choices, hidden.shape[-1]).index_copy(0, order, pairs)
     return whole.view(tokens, choices, -1).sum(dim=1).to(hidden.dtype)
+
+
+def routed(chosen: torch.Tensor, total: int, group: Any) -> tuple[Exchange, torch.Tensor]:
+    """How many pairs go where, and which of this rank's experts each pair that comes is for.
+
+    Args:
+        chosen: the experts of this rank's pairs; what is no expert goes nowhere.
+    """
+    counts = torch.bincount(chosen, minlength=total)[:total].view(group.size(), -1)
+    received = torch.empty_like(counts)
+    torch.distributed.all_to_all_single(received, counts, group=group)  # [EP, experts of this rank]
+    local = torch.arange(counts.shape[1], device=chosen.device).repeat(group.size())
+    exchange = Exchange(group, counts.sum(1).tolist(), received.sum(1).tolist())
+    return exchange, local.repeat_interleave(received.flatten())
+
+
+def routed_evenly(chosen: torch.Tensor, total: int, group: Any) -> tuple[Exchange, torch.Tensor]:
+    """The same where tensors have no values: every expert gets as many pairs."""
+    ranks = group.size()
+    sent = [(chosen.numel() + rank) // ranks for rank in range(ranks)]
+    local = torch.arange(chosen.numel(), device=chosen.device) % (total // ranks)
+    return Exchange(group, sent, sent), local
 
 
 def _compute(experts: Experts, states: torch.Tensor, index: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from megasched.layout import Layout
     from megasched.megatron.session import Session
+    from megasched.planner.parameter_counts import Count
 
 
 @dataclass(frozen=True)
@@ -87,21 +88,25 @@ def activation_peak(chunks: Sequence[ChunkMemory], rank: int, pp: int, microbatc
     return peak
 
 
-def static_bytes(trained: int, frozen: int, dtype: torch.dtype, *, shards: int) -> tuple[int, int, int]:
+def static_bytes(count: Count, layout: Layout, dtype: torch.dtype, *, sharded: bool) -> tuple[int, int, int]:
     """Parameters, gradients and optimizer state of a rank with so many numbers in its parameters, in bytes.
 
     Gradients are kept in float32; Adam keeps two float32 numbers for each parameter, and the parameter itself in
     float32 where it is trained in 16 bits (``megatron/core/optimizer/optimizer.py``).
 
     Args:
-        shards: ranks that share the optimizer's state (Megatron's distributed optimizer); 1 without.
+        sharded: the optimizer's state is shared by the ranks that have the same parameters (Megatron's
+            distributed optimizer).
     """
+    replicas = layout.cp * layout.data_parallel_size if sharded else 1
+    of_experts = layout.tp * layout.cp * layout.data_parallel_size // layout.ep if sharded else 1
+    own = math.ceil(count.dense / replicas) + math.ceil(count.experts / of_experts)
     of_optimizer = 12 if dtype.itemsize == 2 else 8
-    return (trained + frozen) * dtype.itemsize, trained * 4, math.ceil(trained / shards) * of_optimizer
+    return (count.trained + count.frozen) * dtype.itemsize, count.trained * 4, own * of_optimizer
 
 
 def rank_memory(
-    measured: Measurements, stages: Sequence[Stage], layout: Layout, rank: int, *, microbatches: int, shards: int
+    measured: Measurements, stages: Sequence[Stage], layout: Layout, rank: int, *, microbatches: int, sharded: bool
 ) -> RankMemory:
     """Memory of a pipeline rank.
 
@@ -110,11 +115,11 @@ def rank_memory(
         stages: all of them, in the order in which the model runs.
         layout: with PP and VPP, which the session's may lack.
         microbatches: of one step.
-        shards: ranks that share the optimizer's state.
+        sharded: as for ``static_bytes``.
     """
     own = list(stages)[rank :: layout.pp]
-    counts = measured.parameters.held(own)
-    parameters, gradients, optimizer = static_bytes(*counts, measured.setting.dtype, shards=shards)
+    count = measured.parameters.held(own)
+    parameters, gradients, optimizer = static_bytes(count, layout, measured.setting.dtype, sharded=sharded)
     chunks = [chunk_memory(measured, stage) for stage in own]
     # Each chunk holds what it received last until the next comes, and the gradient of that.
     received = 2 * measured.layer(0).output * sum(not stage.first for stage in own)

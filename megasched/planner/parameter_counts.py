@@ -5,11 +5,28 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megasched.megatron.session import Session
     from megasched.megatron.stage import Stage
+
+
+@dataclass(frozen=True)
+class Count:
+    """Numbers in parameters: trained ones, those of experts that are shared out over EP apart, and frozen ones."""
+
+    dense: int = 0
+    experts: int = 0
+    frozen: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.dense + other.dense, self.experts + other.experts, self.frozen + other.frozen)
+
+    @property
+    def trained(self) -> int:
+        return self.dense + self.experts
 
 
 class ParameterCounts:
@@ -23,26 +40,25 @@ class ParameterCounts:
         owners: dict[str, list[str]] = defaultdict(list)
         for name, canonical in plan.canonical.items():
             owners[canonical].append(name)
-        self._layers = [[0, 0] for _ in range(structure.count)]
-        self._others: list[tuple[set[str], int, bool]] = []  # paths of its modules, numbers, trained
+        self._layers = [Count()] * structure.count
+        self._others: list[tuple[set[str], Count]] = []  # with the paths of its modules
         for canonical, names in owners.items():
-            size = math.prod(plan.local_shape(plan.placements[canonical]))
-            paths, trained = {name.rpartition(".")[0] for name in names}, trains[names[0]]
+            placement = plan.placements[canonical]
+            size = math.prod(plan.local_shape(placement))
+            kind = "frozen" if not trains[names[0]] else "experts" if placement.group == "ep" else "dense"
+            paths, count = {name.rpartition(".")[0] for name in names}, Count(**{kind: size})
             layer = structure.index_of(next(iter(paths))) if len(paths) == 1 else None
             if layer is None:
-                self._others.append((paths, size, trained))
+                self._others.append((paths, count))
             else:
-                self._layers[layer][not trained] += size
+                self._layers[layer] += count
 
-    def held(self, stages: Sequence[Stage]) -> tuple[int, int]:
-        """Numbers in the parameters of a rank that holds these stages: trained ones, and frozen ones. A tied one
-        counts once in each stage that has it."""
-        found = [0, 0]
+    def held(self, stages: Sequence[Stage]) -> Count:
+        """In the parameters of a rank that holds these stages; a tied one once in each stage that has it."""
+        found = Count()
         for stage in stages:
-            for layer in self._layers[stage.start : stage.stop]:
-                found[0] += layer[0]
-                found[1] += layer[1]
-            for paths, size, trained in self._others:
+            found = sum(self._layers[stage.start : stage.stop], found)
+            for paths, count in self._others:
                 if any(stage.holds(self.structure, path) for path in paths):
-                    found[not trained] += size
-        return found[0], found[1]
+                    found += count
+        return found

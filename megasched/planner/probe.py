@@ -8,7 +8,7 @@ keeps and what is alive for a moment. Nothing here knows what a transformer is.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megasched.lowering import experts
 from megasched.patches.attributes import set_attribute
 from megasched.planner.live_bytes import LiveBytes
 from megasched.planner.work import CountWork, Work
@@ -76,11 +77,12 @@ class Setting:
     recompute_granularity: str | None = None
 
 
-# HF takes another way with fake tensors than with real ones: it makes masks that training does without. What it
-# asks -> the answer in a run of whole sequences.
-_OF_REAL_TENSORS = {
-    "transformers.utils.import_utils:is_fake_tensor": False,
-    "transformers.masking_utils:find_packed_sequence_indices": None,
+# What asks for values, or whether there are any -> what takes its place. HF would make masks for fake tensors that
+# training on whole sequences does without.
+_WITHOUT_VALUES: dict[str, Callable[..., Any]] = {
+    "transformers.utils.import_utils:is_fake_tensor": lambda tensor: False,
+    "transformers.masking_utils:find_packed_sequence_indices": lambda positions: None,
+    "megasched.lowering.experts:routed": experts.routed_evenly,
 }
 
 
@@ -88,14 +90,16 @@ _OF_REAL_TENSORS = {
 def fake_groups(layout: Layout) -> Iterator[None]:
     """Megatron's groups of a process that stands for rank 0 of a layout without pipeline or data parallelism.
 
-    Ends the process groups that it made; there may be none before.
+    Ends the process groups that it made; there may be none before. Megatron's RNG states are brought back.
     """
     import torch.testing._internal.distributed.fake_pg
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
     from megasched import patches
 
+    tracker = get_cuda_rng_tracker()
+    states = dict(vars(tracker))
     emulated = "host_cuda" in patches.active()
     patches.apply("host_cuda", force=True, quiet=True)  # Megatron's layers ask for CUDA; a real one is not touched
     torch.distributed.init_process_group("fake", rank=0, world_size=layout.tp * layout.cp * layout.ep)
@@ -112,6 +116,7 @@ def fake_groups(layout: Layout) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_global_memory_buffer()
         torch.distributed.destroy_process_group()
+        vars(tracker).update(states)
         if not emulated:
             patches.undo("host_cuda")
 
@@ -127,8 +132,8 @@ def measure(session: Session, stage: Stage, setting: Setting) -> Measured:
     parallel_state.destroy_global_memory_buffer()  # what another measurement left in it
     parallel_state._set_global_memory_buffer()
     with ExitStack() as stack:
-        for target, answer in _OF_REAL_TENSORS.items():
-            stack.callback(set_attribute(target, lambda *args, answer=answer: answer))
+        for target, function in _WITHOUT_VALUES.items():
+            stack.callback(set_attribute(target, function))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(DefaultScalars())
         live, count = stack.enter_context(LiveBytes()), stack.enter_context(CountWork())

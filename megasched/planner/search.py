@@ -148,9 +148,8 @@ def _of_group(job: Job, group: Layout, session: Session) -> list[Candidate]:
 
 def _too_large(job: Job, counts: ParameterCounts, stages: Sequence[Stage], layout: Layout) -> str:
     """Why a layout is out before anything is measured: without activations it has no room already."""
-    replicas = layout.cp * layout.data_parallel_size
     ranks = (counts.held(stages[rank :: layout.pp]) for rank in range(layout.pp))
-    largest = max(sum(static_bytes(*held, job.dtype, shards=replicas)) for held in ranks)
+    largest = max(sum(static_bytes(held, layout, job.dtype, sharded=True)) for held in ranks)
     return _not_fitting(largest, job.hardware, "parameters, gradients and optimizer: ")
 
 
@@ -191,12 +190,11 @@ def _chunks(pp: int, layers: int, microbatches: int) -> list[int]:
 def _candidate(
     job: Job, measured: Measurements, stages: Sequence[Stage], layout: Layout, microbatches: int
 ) -> Candidate:
-    replicas = layout.cp * layout.data_parallel_size
     recompute = measured.setting.recompute_granularity
     filled = min(microbatches, _FILLED * layout.pp)
     ranks = range(layout.pp)
     memory = tuple(
-        rank_memory(measured, stages, layout, rank, microbatches=filled, shards=replicas) for rank in ranks
+        rank_memory(measured, stages, layout, rank, microbatches=filled, sharded=True) for rank in ranks
     )
     why = _not_fitting(max(one.total for one in memory), job.hardware)
     time = None

@@ -98,7 +98,7 @@ def step_time(
     busiest = max(range(layout.pp), key=lambda rank: sum(seconds[rank]))
     compute, sending = (part * microbatches for part in seconds[busiest])
     waiting = max(0.0, _played(chunks, microbatches) - compute - sending)
-    trained = max(measured.parameters.held(stages[rank :: layout.pp])[0] for rank in range(layout.pp))
+    trained = max(measured.parameters.held(stages[rank :: layout.pp]).trained for rank in range(layout.pp))
     replicas = layout.cp * data_parallel
     gradients = _gradients(chunks[busiest], hardware, trained, replicas, layout.tp * replicas)
     optimizer = hardware.traffic_seconds(trained * _STEP / replicas)

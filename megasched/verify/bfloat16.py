@@ -8,6 +8,8 @@ norm of a difference over the norm of what float64 gives. What the factors must 
   added, and under SP so is each gradient that is gathered or scattered.
 - A single parameter's error is a sample of few numbers (a norm of 32), all gradients together one of 10^4.
 - The loss is a mean in which errors cancel; how far is luck. So it is held to a sixteenth of bf16's rounding, too.
+- The gradient norm is off by the part of the gradients' error that lies along the gradients, which is luck as well
+  (a thirteenth of it was measured). So it is held to an eighth of what all gradients together may be off.
 """
 
 from __future__ import annotations
@@ -97,12 +99,13 @@ def compare_bf16(reports: list[RankReport], plain: HfStep, exact: HfStep, tp: in
     factors = TENSOR_PARALLEL if tp > 1 else ONE_RANK
     gradients = gather(reports, "gradients", tp)
     norm = max((report.grad_norms[0] for report in reports), key=lambda norm: abs(norm - exact.grad_norm))
-    checks = [_number("loss", losses(reports)[0], plain.loss, exact.loss)]
+    checks = [_number("loss", losses(reports)[0], plain.loss, exact.loss, UNIT / 16)]
     error, theirs = _error(logits_of(reports), exact.logits), _error(plain.logits, exact.logits)
     checks.append(_check("logits", error, theirs, factors.logits))
     whole = _together(exact.gradients)
     error, theirs = _error(_together(gradients), whole), _error(_together(plain.gradients), whole)
-    checks.append(_check("gradients together", error, theirs, factors.gradients))
+    together = _check("gradients together", error, theirs, factors.gradients)
+    checks.append(together)
     ratios = {
         name: (_error(gradients[name], wanted), _error(plain.gradients[name], wanted))
         for name, wanted in exact.gradients.items()
@@ -110,7 +113,7 @@ def compare_bf16(reports: list[RankReport], plain: HfStep, exact: HfStep, tp: in
     }
     worst = max(ratios, key=lambda name: ratios[name][0] / max(ratios[name][1], 1e-30))
     checks.append(_check("each gradient", *ratios[worst], factors.single, worst))
-    checks.append(_number("gradient norm", norm, plain.grad_norm, exact.grad_norm))
+    checks.append(_number("gradient norm", norm, plain.grad_norm, exact.grad_norm, together.tolerance / 8))
     return checks
 
 
@@ -137,8 +140,8 @@ def _check(name: str, error: float, plain: float, factor: float, worst: str = ""
     return Check(name, error, factor * plain, worst, error <= factor * plain)
 
 
-def _number(name: str, got: float, plain: float, exact: float) -> Check:
-    error, limit = abs(got / exact - 1), max(UNIT / 16, abs(plain / exact - 1))
+def _number(name: str, got: float, plain: float, exact: float, at_least: float) -> Check:
+    error, limit = abs(got / exact - 1), max(at_least, abs(plain / exact - 1))
     return Check(name, error, limit, equal=error <= limit)
 
 

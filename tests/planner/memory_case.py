@@ -31,7 +31,7 @@ def predict(folder: str, layout: Layout, flags: str) -> list[RankMemory]:
         torch.bfloat16 if "--bf16" in flags else torch.float32,
         "full" if FULL in flags else None,
     )
-    shards = layout.data_parallel_size if "--use-distributed-optimizer" in flags else 1
+    sharded = "--use-distributed-optimizer" in flags
     with fake_groups(layout):
         measured = Measurements(session, setting)
         return [
@@ -41,7 +41,7 @@ def predict(folder: str, layout: Layout, flags: str) -> list[RankMemory]:
                 layout,
                 rank,
                 microbatches=MICROBATCHES,
-                shards=shards,
+                sharded=sharded,
             )
             for rank in range(layout.pp)
         ]
