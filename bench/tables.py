@@ -90,6 +90,18 @@ def tune_replay(data: dict[str, Any]) -> list[str]:
     return _table(head, rows)
 
 
+def published_runs(data: dict[str, Any]) -> list[str]:
+    rows = []
+    for row in data["published"]:
+        cells = [row["model"], row["gpus"], row["global_batch_size"], row["layout"], f"{row['published']:,.0f}"]
+        fits = row["predicted"] is not None
+        cells += [f"{row['predicted']:,}", f"{row['error']:+.1%}"] if fits else ["does not fit", ""]
+        cells.append(f"{row['place']} of {row['of']}" if row["place"] else "-")
+        rows.append([str(cell) for cell in cells])
+    head = ["model", "GPUs", "sequences in a step", "layout", "tokens/s/GPU", "predicted", "", "place"]
+    return _table(head, rows)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "tokens_per_second": contenders,
     "configurations": memory_plan,
@@ -97,6 +109,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "primitives": primitives,
     "ratio_median": step_time,
     "replays": tune_replay,
+    "published": published_runs,
 }
 
 

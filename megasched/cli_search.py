@@ -18,6 +18,12 @@ def plan(
     gpu: Annotated[str, typer.Option(metavar="TYPE", help="A known type, or a TOML file.")] = "h100-80gb",
     schedule: Annotated[str, typer.Option(help="As for `megasched show`.")] = "auto",
     max_cp: Annotated[int, typer.Option(min=1, help="The most ranks that may share a sequence.")] = 1,
+    fp8_recipe: Annotated[
+        str | None, typer.Option(metavar="RECIPE", help="8-bit training: delayed, tensorwise, blockwise, mxfp8.")
+    ] = None,
+    grad_reduce_in_bf16: Annotated[
+        bool, typer.Option("--grad-reduce-in-bf16", help="Gradients are summed and sent in bf16.")
+    ] = False,
     top: Annotated[int, typer.Option(min=1, help="Layouts to print.")] = 10,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page about the fastest one, too.")
@@ -43,6 +49,8 @@ def plan(
         global_batch_size=global_batch_size,
         schedule=schedule,
         largest_context=max_cp,
+        fp8_recipe=fp8_recipe,
+        grad_reduce_in_bf16=grad_reduce_in_bf16,
         overrides=hf_override,
         trust_remote_code=trust_remote_code,
     )

@@ -58,7 +58,12 @@ class MegatronLayer(nn.Module):
         hidden = self.slot.get(args, kwargs).transpose(0, 1).contiguous()
         length = hidden.shape[0] * self.parts
         angles = None if self.angles is None else self._angles_of(length, self.angles, hidden.device)
-        output, _ = self.layer(hidden, attention_mask=None, rotary_pos_emb=angles)
+        try:
+            output, _ = self.layer(hidden, attention_mask=None, rotary_pos_emb=angles)
+        finally:
+            # A recompute ends within the layer, as soon as all is there again. Megatron's layer would keep its
+            # hidden state then, and with it all that was recomputed, until it is called again.
+            self.layer.mlp_norm_manager = None
         return self.slot.wrap(output.transpose(0, 1))
 
     def _angles_of(self, length: int, angles: Angles, device: torch.device) -> torch.Tensor:
@@ -85,7 +90,8 @@ def lower_block(
     qkv, out, fc1 = (
         has_bias(plan, path, name) for name in (block.attention_inputs[0], block.out, block.mlp_inputs[0])
     )
-    config = _config(context, block, index, add_bias_linear=out, add_qkv_bias=qkv)
+    width = plan.placement(f"{path}.{block.down}", "weight").shape[1]
+    config = _config(context, block, index, width, add_bias_linear=out, add_qkv_bias=qkv)
     layer = TransformerLayer(
         config,
         _submodules(path, index, config, context, mlp_bias=fc1),
@@ -128,11 +134,12 @@ def rotary_angles(rotary: nn.Module) -> Angles:
     return angles
 
 
-def _config(context: Context, block: Block, index: int, **biases: bool) -> TransformerConfig:
-    """The trainer's config with what the definition says of layer number ``index``."""
+def _config(context: Context, block: Block, index: int, width: int, **biases: bool) -> TransformerConfig:
+    """The trainer's config with what the definition says of layer number ``index``, whose MLP is so wide."""
     window = block.windows[index] if block.windows else None
     # Without what a run on a GPU alone can do, the flags of the trainer count (fusions, recompute, precision).
     config = context.config_with(
+        ffn_hidden_size=width,
         num_attention_heads=block.heads,
         num_query_groups=block.groups,
         kv_channels=block.head_dim,

@@ -28,6 +28,13 @@ from megasched.lowering.joint import HandingOut, lay_side_by_side, sequence_firs
 from megasched.lowering.linear import make_parameter
 
 
+def te_linear() -> Any:
+    """Transformer Engine's linear; imported by who needs it alone."""
+    from transformer_engine.pytorch import Linear
+
+    return Linear
+
+
 class TeProduct(HandingOut):
     """One matrix product of Transformer Engine's, for a linear or for several columns that read one tensor.
 
@@ -44,8 +51,6 @@ class TeProduct(HandingOut):
 
     def __init__(self, members: Sequence[TeLinear]) -> None:
         super().__init__()
-        from transformer_engine.pytorch import Linear
-
         self.members = tuple(members)
         self.first = True
         one, biased = members[0], members[0].adds_bias and members[0].bias is not None
@@ -55,7 +60,7 @@ class TeProduct(HandingOut):
         self._order = tuple(reversed(self.members))  # in which their weights lie in memory
         self._sizes = [member.weight.shape[0] for member in self._order]
         names = [f"part{number}" for number in range(len(members))]
-        self._linear = Linear(
+        self._linear = te_linear()(
             one.weight.shape[1],
             sum(self._sizes),
             bias=biased,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from megasched.errors import ConfigError
-from megasched.planner.work import Work
+from megasched.planner.work import Product, Work
 
 GIB = 1 << 30
 # Bytes that a rank sends of a tensor, in parts of it; n ranks (ring algorithms).
@@ -38,6 +38,14 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Ranks that communicate, and the number of consecutive ones among which they lie."""
+
+    ranks: int
+    span: int
+
+
+@dataclass(frozen=True)
 class Hardware:
     """See ``gpus/h100-80gb.toml`` for what the fields mean."""
 
@@ -52,9 +60,12 @@ class Hardware:
     attention_efficiency: float
     memory_gbytes_per_s: float
     memory_efficiency: float
+    kernel_us: float
     gpus_per_node: int
     node: Link
     network: Link
+    fp8_tflops: float | None = None
+    fp8_efficiency: float | None = None
 
     @property
     def usable_bytes(self) -> float:
@@ -66,40 +77,56 @@ class Hardware:
         return self.node if span <= self.gpus_per_node else self.network
 
     def peak(self, itemsize: int) -> float:
-        """FLOP/s of matrix products."""
-        return (self.bf16_tflops if itemsize == 2 else self.fp32_tflops) * 1e12
+        """FLOP/s of matrix products, elements of so many bytes."""
+        tflops = {1: self.fp8_tflops, 2: self.bf16_tflops}.get(itemsize, self.fp32_tflops)
+        assert tflops is not None, f"{self.name} has no 8-bit products"
+        return tflops * 1e12
 
-    def compute_seconds(self, work: Work, itemsize: int) -> float:
-        """Of all that is not sent: products, attention, and what is bound by memory, one after the other."""
-        peak = self.peak(itemsize)
-        products = sum(count * self._product(shape, peak) for shape, count in work.products.items())
-        return products + work.attention / (peak * self.attention_efficiency) + self.traffic_seconds(work.traffic)
+    def product_seconds(self, work: Work) -> float:
+        """Of matrix products."""
+        return sum(count * self._product(shape) for shape, count in work.products.items())
+
+    def other_seconds(self, work: Work, itemsize: int) -> float:
+        """Of attention, of what is bound by memory, and of what every kernel takes to start and to end."""
+        attention = work.attention / (self.peak(itemsize) * self.attention_efficiency)
+        return attention + self.traffic_seconds(work.traffic) + work.kernels * self.kernel_us * 1e-6
 
     def traffic_seconds(self, count: float) -> float:
         """To read and write so many bytes of memory."""
         return count / (self.memory_gbytes_per_s * 1e9 * self.memory_efficiency)
 
-    def _product(self, shape: tuple[int, int, int, int], peak: float) -> float:
-        """Of one matrix product: a wave of tiles takes as long as a full one."""
-        batch, m, n, k = shape
-        tiles = batch * math.ceil(m / self.tile[0]) * math.ceil(n / self.tile[1])
-        waves = math.ceil(tiles / self.multiprocessors)
-        padded = waves * self.multiprocessors * self.tile[0] * self.tile[1]
-        return 2.0 * padded * k / (peak * self.product_efficiency)
+    def _product(self, product: Product) -> float:
+        """Of one matrix product: a wave of tiles takes as long as a full one, a flat product waits for memory, and
+        the result is written once it is there."""
+        rows, columns = (
+            math.ceil(size / part) for size, part in zip((product.m, product.n), self.tile, strict=True)
+        )
+        waves = math.ceil(product.batch * rows * columns / self.multiprocessors)
+        padded = waves * self.multiprocessors * math.prod(self.tile)
+        efficiency = (product.itemsize == 1 and self.fp8_efficiency) or self.product_efficiency
+        computed = 2.0 * padded * product.k / (self.peak(product.itemsize) * efficiency)
+        return max(computed, self.traffic_seconds(product.read)) + self.traffic_seconds(product.written)
 
-    def send_seconds(self, work: Work, groups: Mapping[str, tuple[int, int]]) -> float:
-        """Of collective operations, none of them hidden behind anything.
+    def send_seconds(self, work: Work, groups: Mapping[str, Group], overlapped: str = "") -> tuple[float, float]:
+        """Of collective operations: of those that stand alone, and of those that overlap with products.
 
         Args:
-            groups: name -> (ranks, consecutive ranks among which they lie).
+            groups: by name.
+            overlapped: name of a group whose operations are cut in pieces, one for each rank, all but one of which
+                overlap (``--tp-comm-overlap``).
         """
-        total = 0.0
-        for (operation, name), size in work.sent.items():
-            ranks, span = groups.get(name, (1, 1))
-            if ranks > 1:
-                sent = _SENT.get(operation, 1.0) * size * (ranks - 1) / ranks
-                total += self.link(span).seconds(sent, work.calls[operation, name])
-        return total
+        alone = behind = 0.0
+        for key, size in work.sent.items():
+            operation, name, hidden = key
+            group = groups.get(name)
+            if group is None or group.ranks == 1:
+                continue
+            sent = _SENT.get(operation, 1.0) * size * (group.ranks - 1) / group.ranks
+            seconds = self.link(group.span).seconds(sent, work.calls[key])
+            share = 0.0 if hidden else 1 / group.ranks if name == overlapped else 1.0
+            alone += share * seconds
+            behind += (1 - share) * seconds
+        return alone, behind
 
 
 def known_hardware() -> list[str]:
@@ -142,7 +169,8 @@ def _read(found: dict[str, Any], name: str) -> Hardware:
 
 def _check(found: Mapping[str, Any], kind: type, where: str) -> None:
     names = {field.name for field in fields(kind)}
-    missing = sorted(names - {key for key, value in found.items() if value is not None})
+    needed = {field.name for field in fields(kind) if field.default is MISSING}
+    missing = sorted(needed - {key for key, value in found.items() if value is not None})
     if missing or found.keys() - names:
         unknown = sorted(found.keys() - names)
         parts = [

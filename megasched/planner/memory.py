@@ -88,13 +88,17 @@ def activation_peak(chunks: Sequence[ChunkMemory], rank: int, pp: int, microbatc
     return peak
 
 
-def static_bytes(count: Count, layout: Layout, dtype: torch.dtype, *, sharded: bool) -> tuple[int, int, int]:
+def static_bytes(
+    count: Count, layout: Layout, dtype: torch.dtype, gradient_dtype: torch.dtype, *, sharded: bool
+) -> tuple[int, int, int]:
     """Parameters, gradients and optimizer state of a rank with so many numbers in its parameters, in bytes.
 
-    Gradients are kept in float32; Adam keeps two float32 numbers for each parameter, and the parameter itself in
-    float32 where it is trained in 16 bits (``megatron/core/optimizer/optimizer.py``).
+    Adam keeps two float32 numbers for each parameter, and the parameter itself in float32 where it is trained in
+    16 bits (``megatron/core/optimizer/optimizer.py``). For 8-bit products Transformer Engine keeps two copies of a
+    weight, by rows and by columns.
 
     Args:
+        gradient_dtype: of Megatron's gradient buffer.
         sharded: the optimizer's state is shared by the ranks that have the same parameters (Megatron's
             distributed optimizer).
     """
@@ -102,7 +106,8 @@ def static_bytes(count: Count, layout: Layout, dtype: torch.dtype, *, sharded: b
     of_experts = layout.tp * layout.cp * layout.data_parallel_size // layout.ep if sharded else 1
     own = math.ceil(count.dense / replicas) + math.ceil(count.experts / of_experts)
     of_optimizer = 12 if dtype.itemsize == 2 else 8
-    return (count.trained + count.frozen) * dtype.itemsize, count.trained * 4, own * of_optimizer
+    parameters = (count.trained + count.frozen) * dtype.itemsize + 2 * count.quantized
+    return parameters, count.trained * gradient_dtype.itemsize, own * of_optimizer
 
 
 def rank_memory(
@@ -119,7 +124,8 @@ def rank_memory(
     """
     own = list(stages)[rank :: layout.pp]
     count = measured.parameters.held(own)
-    parameters, gradients, optimizer = static_bytes(count, layout, measured.setting.dtype, sharded=sharded)
+    dtypes = measured.setting.dtype, measured.setting.gradient_dtype
+    parameters, gradients, optimizer = static_bytes(count, layout, *dtypes, sharded=sharded)
     chunks = [chunk_memory(measured, stage) for stage in own]
     # Each chunk holds what it received last until the next comes, and the gradient of that.
     received = 2 * measured.layer(0).output * sum(not stage.first for stage in own)

@@ -5,24 +5,33 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megasched.lowering.plan import Plan
     from megasched.megatron.session import Session
     from megasched.megatron.stage import Stage
 
 
 @dataclass(frozen=True)
 class Count:
-    """Numbers in parameters: trained ones, those of experts that are shared out over EP apart, and frozen ones."""
+    """Numbers in parameters.
+
+    Attributes:
+        dense, experts: trained ones; those of experts that are shared out over EP apart.
+        frozen: others.
+        quantized: of all these, those of which there are copies in 8 bits.
+    """
 
     dense: int = 0
     experts: int = 0
     frozen: int = 0
+    quantized: int = 0
 
     def __add__(self, other: Count) -> Count:
-        return Count(self.dense + other.dense, self.experts + other.experts, self.frozen + other.frozen)
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Count(*(one + another for one, another in pairs))
 
     @property
     def trained(self) -> int:
@@ -46,12 +55,17 @@ class ParameterCounts:
             placement = plan.placements[canonical]
             size = math.prod(plan.local_shape(placement))
             kind = "frozen" if not trains[names[0]] else "experts" if placement.group == "ep" else "dense"
-            paths, count = {name.rpartition(".")[0] for name in names}, Count(**{kind: size})
+            quantized = size if len(placement.shape) == 2 and self._in_8_bits(plan, canonical) else 0
+            paths, count = {name.rpartition(".")[0] for name in names}, Count(**{kind: size}, quantized=quantized)
             layer = structure.index_of(next(iter(paths))) if len(paths) == 1 else None
             if layer is None:
                 self._others.append((paths, count))
             else:
                 self._layers[layer] += count
+
+    def _in_8_bits(self, plan: Plan, name: str) -> bool:
+        path = name.rpartition(".")[0]
+        return path in plan.te_linears or (plan.in_block(path) and plan.in_8_bits(path))
 
     def held(self, stages: Sequence[Stage]) -> Count:
         """In the parameters of a rank that holds these stages; a tied one once in each stage that has it."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from megasched.errors import ConfigError
+from megasched.layout import Fp8, Layout
 from megasched.planner.hardware import load_hardware
 from megasched.planner.search import Candidate, Job, search
-
-if TYPE_CHECKING:
-    from megasched.layout import Layout
 
 RECOMPUTE_FLAGS = {
     None: [],
@@ -34,6 +34,14 @@ class PlanReport:
     schedule: str
     fitting: list[Candidate]
     out: list[Candidate]
+
+    def ranked(self) -> list[Candidate]:
+        """The fastest of each TP, PP, CP and EP; others differ from it in micro-batch, chunks or recompute."""
+        first: dict[tuple[int, ...], Candidate] = {}
+        for one in self.fitting:
+            layout = one.layout
+            first.setdefault((layout.tp, layout.pp, layout.cp, layout.ep), one)
+        return list(first.values())
 
     def tokens_per_second(self, candidate: Candidate) -> float:
         """Of one GPU."""
@@ -89,6 +97,8 @@ def plan(
     sequence_length: int,
     global_batch_size: int,
     schedule: str = "auto",
+    fp8_recipe: str | None = None,
+    grad_reduce_in_bf16: bool = False,
     largest_context: int = 1,
     overrides: list[str] | None = None,
     trust_remote_code: bool = False,
@@ -99,6 +109,8 @@ def plan(
     Args:
         hf_model: only its config is read.
         gpu: a known type, or a TOML file.
+        fp8_recipe: of 8-bit training; None for bf16.
+        grad_reduce_in_bf16: gradients are summed and sent in bf16.
         largest_context: of CP; layouts with more ranks for a sequence are not looked at.
         on_group: called with TP, CP and EP of the layouts that come next.
 
@@ -113,12 +125,24 @@ def plan(
             f"--gpus {gpus}: a node of {hardware.name} has {hardware.gpus_per_node}; give whole nodes"
         )
 
+    if fp8_recipe is not None and hardware.fp8_tflops is None:
+        raise ConfigError(f"--fp8-recipe {fp8_recipe}: {hardware.name} has no 8-bit matrix products (fp8_tflops)")
+
     def session_for(layout: Layout) -> Session:
         return open_session(
             schedule, hf_model, layout, overrides=overrides or (), trust_remote_code=trust_remote_code
         )
 
-    job = Job(session_for, hardware, gpus, sequence_length, global_batch_size, largest_context=largest_context)
+    job = Job(
+        session_for,
+        hardware,
+        gpus,
+        sequence_length,
+        global_batch_size,
+        gradient_dtype=torch.bfloat16 if grad_reduce_in_bf16 else torch.float32,
+        fp8=None if fp8_recipe is None else Fp8(fp8_recipe=fp8_recipe),
+        largest_context=largest_context,
+    )
     found = search(job, on_group=on_group)
     if not found:
         raise ConfigError(
@@ -148,6 +172,12 @@ def run_words(report: PlanReport, candidate: Candidate) -> list[str]:
         "--bf16",
         *RECOMPUTE_FLAGS[candidate.recompute_granularity],
     ]
+    if layout.fp8 is not None:
+        words += ["--fp8-format", "hybrid", "--fp8-recipe", layout.fp8.fp8_recipe]
+    if layout.tp_comm_overlap:
+        words.append("--tp-comm-overlap")
+    if job.gradient_dtype == torch.bfloat16:
+        words.append("--grad-reduce-in-bf16")
     if layout.cp * layout.data_parallel_size > 1:
         words += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     return words

@@ -14,10 +14,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 
+from megasched.errors import ConfigError
 from megasched.lowering import experts
 from megasched.patches.attributes import set_attribute
+from megasched.planner import kernels
 from megasched.planner.live_bytes import LiveBytes
 from megasched.planner.work import CountWork, Work
 from megasched.trial.meta_call import DefaultScalars, tensors_in
@@ -69,12 +76,16 @@ class Setting:
         sequence_length: of whole sequences.
         dtype: of parameters and activations.
         recompute_granularity: Megatron's: None, "selective" (attention's core) or "full" (whole layers).
+        gradient_dtype: of the gradients that Megatron sums and sends.
+        on_gpu: with the kernels of a GPU, Transformer Engine's among them, in place of a CPU's.
     """
 
     micro_batch_size: int
     sequence_length: int
     dtype: torch.dtype = torch.bfloat16
     recompute_granularity: str | None = None
+    gradient_dtype: torch.dtype = torch.float32
+    on_gpu: bool = False
 
 
 # What asks for values, or whether there are any -> what takes its place. HF would make masks for fake tensors that
@@ -84,6 +95,12 @@ _WITHOUT_VALUES: dict[str, Callable[..., Any]] = {
     "transformers.masking_utils:find_packed_sequence_indices": lambda positions: None,
     "megasched.lowering.experts:routed": experts.routed_evenly,
 }
+
+
+def _functions(session: Session, setting: Setting) -> dict[str, Callable[..., Any]]:
+    """What takes the place of what while a stage runs."""
+    fp8 = session.plan.layout.fp8
+    return _WITHOUT_VALUES | (kernels.stand_ins(fp8 and fp8.fp8_recipe) if setting.on_gpu else {})
 
 
 @contextmanager
@@ -125,15 +142,26 @@ def measure(session: Session, stage: Stage, setting: Setting) -> Measured:
     """Builds a stage of one layer inside ``fake_groups`` of the session's layout, and runs it.
 
     The second of two micro-batches is measured: what the first one left behind is there for good.
+
+    Raises:
+        ConfigError: the model computes by values, which fake tensors lack.
     """
+    try:
+        return _measure(session, stage, setting)
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        layer = session.plan.structure.layer_path(stage.start)
+        raise ConfigError(f"{layer} can't be measured without values: it asks for {error}") from error
+
+
+def _measure(session: Session, stage: Stage, setting: Setting) -> Measured:
     definition = _copy_with_layers(session, range(stage.start, stage.stop))
     from megatron.core import parallel_state
 
     parallel_state.destroy_global_memory_buffer()  # what another measurement left in it
     parallel_state._set_global_memory_buffer()
     with ExitStack() as stack:
-        for target, function in _WITHOUT_VALUES.items():
-            stack.callback(set_attribute(target, function))
+        for target, function in _functions(session, setting).items():
+            stack.callback(set_attribute(target, function, rebind=kernels.IMPORTED_BY_NAME.get(target, ())))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(DefaultScalars())
         live, count = stack.enter_context(LiveBytes()), stack.enter_context(CountWork())
@@ -181,6 +209,9 @@ def _build(session: Session, definition: Any, stage: Stage, setting: Setting) ->
         _NoValues(),
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
+    for path in session.plan.blocks:
+        if stage.holds(session.plan.structure, path) and session.plan.in_8_bits(path):
+            kernels.mark_8_bits(model.definition.get_submodule(path))
     return model.train()
 
 
@@ -205,7 +236,16 @@ def _config(session: Session, setting: Setting) -> TransformerConfig:
         recompute_granularity=setting.recompute_granularity,
         recompute_method="uniform" if full else None,
         recompute_num_layers=1 if full else None,
+        **(_on_gpu(layout) if setting.on_gpu else {}),
     )
+
+
+def _on_gpu(layout: Layout) -> dict[str, Any]:
+    """What Megatron's arguments say by default where there is a GPU, and what a layout asks for."""
+    found: dict[str, Any] = {"bias_activation_fusion": True, "apply_rope_fusion": True}
+    if layout.fp8 is not None:
+        found |= {"fp8": "hybrid", "fp8_recipe": layout.fp8.fp8_recipe}
+    return found
 
 
 class _NoValues:

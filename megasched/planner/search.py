@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megasched.errors import MegaschedError
-from megasched.layout import Layout
+from megasched.layout import Fp8, Layout
 from megasched.planner.measurements import Measurements
 from megasched.planner.memory import RankMemory, rank_memory, stages_of, static_bytes
 from megasched.planner.parameter_counts import ParameterCounts
@@ -35,6 +35,8 @@ class Job:
     Attributes:
         open_session: the model under a schedule, for a layout.
         dtype: of parameters.
+        gradient_dtype: of the gradients that Megatron sums and sends.
+        fp8: 8-bit training of the layers.
         largest_context: of CP.
     """
 
@@ -44,6 +46,8 @@ class Job:
     sequence_length: int
     global_batch_size: int
     dtype: torch.dtype = torch.bfloat16
+    gradient_dtype: torch.dtype = torch.float32
+    fp8: Fp8 | None = None
     largest_context: int = 8
 
 
@@ -81,12 +85,10 @@ def search(job: Job, *, on_group: Callable[[Layout], Any] = lambda layout: None)
         on_group(group)
         try:
             session = job.open_session(group)
-            assert session.plan is not None
+            with fake_groups(group):
+                found += _of_group(job, group, session)
         except MegaschedError as error:
             found.append(Candidate(group, None, 0, why_out=str(error).partition("\n")[0]))
-            continue
-        with fake_groups(group):
-            found += _of_group(job, group, session)
     return sorted(found, key=lambda one: (bool(one.why_out), one.time.total if one.time else 0.0))
 
 
@@ -105,6 +107,7 @@ def _groups(job: Job) -> Iterator[Layout]:
                 sequence_parallel=tp > 1,
                 context_parallel_size=cp,
                 expert_model_parallel_size=ep,
+                fp8=job.fp8,
             )
 
 
@@ -137,7 +140,14 @@ def _of_group(job: Job, group: Layout, session: Session) -> list[Candidate]:
         for recompute in RECOMPUTE:
             key = layout.micro_batch_size, recompute
             if key not in measured:
-                setting = Setting(layout.micro_batch_size, job.sequence_length, job.dtype, recompute)
+                setting = Setting(
+                    layout.micro_batch_size,
+                    job.sequence_length,
+                    job.dtype,
+                    recompute,
+                    job.gradient_dtype,
+                    on_gpu=True,
+                )
                 measured[key] = Measurements(session, setting)
             candidate = _candidate(job, measured[key], stages, layout, microbatches)
             found.append(candidate)
@@ -149,7 +159,7 @@ def _of_group(job: Job, group: Layout, session: Session) -> list[Candidate]:
 def _too_large(job: Job, counts: ParameterCounts, stages: Sequence[Stage], layout: Layout) -> str:
     """Why a layout is out before anything is measured: without activations it has no room already."""
     ranks = (counts.held(stages[rank :: layout.pp]) for rank in range(layout.pp))
-    largest = max(sum(static_bytes(held, layout, job.dtype, sharded=True)) for held in ranks)
+    largest = max(sum(static_bytes(held, layout, job.dtype, job.gradient_dtype, sharded=True)) for held in ranks)
     return _not_fitting(largest, job.hardware, "parameters, gradients and optimizer: ")
 
 
@@ -163,6 +173,8 @@ def _layouts(job: Job, group: Layout, session: Session) -> Iterator[Layout]:
     assert session.plan.structure is not None
     layers = session.plan.structure.count
     ranks = job.gpus // (group.tp * group.cp)
+    # Megatron's own layers overlap what they send over TP with their products.
+    overlaps = group.sp and session.plan.blocks.issuperset(session.plan.structure.layer_paths())
     for pp, batch in itertools.product(range(1, layers + 1), MICRO_BATCHES):
         if ranks % pp or ranks // pp % group.ep or job.global_batch_size % (ranks // pp * batch):
             continue
@@ -177,6 +189,8 @@ def _layouts(job: Job, group: Layout, session: Session) -> Iterator[Layout]:
                 virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
                 data_parallel_size=ranks // pp,
                 micro_batch_size=batch,
+                fp8=group.fp8,
+                tp_comm_overlap=overlaps,
             )
 
 

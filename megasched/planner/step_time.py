@@ -8,21 +8,22 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING
 
+from megasched.planner.hardware import Group, Hardware
 from megasched.planner.pipeline import Chunk, simulate
 from megasched.planner.work import Work
 
 if TYPE_CHECKING:
     from megasched.layout import Layout
     from megasched.megatron.stage import Stage
-    from megasched.planner.hardware import Hardware
     from megasched.planner.measurements import Measurements
 
-# What a distributed optimizer sends and touches for each parameter that a rank holds, in bytes: gradients in
-# float32 are reduced, parameters in 16 bits gathered (megatron/core/distributed/param_and_grad_buffer.py); its
+# What a distributed optimizer sends and touches for each parameter that a rank holds, in bytes: gradients
+# are reduced, parameters in 16 bits gathered (megatron/core/distributed/param_and_grad_buffer.py); its
 # step reads and writes both numbers of Adam and the parameter in float32, and reads the gradient.
-_GRADIENT, _PARAMETER, _STEP = 4, 2, 30
+_PARAMETER, _STEP = 2, 30
 # Of what could be hidden behind a backward or forward, the first and last bucket can't be.
 _EXPOSED = 0.1
+_TENSOR = "TENSOR_MODEL_PARALLEL_GROUP"
 # A schedule is played through with so many micro-batches for each pipeline rank; each more takes the same time.
 _PLAYED = 2, 4
 
@@ -66,14 +67,22 @@ def chunk_work(measured: Measurements, stage: Stage) -> tuple[Work, Work]:
     return forward, reduce(add, (one.backward_work for one in others), end.backward_work)
 
 
-def group_spans(layout: Layout) -> dict[str, tuple[int, int]]:
-    """Megatron's groups -> (ranks, consecutive ranks among which they lie); its order is TP, CP, EP, DP, PP."""
+def groups_of(layout: Layout) -> dict[str, Group]:
+    """Megatron's groups; its order of ranks is TP, CP, EP, DP, PP."""
     tp, cp, ep = layout.tp, layout.cp, layout.ep
     return {
-        "TENSOR_MODEL_PARALLEL_GROUP": (tp, tp),
-        "CONTEXT_PARALLEL_GROUP": (cp, tp * cp),
-        "EXPERT_MODEL_PARALLEL_GROUP": (ep, tp * cp * ep),
+        _TENSOR: Group(tp, tp),
+        "CONTEXT_PARALLEL_GROUP": Group(cp, tp * cp),
+        "EXPERT_MODEL_PARALLEL_GROUP": Group(ep, tp * cp * ep),
     }
+
+
+def pass_seconds(work: Work, layout: Layout, hardware: Hardware, itemsize: int) -> tuple[float, float]:
+    """One pass of one micro-batch: seconds that compute, and that send without computing."""
+    products = hardware.product_seconds(work)
+    overlapped = _TENSOR if layout.tp_comm_overlap else ""
+    alone, behind = hardware.send_seconds(work, groups_of(layout), overlapped)
+    return products + hardware.other_seconds(work, itemsize), alone + max(0.0, behind - products)
 
 
 def step_time(
@@ -81,7 +90,6 @@ def step_time(
 ) -> StepTime:
     """Of a layout whose stages these are, in the order in which the model runs."""
     setting, data_parallel = measured.setting, layout.data_parallel_size
-    groups, size = group_spans(layout), setting.dtype.itemsize
     wire = measured.layer(0).output
     behind = layout.tp * layout.cp * data_parallel  # ranks from one stage to the next
     send = hardware.link(behind + 1).seconds(wire) if layout.pp > 1 else 0.0
@@ -90,7 +98,7 @@ def step_time(
     for number, stage in enumerate(stages):
         passes = []
         for work in chunk_work(measured, stage):
-            parts = hardware.compute_seconds(work, size), hardware.send_seconds(work, groups)
+            parts = pass_seconds(work, layout, hardware, setting.dtype.itemsize)
             passes.append(sum(parts))
             for index, part in enumerate(parts):
                 seconds[number % layout.pp][index] += part
@@ -100,7 +108,8 @@ def step_time(
     waiting = max(0.0, _played(chunks, microbatches) - compute - sending)
     trained = max(measured.parameters.held(stages[rank :: layout.pp]).trained for rank in range(layout.pp))
     replicas = layout.cp * data_parallel
-    gradients = _gradients(chunks[busiest], hardware, trained, replicas, layout.tp * replicas)
+    sent = trained * setting.gradient_dtype.itemsize, trained * _PARAMETER
+    gradients = _gradients(chunks[busiest], hardware, sent, replicas, layout.tp * replicas)
     optimizer = hardware.traffic_seconds(trained * _STEP / replicas)
     return StepTime(compute, sending, waiting, gradients, optimizer, chunks)
 
@@ -114,14 +123,20 @@ def _played(chunks: Sequence[Sequence[Chunk]], microbatches: int) -> float:
     return long + (long - short) / (many - few) * (microbatches - many)
 
 
-def _gradients(chunks: Sequence[Chunk], hardware: Hardware, trained: int, replicas: int, span: int) -> float:
-    """What of Megatron's overlapped reduction of gradients and gathering of parameters is not hidden."""
+def _gradients(
+    chunks: Sequence[Chunk], hardware: Hardware, sent: tuple[int, int], replicas: int, span: int
+) -> float:
+    """What of Megatron's overlapped reduction of gradients and gathering of parameters is not hidden.
+
+    Args:
+        sent: bytes of the gradients, and of the parameters, on a rank.
+    """
     if replicas == 1:
         return 0.0
     link, share = hardware.link(span), (replicas - 1) / replicas
     backward, forward = sum(chunk.backward for chunk in chunks), sum(chunk.forward for chunk in chunks)
     total = 0.0
-    for size, behind in ((_GRADIENT, backward), (_PARAMETER, forward)):
-        seconds = link.seconds(trained * size * share)
+    for size, behind in zip(sent, (backward, forward), strict=True):
+        seconds = link.seconds(size * share)
         total += max(seconds - behind, _EXPOSED * seconds)
     return total

@@ -46,7 +46,7 @@ def _table(report: PlanReport, top: int) -> Table:
     table.add_column("layout")
     for heading in ("micro-batch", "recompute", "GiB", "step", "tokens/s/GPU", "waiting", "sending"):
         table.add_column(heading, justify="right")
-    for candidate in report.fitting[:top]:
+    for candidate in report.ranked()[:top]:
         table.add_row(*_row(report, candidate))
     return table
 

@@ -7,11 +7,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megasched.errors import ConfigError
-from megasched.planner.hardware import Hardware, Link, known_hardware, load_hardware
-from megasched.planner.work import Work
+from megasched.planner.hardware import Group, Hardware, Link, known_hardware, load_hardware
+from megasched.planner.work import Product, Work
 
 NODE, NETWORK = Link(100.0, 1.0, 0.0), Link(10.0, 1.0, 0.0)
-GPU = Hardware("test", 10.0, 1.0, 100.0, 50.0, 4, (128, 128), 0.5, 0.25, 1000.0, 0.5, 8, NODE, NETWORK)
+GPU = Hardware(
+    name="test",
+    memory_gib=10.0,
+    reserved_gib=1.0,
+    bf16_tflops=100.0,
+    fp32_tflops=50.0,
+    fp8_tflops=200.0,
+    fp8_efficiency=0.25,
+    multiprocessors=4,
+    tile=(128, 128),
+    product_efficiency=0.5,
+    attention_efficiency=0.25,
+    memory_gbytes_per_s=1000.0,
+    memory_efficiency=0.5,
+    kernel_us=3.0,
+    gpus_per_node=8,
+    node=NODE,
+    network=NETWORK,
+)
 
 
 @pytest.mark.parametrize("name", known_hardware())
@@ -22,44 +40,75 @@ def test_what_comes_with_megasched_is_complete(name):
     assert found.usable_bytes > 60e9
 
 
-def product(m, n, k, count=1):
+def product(m, n, k, itemsize=2, result_itemsize=2, count=1):
     work = Work()
-    work.products[1, m, n, k] = count
+    work.products[Product(1, m, n, k, itemsize, result_itemsize)] = count
     return work
+
+
+def result(m, n, itemsize=2):
+    """Seconds to write it."""
+    return m * n * itemsize / 500e9
 
 
 def test_a_product_takes_whole_waves_of_tiles():
     peak = 100e12 * 0.5
-    assert GPU.compute_seconds(product(256, 256, 1000), 2) == pytest.approx(2 * 256 * 256 * 1000 / peak)
+    one = 2 * 256 * 256 * 10000 / peak
+    assert GPU.product_seconds(product(256, 256, 10000)) == pytest.approx(one + result(256, 256))
     # One more row is one more wave of 4 tiles.
-    assert GPU.compute_seconds(product(257, 256, 1000), 2) == pytest.approx(2 * 512 * 256 * 1000 / peak)
-    assert GPU.compute_seconds(product(256, 256, 1000, 3), 4) == pytest.approx(6 * 2 * 256 * 256 * 1000 / peak)
+    assert GPU.product_seconds(product(257, 256, 10000)) == pytest.approx(2 * one + result(257, 256))
+    three = GPU.product_seconds(product(256, 256, 10000, itemsize=4, result_itemsize=4, count=3))
+    assert three == pytest.approx(3 * (2 * one + result(256, 256, 4)))
 
 
-def test_attention_and_traffic_have_speeds_of_their_own():
-    assert GPU.compute_seconds(Work(attention=1e12), 2) == pytest.approx(1e12 / 25e12)
-    assert GPU.compute_seconds(Work(traffic=1e9), 2) == pytest.approx(1e9 / 500e9)
+def test_8_bits_have_a_peak_of_their_own():
+    wanted = 2 * 256 * 256 * 100000 / (200e12 * 0.25) + result(256, 256)
+    assert GPU.product_seconds(product(256, 256, 100000, itemsize=1)) == pytest.approx(wanted)
+
+
+def test_small_products_wait_for_memory():
+    work = Work()
+    work.products[Product(4, 128, 128, 4096, 2, 2)] = 1
+    assert GPU.product_seconds(work) == pytest.approx(4 * (256 * 4096 * 2 / 500e9 + result(128, 128)))
+
+
+def test_attention_traffic_and_starts_have_speeds_of_their_own():
+    assert GPU.other_seconds(Work(attention=1e12), 2) == pytest.approx(1e12 / 25e12)
+    assert GPU.other_seconds(Work(traffic=1e9), 2) == pytest.approx(1e9 / 500e9)
+    assert GPU.other_seconds(Work(kernels=2), 2) == pytest.approx(6e-6)
+
+
+def sent(behind=False):
+    work = Work()
+    for operation in ("allreduce", "allgather_base"):
+        work.sent[operation, "G", behind], work.calls[operation, "G", behind] = 800, 1
+    return work
 
 
 @pytest.mark.parametrize(("span", "speed"), [(8, 100e9), (16, 10e9)])
 def test_a_group_is_as_fast_as_the_slowest_link_in_it(span, speed):
-    work = Work()
-    work.sent["allreduce", "G"], work.sent["allgather_base", "G"] = 800, 800
-    work.calls["allreduce", "G"] = work.calls["allgather_base", "G"] = 1
-    assert GPU.send_seconds(work, {"G": (4, span)}) == pytest.approx((2 + 1) * 800 * 3 / 4 / speed)
-    assert GPU.send_seconds(work, {"G": (1, 1)}) == 0
+    whole = pytest.approx((2 + 1) * 800 * 3 / 4 / speed)
+    assert GPU.send_seconds(sent(), {"G": Group(4, span)}) == (whole, 0)
+    assert GPU.send_seconds(sent(behind=True), {"G": Group(4, span)}) == (0, whole)
+    assert GPU.send_seconds(sent(), {"G": Group(1, 1)}) == (0, 0)
+    assert GPU.send_seconds(sent(), {}) == (0, 0)
+
+
+def test_of_what_overlaps_in_pieces_one_piece_stands_alone():
+    alone, _ = GPU.send_seconds(sent(), {"G": Group(4, 8)})
+    assert GPU.send_seconds(sent(), {"G": Group(4, 8)}, "G") == pytest.approx((alone / 4, alone * 3 / 4))
 
 
 @given(st.integers(1, 4000), st.integers(1, 4000), st.integers(1, 4000))
 def test_no_product_is_faster_than_the_peak(m, n, k):
-    assert GPU.compute_seconds(product(m, n, k), 2) >= 2 * m * n * k / (100e12 * 0.5)
+    assert GPU.product_seconds(product(m, n, k)) >= 2 * m * n * k / (100e12 * 0.5)
 
 
 def written(tmp_path, change):
     text = (  # as a user would write it
         'name = "mine"\nmemory_gib = 80\nreserved_gib = 4\nbf16_tflops = 900\nfp32_tflops = 400\n'
         "multiprocessors = 132\ntile = [128, 256]\nproduct_efficiency = 0.7\nattention_efficiency = 0.5\n"
-        "memory_gbytes_per_s = 3000\nmemory_efficiency = 0.8\n"
+        "memory_gbytes_per_s = 3000\nmemory_efficiency = 0.8\nkernel_us = 2\n"
         "[node]\ngpus = 4\ngbytes_per_s = 400\nefficiency = 0.8\nlatency_us = 5\n"
         "[network]\ngbytes_per_s = 50\nefficiency = 0.8\nlatency_us = 20\n"
     )

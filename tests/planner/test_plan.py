@@ -27,6 +27,7 @@ product_efficiency = 0.5
 attention_efficiency = 0.5
 memory_gbytes_per_s = 100
 memory_efficiency = 0.5
+kernel_us = 1
 [node]
 gpus = 4
 gbytes_per_s = 10
@@ -151,6 +152,20 @@ def test_the_table(model, tmp_path, capsys):
 def test_nothing_fits(model, tmp_path, capsys):
     assert run(model, hardware(tmp_path, 0.02), "--json") == 1
     assert json.loads(capsys.readouterr().out)["layouts"] == []
+
+
+def test_ranked_are_the_fastest_of_each_kind(planned):
+    report = planned[1]
+    kinds = [(one.layout.tp, one.layout.pp) for one in report.ranked()]
+    assert sorted(kinds) == [(1, 1), (1, 2), (2, 1)]
+    for kind, first in zip(kinds, report.ranked(), strict=True):
+        alike = [one for one in report.fitting if (one.layout.tp, one.layout.pp) == kind]
+        assert first.time.total == min(one.time.total for one in alike)
+
+
+def test_8_bits_take_another_gpu(model):
+    with pytest.raises(ConfigError, match="A100 SXM 80 GB has no 8-bit matrix products"):
+        plan(model, gpus=1, gpu="a100-80gb", sequence_length=256, global_batch_size=1, fp8_recipe="delayed")
 
 
 def test_a_job_that_can_not_be(model):

@@ -10,7 +10,7 @@ from megasched.megatron.stage import Stage
 from megasched.planner.measurements import Measurements
 from megasched.planner.probe import Setting, fake_groups
 from megasched.planner.step_time import chunk_work
-from megasched.planner.work import CountWork
+from megasched.planner.work import CountWork, Product
 from tests.planner.configs import config_of
 
 
@@ -18,8 +18,8 @@ def test_products_are_counted_by_shape():
     layer, x = nn.Linear(16, 32, bias=False), torch.ones(4, 8, 16, requires_grad=True)
     with CountWork() as count:
         layer(x).sum().backward()
-    of_input = (1, 32, 16, 32)  # a gradient of 32 rows times the weight
-    assert count.work.products[1, 32, 32, 16] + count.work.products[of_input] == 3
+    of_input = Product(1, 32, 16, 32, 4, 4)  # a gradient of 32 rows times the weight
+    assert count.work.products[Product(1, 32, 32, 16, 4, 4)] + count.work.products[of_input] == 3
     assert count.work.flops == 3 * 2 * 32 * 32 * 16
 
 
@@ -53,9 +53,9 @@ def test_the_work_of_a_stage_is_the_definitions_by_ranks(tmp_path):
         forward, backward = chunk_work(measured, Stage(0, layers, True, True))
     tokens, hidden = batch * length, 256
     weights = layers * (hidden * hidden * 2 + hidden * 128 * 2 + 3 * hidden * 704) + hidden * 2000
-    assert sum(2 * b * m * n * k * count for (b, m, n, k), count in forward.products.items()) == tokens * weights
+    assert forward.flops - forward.attention == tokens * weights
     assert backward.flops - backward.attention == 2 * tokens * weights
     assert forward.attention == layers * 2 * batch * 4 * length**2 * 0.5 * 64
-    key = ("allgather_base", "TENSOR_MODEL_PARALLEL_GROUP")
+    key = ("allgather_base", "TENSOR_MODEL_PARALLEL_GROUP", False)
     assert forward.calls[key] == 2 * layers + 1  # before attention, before the MLP; joined after the last layer
     assert forward.sent[key] == (2 * layers + 1) * tokens * hidden * 4

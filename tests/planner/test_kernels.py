@@ -1,0 +1,152 @@
+"""Kernels of a GPU in a plan: what they keep, compute and send, against what is known of each."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megasched.layout import Fp8, Layout
+from megasched.megatron.session import open_session
+from megasched.megatron.stage import Stage
+from megasched.planner.kernels import attended
+from megasched.planner.parameter_counts import ParameterCounts
+from megasched.planner.probe import Setting, fake_groups, measure
+from tests.planner.configs import config_of
+
+HIDDEN, FFN, HEADS, GROUPS, WIDTH = 256, 704, 8, 4, 32
+BATCH, LENGTH = 1, 512
+MIDDLE = Stage(1, 2, False, False)
+TENSORWISE = Fp8(fp8_recipe="tensorwise")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    config_of("llama").save_pretrained(path)
+    return str(path)
+
+
+def measured(folder, schedule="auto", *, recompute=None, on_gpu=True, **layout):
+    layout = Layout(sequence_parallel=layout.get("tensor_model_parallel_size", 1) > 1, **layout)
+    session = open_session(schedule, folder, layout)
+    with fake_groups(layout):
+        return measure(session, MIDDLE, Setting(BATCH, LENGTH, torch.bfloat16, recompute, on_gpu=on_gpu))
+
+
+def schedule_at(level, tmp_path):
+    path = tmp_path / f"{level}.py"
+    path.write_text(
+        "from megasched.model_adapters.default_schedule import schedule as default\n\n"
+        "def schedule(sch, layout):\n    default(sch, layout)\n"
+        f'    sch["model.layers"][:].level("{level}")\n'
+    )
+    return str(path)
+
+
+def linears(tp):
+    """(out, in) on a rank: q, k and v together, out, gate and up together, down."""
+    qkv, ffn = (HEADS + 2 * GROUPS) * WIDTH // tp, FFN // tp
+    return [(qkv, HIDDEN), (HIDDEN, HEADS * WIDTH // tp), (2 * ffn, HIDDEN), (HIDDEN, ffn)]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_megatrons_layer_keeps_in_8_bits(folder, tp):
+    """Per token: the hidden state before the second norm and at the end, and twice in 8 bits (what came in was
+    there before); q, k and v, and q and k rotated; attention's output, and in 8 bits; gate and up, and their
+    product in 8 bits."""
+    layout = {"tensor_model_parallel_size": tp} if tp > 1 else {}
+    found = measured(folder, **layout, fp8=TENSORWISE)
+    qkv = (HEADS + 2 * GROUPS) * WIDTH // tp
+    rotated = (HEADS + GROUPS) * WIDTH // tp
+    attention, ffn = HEADS * WIDTH // tp, FFN // tp
+    hidden = HIDDEN // tp  # under sequence parallelism
+    bytes_per_token = 2 * (2 + 1) * hidden + 2 * (qkv + rotated) + (2 + 1) * attention + (2 * 2 + 1) * ffn
+    sums = 4 * (2 + HEADS) // tp  # float32: a number for each norm, and for each head
+    assert found.layer == BATCH * LENGTH * (bytes_per_token + sums)
+
+
+@pytest.mark.parametrize("level", ["leaf", "fused", "block"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_products_of_sharded_linears_are_in_8_bits(folder, tmp_path, level, tp):
+    layout = {"tensor_model_parallel_size": tp} if tp > 1 else {}
+    found = measured(folder, schedule_at(level, tmp_path), **layout, fp8=TENSORWISE)
+    assert {product.itemsize for product in found.forward_work.products} == {1}
+    parameters = sum(rows * columns for rows, columns in linears(tp))
+    flops = 2 * BATCH * LENGTH * parameters
+    assert found.forward_work.flops - found.forward_work.attention == flops
+    assert found.backward_work.flops - found.backward_work.attention == 2 * flops
+    products = found.backward_work.products.items()
+    added = [product.m * product.n * count for product, count in products if product.result_itemsize == 8]
+    assert sum(added) == parameters
+
+
+def test_8_bits_are_gathered_where_it_is_fused(folder):
+    """Half as much before qkv and before the MLP; what goes back is in 16 bits."""
+    key = ("allgather_base", "TENSOR_MODEL_PARALLEL_GROUP", False)
+    sizes = [measured(folder, tensor_model_parallel_size=2, fp8=fp8) for fp8 in (TENSORWISE, None)]
+    eight, sixteen = (found.forward_work.sent[key] for found in sizes)
+    assert eight == 2 * BATCH * LENGTH * HIDDEN
+    assert sixteen == 2 * eight
+
+
+def test_gradients_of_columns_are_sent_behind_products(folder, tmp_path):
+    found = measured(folder, schedule_at("block", tmp_path), tensor_model_parallel_size=2)
+    behind = {key[0]: size for key, size in found.backward_work.sent.items() if key[2]}
+    assert behind == dict.fromkeys(("allgather_base", "reduce_scatter_base"), 2 * BATCH * LENGTH * HIDDEN * 2)
+
+
+@pytest.mark.parametrize("level", ["leaf", "fused", "block"])
+def test_context_parallelism_halves_attention_and_keeps_no_keys_of_others(folder, tmp_path, level):
+    schedule = schedule_at(level, tmp_path)
+    whole, part = (measured(folder, schedule, context_parallel_size=cp) for cp in (1, 2))
+    assert part.forward_work.attention == whole.forward_work.attention / 2
+    assert part.backward_work.attention == whole.backward_work.attention / 2
+    assert part.layer == pytest.approx(whole.layer / 2, rel=0.02)
+    assert part.forward_work.sent["allgather_base", "CONTEXT_PARALLEL_GROUP", True] > 0
+
+
+@pytest.mark.parametrize("fp8", [None, TENSORWISE])
+@pytest.mark.parametrize("level", ["fused", "block"])
+def test_full_recompute_keeps_the_hidden_state_alone(folder, tmp_path, level, fp8):
+    """Megatron's layer would hold on to what was recomputed (``MegatronLayer.forward``)."""
+    found = measured(folder, schedule_at(level, tmp_path), recompute="full", fp8=fp8)
+    assert found.layer == BATCH * LENGTH * HIDDEN * 2
+    assert found.held <= 3 * LENGTH * WIDTH * 4 + 2 * BATCH * LENGTH * WIDTH * 4  # rotary tables
+
+
+def test_fused_norms_keep_their_input_alone(folder):
+    on_gpu, on_cpu = (measured(folder, on_gpu=on_gpu) for on_gpu in (True, False))
+    assert on_gpu.layer < on_cpu.layer
+    assert on_gpu.forward_work.traffic < on_cpu.forward_work.traffic
+    assert on_gpu.forward_work.flops == on_cpu.forward_work.flops
+
+
+def test_weights_in_8_bits_are_kept_beside(folder):
+    session = open_session("auto", folder, Layout(fp8=TENSORWISE))
+    count = ParameterCounts(session).held([MIDDLE])
+    assert count.quantized == sum(rows * columns for rows, columns in linears(1))
+
+
+def test_a_second_measurement_finds_the_same(folder):
+    """Everything that was replaced is replaced again."""
+    first, second = (measured(folder, fp8=TENSORWISE) for _ in range(2))
+    assert first == second
+
+
+@given(st.integers(1, 64), st.integers(1, 80) | st.none(), st.booleans())
+def test_pairs_are_counted(length, window, causal):
+    """As many as there are, but for half a pair of a token with itself."""
+    pairs = [
+        (query, key)
+        for query in range(length)
+        for key in range(length)
+        if not causal or (key <= query and (window is None or query - key < window))
+    ]
+    got = attended(length, length, causal, window, 1)
+    assert abs(got - len(pairs)) <= length / 2
+
+
+@given(st.integers(1, 64), st.integers(1, 40) | st.none(), st.integers(1, 4))
+def test_ranks_share_pairs_evenly(part, window, ranks):
+    whole = attended(part * ranks, part * ranks, True, window, 1)
+    assert attended(part, part, True, window, ranks) * ranks == pytest.approx(whole)
