@@ -12,10 +12,12 @@ import os
 import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megasched.errors import ConfigError
+from megasched.json_output import print_json
 from megasched.launch import quickstart_plan, quickstart_report
 from megasched.launch.corpus import prepare_corpus, write_tokenizer
 from megasched.launch.quickstart_plan import Plan
@@ -46,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("the loss curve is drawn by matplotlib: pip install 'megasched[quickstart]'")
-    console = Console(highlight=False)
+    # What goes on is not what was asked for with --json.
+    console = Console(highlight=False, stderr=args.json)
     plan = quickstart_plan.detect_plan()
     console.print(f"machine: {plan}", soft_wrap=True)
 
@@ -72,12 +75,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         iters=args.iters,
     )
     script = quickstart_plan.shell_script(command, quickstart_plan.rank_environment(plan))
+    prepared = {
+        "machine": str(plan),
+        "ranks": plan.ranks,
+        "layout": asdict(plan.layout),
+        "corpus": {"files": corpus.documents, "tokens": corpus.tokens},
+        "model": str(model),
+        "schedule": args.model_schedule,
+        "script": script,
+    }
     if args.dry_run:
-        console.print(script, soft_wrap=True, markup=False)
+        if args.json:
+            print_json(prepared)
+        else:
+            console.print(script, soft_wrap=True, markup=False)
         return 0
     run_folder.mkdir()
     (run_folder / "train.sh").write_text(script)
-    return _train(console, plan, run_folder, args.model_schedule, args.iters)
+    code, result = _train(console, plan, run_folder, args.model_schedule, args.iters)
+    if result is None:
+        return code
+    if args.json:
+        print_json({**prepared, **result.to_dict()})
+    else:
+        quickstart_report.print_result(result, console)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,6 +124,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run", action="store_true", help="prepare everything, print the command, don't train"
     )
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON, and what goes on to standard error"
+    )
     return parser
 
 
@@ -120,7 +145,10 @@ def _next_run_folder(folder: Path) -> Path:
     return folder / f"run-{number}"
 
 
-def _train(console: Console, plan: Plan, run_folder: Path, schedule: str, iters: int) -> int:
+def _train(
+    console: Console, plan: Plan, run_folder: Path, schedule: str, iters: int
+) -> tuple[int, quickstart_report.Result | None]:
+    """The exit code, and what came out if it is 0."""
     log, log_path = TrainingLog(), run_folder / "train.log"
     start = time.monotonic()
     with quickstart_report.progress(console, f"starting {plan.ranks} ranks", iters) as show:
@@ -137,31 +165,18 @@ def _train(console: Console, plan: Plan, run_folder: Path, schedule: str, iters:
     elif code:
         console.print(tail(log_path), markup=False, soft_wrap=True)
         console.print(f"[red]training failed with exit code {code}[/]; the whole log: {log_path}", soft_wrap=True)
-    else:
-        _report(console, plan, log, run_folder, schedule, iters, time.monotonic() - start)
-    return code
-
-
-def _report(
-    console: Console,
-    plan: Plan,
-    log: TrainingLog,
-    run_folder: Path,
-    schedule: str,
-    iters: int,
-    total_seconds: float,
-) -> None:
+    if code:
+        return code, None
     curve = run_folder / "loss.png"
     quickstart_report.save_loss_curve(log, curve)
-    summary = quickstart_report.summarize(log, quickstart_plan.TOKENS_PER_STEP)
-    console.print(
-        quickstart_report.result_table(
-            summary, total_seconds=total_seconds, checkpoints=run_folder / "checkpoints", curve=curve
-        )
+    return code, quickstart_report.Result(
+        summary=quickstart_report.summarize(log, quickstart_plan.TOKENS_PER_STEP),
+        total_seconds=time.monotonic() - start,
+        curve=curve,
+        checkpoints=run_folder / "checkpoints",
+        log=log_path,
+        next_commands=_next_commands(plan, run_folder, schedule, iters),
     )
-    console.print("\nto try next:", style="bold")
-    for what, command in _next_commands(plan, run_folder, schedule, iters):
-        console.print(f"\n# {what}\n{command}", markup=False, soft_wrap=True)
 
 
 def _next_commands(plan: Plan, run_folder: Path, schedule: str, iters: int) -> list[tuple[str, str]]:

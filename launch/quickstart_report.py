@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megasched.errors import MegaschedError
 from megasched.launch.training_log import Iteration, TrainingLog
@@ -39,6 +39,36 @@ class Summary:
     tokens_per_second: float
     train_seconds: float
     validation: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """All that the quickstart tells at its end.
+
+    Attributes:
+        summary: the numbers.
+        total_seconds: wall time of the whole run with its start.
+        curve, checkpoints, log: what the run has left.
+        next_commands: what to try next: what it is for, and the command.
+    """
+
+    summary: Summary
+    total_seconds: float
+    curve: Path
+    checkpoints: Path
+    log: Path
+    next_commands: list[tuple[str, str]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON."""
+        return {
+            **asdict(self.summary),
+            "total_seconds": self.total_seconds,
+            "curve": str(self.curve),
+            "checkpoints": str(self.checkpoints),
+            "log": str(self.log),
+            "next": [{"what": what, "command": command} for what, command in self.next_commands],
+        }
 
 
 @contextmanager
@@ -108,6 +138,20 @@ def result_table(summary: Summary, *, total_seconds: float, checkpoints: Path, c
     table.add_row("loss curve", str(curve))
     table.add_row("checkpoint", str(checkpoints))
     return table
+
+
+def print_result(result: Result, console: Console) -> None:
+    """The table, and what to try next."""
+    table = result_table(
+        result.summary,
+        total_seconds=result.total_seconds,
+        checkpoints=result.checkpoints,
+        curve=result.curve,
+    )
+    console.print(table)
+    console.print("\nto try next:", style="bold")
+    for what, command in result.next_commands:
+        console.print(f"\n# {what}\n{command}", markup=False, soft_wrap=True)
 
 
 def save_loss_curve(log: TrainingLog, path: Path) -> None:

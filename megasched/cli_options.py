@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from megasched.layout import Layout
 
 HfModel = Annotated[str, typer.Option(metavar="DIR", help="The Hugging Face model; only its config.json is read.")]
 Tp = Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="TP ranks.")]
@@ -26,3 +29,19 @@ Objective = Annotated[
     str | None, typer.Option(metavar="NAME", help="What it is trained to do, if not causal_lm; as for a run.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+
+
+def layout_of(tp: int, sp: bool, pp: int, cp: int, ep: int, *, vp: int = 1, dp: int = 1, **more: Any) -> Layout:
+    """The layout that these options say; ``more`` by its own names."""
+    from megasched.layout import Layout
+
+    return Layout(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp if vp != 1 else None,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        data_parallel_size=dp,
+        **more,
+    )

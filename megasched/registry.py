@@ -118,10 +118,14 @@ def list_primitives(*, name_only: bool = False) -> list[str] | dict[str, str]:
     return {name: document(own[name]) for name in sorted(own)}
 
 
-def document(primitive: Primitive) -> str:
-    """Signature and documentation of a primitive, as text."""
+def call_of(primitive: Primitive) -> str:
+    """How a primitive is called on a schedule: ``shard(param, axis)``."""
     signature = inspect.signature(primitive.record)
     parameters = [p for name, p in signature.parameters.items() if name != "node"]
-    call = f"{primitive.name}{signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)}"
+    return f"{primitive.name}{signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)}"
+
+
+def document(primitive: Primitive) -> str:
+    """Signature and documentation of a primitive, as text."""
     also = f"\n\nAlso known as: {', '.join(primitive.aliases)}" if primitive.aliases else ""
-    return f"{call}\n\n{inspect.getdoc(primitive) or ''}{also}"
+    return f"{call_of(primitive)}\n\n{inspect.getdoc(primitive) or ''}{also}"

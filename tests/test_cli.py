@@ -176,7 +176,7 @@ def test_show_prints_a_folded_tree_of_100_columns(run, schedule, llama, monkeypa
     status, out, _ = run("show", schedule, "--hf-model", llama, "--tp", 2)
     assert status == 0
     assert "layers.0-3  ×4  LlamaDecoderLayer" in out
-    assert "q_proj  Linear → ColumnParallelLinear  mysched.py:5" in out
+    assert "q_proj  Linear → ColumnParallelLinear  weight [32, 32] → [16, 32]  mysched.py:5" in out
     assert max(map(len, out.splitlines())) <= 100
 
 

@@ -41,8 +41,10 @@ def transfers(plan: Plan) -> dict[str, list[Transfer]]:
             regions[columns[0].rpartition(".")[0]] = columns
     entered = {column for columns in regions.values() for column in columns}
     found = {path: _of_cut(derived_syncs(plan, path), path in entered) for path in plan.cuts}
+    order = {name.rpartition(".")[0]: place for place, name in enumerate(plan.canonical)}
     for path, columns in regions.items():
-        names = tuple(column[len(path) + 1 :] for column in columns)
+        # They are found in the order in which a set has them, which differs between layers and runs.
+        names = tuple(column[len(path) + 1 :] for column in sorted(columns, key=order.__getitem__))
         found[path] = _of_input(derived_syncs(plan, columns[0]), names)
     return {path: sent for path, sent in found.items() if sent}
 

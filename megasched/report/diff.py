@@ -55,7 +55,8 @@ class ShowDiff:
         return not self.changes and not self.stages
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The same as plain data for JSON."""
+        return {"same": self.same, **asdict(self)}
 
 
 def compare_reports(first: ShowReport, second: ShowReport) -> ShowDiff:

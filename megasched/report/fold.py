@@ -19,7 +19,8 @@ class Node:
         reports: of every module folded into it, in their order.
         children: in the order of the definition.
         members: children of one list that it stands for; 0 for what is no child of a list.
-        like: where its parent is a fold: an earlier fold in which the same child is treated alike; or empty.
+        like: where it is a fold of layers: an earlier one, of another stage, that is treated alike; where its
+            parent is one: an earlier fold in which the same child is treated alike; or empty.
     """
 
     name: str
@@ -35,29 +36,31 @@ class Node:
         return list(dict.fromkeys(a.source for a in asked if a.primitive != CUT))
 
 
-def fold(reports: Sequence[ModuleReport]) -> Node:
+def fold(reports: Sequence[ModuleReport], *, by_stage: bool = False) -> Node:
     """The tree of these modules; children with numbers for names are folded where they are treated alike.
 
     Args:
         reports: parents before children, as ``describe_modules`` gives them.
+        by_stage: fold only what lives on the same pipeline stages.
     """
     nodes = {report.path: Node(report.path.rpartition(".")[2], [report]) for report in reports}
     for path, node in nodes.items():
         if path:
             nodes[path.rpartition(".")[0]].children.append(node)
-    return _folded(nodes[""])
+    return _folded(nodes[""], by_stage)
 
 
-def _folded(node: Node) -> Node:
-    children = [_folded(child) for child in node.children]
+def _folded(node: Node, by_stage: bool) -> Node:
+    children = [_folded(child, by_stage) for child in node.children]
     if children and all(child.name.isdigit() for child in children):
         groups: dict[Any, list[Node]] = {}
         for child in children:
-            groups.setdefault(_treatment(child), []).append(child)
+            stages = child.reports[0].stages if by_stage else ()
+            groups.setdefault((stages, _treatment(child)), []).append(child)
         children = [
             _merged(alike, label_indices([int(n.name) for n in alike]), len(alike)) for alike in groups.values()
         ]
-        _compare_children(children)
+        _compare(children)
     return Node(node.name, node.reports, children)
 
 
@@ -66,13 +69,13 @@ def _treatment(node: Node) -> tuple[Any, ...]:
     return (node.reports[0].treatment(), children)
 
 
-def _compare_children(folds: list[Node]) -> None:
+def _compare(folds: list[Node]) -> None:
+    """Says of each fold, and of each child of one, which fold before it has the same."""
     seen: dict[Any, str] = {}
     for node in folds:
-        for child in node.children:
-            child.like = seen.setdefault((child.name, _treatment(child)), node.name)
-            if child.like == node.name:
-                child.like = ""
+        for name, same in (("", node), *((child.name, child) for child in node.children)):
+            like = seen.setdefault((name, _treatment(same)), node.name)
+            same.like = "" if like == node.name else like
 
 
 def _merged(nodes: list[Node], name: str, members: int) -> Node:

@@ -70,6 +70,7 @@ class ModuleReport:
         recompute: its activations are computed again in the backward pass.
         notes: what else changes.
         asked: the schedule's calls on it.
+        stages: pipeline stages that it lives on, of a container those of what is in it; `place_modules` fills it.
     """
 
     path: str
@@ -81,6 +82,7 @@ class ModuleReport:
     recompute: bool = False
     notes: tuple[str, ...] = ()
     asked: tuple[Asked, ...] = ()
+    stages: tuple[int, ...] = ()
 
     def treatment(self) -> tuple[Any, ...]:
         """Everything but where it stands and who asked: equal for modules that are treated alike."""

@@ -11,9 +11,10 @@ from typing import Any
 from megasched.errors import ConfigError
 from megasched.files import write_whole
 from megasched.planner.pipeline import in_flight
+from megasched.report.amounts import format_bytes, format_count
+from megasched.report.module_view import places
 from megasched.report.page import Page
 from megasched.report.page_tree import module_tree
-from megasched.report.show_view import format_count, places
 from megasched.report.timeline_data import timeline_data
 from megasched.timeline import Span
 
@@ -91,15 +92,6 @@ def _script_safe(data: Any) -> Any:
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return markupsafe.Markup(text)
-
-
-def format_bytes(count: float) -> str:
-    """``1.50 GiB``, ``12.0 MiB``, ``512 B``."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            value = count / size
-            return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}"
-    return f"{count:.0f} B"
 
 
 def _grid(page: Page) -> list[list[Any]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megasched.report.fold import Node, fold
+from megasched.report.module_view import classes, lines, places
 from megasched.report.show import AUTO, ShowReport
-from megasched.report.show_view import classes, lines, places
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasched.json_output import nothing_but_json, print_json
 from megasched.report.console import quiet_imports, report_console
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ def plan_command(hf_model: str, *, as_json: bool, top: int, html: Path | None = 
     with quiet_imports():
         from megasched.planner.plan import plan
 
-    with Console(stderr=True).status("planning") as status, warnings.catch_warnings():
+    status = Console(stderr=True).status("planning")
+    with status, warnings.catch_warnings(), nothing_but_json(as_json):
         warnings.simplefilter("ignore")
         report = plan(hf_model, on_group=lambda layout: status.update(f"planning {layout}"), **options)
     if as_json:
-        json.dump(report.as_dict(), sys.stdout, indent=2)
-        print()
+        print_json(report.as_dict())
     else:
         from megasched.report.plan_view import print_plan
 

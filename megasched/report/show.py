@@ -12,7 +12,7 @@ from megasched.layout import Layout
 from megasched.megatron.session import Session, open_session
 from megasched.records import Record
 from megasched.report.modules import ModuleReport, describe_modules, parameter_count
-from megasched.report.stages import StageReport, describe_stages
+from megasched.report.stages import StageReport, describe_stages, place_modules
 
 AUTO = "auto"
 
@@ -33,6 +33,7 @@ class ShowReport:
         records: the schedule's calls.
         unverified: why a run would need ``--allow-unverified``; empty where it does not.
         hidden_size: width of the hidden state; None where the config does not say.
+        layers: path of the list of layers.
     """
 
     hf_model: str
@@ -46,6 +47,7 @@ class ShowReport:
     records: list[Record]
     unverified: list[str]
     hidden_size: int | None
+    layers: str
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON; the records as text."""
@@ -96,6 +98,9 @@ def inspect_schedule(
     )
     if schedule == AUTO:
         _name_sources(session, "--model-schedule auto")
+    structure = session.plan.structure
+    assert structure is not None
+    stages = describe_stages(session, sequence_length)
     return ShowReport(
         hf_model,
         type(session.definition).__name__,
@@ -103,11 +108,12 @@ def inspect_schedule(
         parameter_count(session.plan),
         sequence_length,
         layout,
-        describe_modules(session),
-        describe_stages(session, sequence_length),
+        place_modules(session, describe_modules(session), stages),
+        stages,
         list(session.schedule.records),
         unverified(session.definition, layout, load_matrix()["types"]),
         _hidden_size(session),
+        structure.layers,
     )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from megasched.megatron.cut import layer_costs
 from megasched.megatron.session import Session
 from megasched.megatron.stage import Stage
-from megasched.report.modules import CUT
+from megasched.report.amounts import BYTES_16_BITS
+from megasched.report.modules import CUT, ModuleReport
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class StageReport:
         parameters: on one rank, TP shards and vocabulary padding counted.
         flops_share: of the model's forward FLOPs, 0 to 1.
         cut_at: ``file:line`` of the call that ends it; empty where the layers were balanced.
+        parameter_bytes: of these parameters, at 16 bits each.
     """
 
     stage: int
@@ -34,6 +38,7 @@ class StageReport:
     parameters: int
     flops_share: float
     cut_at: str = ""
+    parameter_bytes: int = 0
 
 
 def describe_stages(session: Session, sequence_length: int) -> list[StageReport]:
@@ -57,6 +62,7 @@ def describe_stages(session: Session, sequence_length: int) -> list[StageReport]
         stop, first, last = start + count, number == 0, number == len(layers) - 1
         stage = Stage(start, stop, first, last)
         cost = sum(costs[start:stop]) + (before if first else 0.0) + (after if last else 0.0)
+        parameters = _parameters(session, stage)
         found.append(
             StageReport(
                 number,
@@ -65,13 +71,37 @@ def describe_stages(session: Session, sequence_length: int) -> list[StageReport]
                 start,
                 stop,
                 _outside_layers(session, stage),
-                _parameters(session, stage),
+                parameters,
                 cost / total,
                 cuts.get(stop - 1, ""),
+                BYTES_16_BITS * parameters,
             )
         )
         start = stop
     return found
+
+
+def place_modules(
+    session: Session, modules: Sequence[ModuleReport], stages: Sequence[StageReport]
+) -> list[ModuleReport]:
+    """The modules, each with the stages that it lives on.
+
+    Args:
+        modules: parents before children.
+    """
+    structure = session.plan.structure
+    assert structure is not None
+    last = len(stages) - 1
+    held = [Stage(s.start, s.stop, s.stage == 0, s.stage == last) for s in stages]
+    inside: dict[str, set[int]] = defaultdict(set)  # container -> stages of what is in it
+    found: dict[str, tuple[int, ...]] = {}
+    for module in reversed(modules):
+        own = {number for number, stage in enumerate(held) if stage.holds(structure, module.path)}
+        if inside[module.path] and not module.parameters:
+            own = inside[module.path]
+        inside[module.path.rpartition(".")[0]] |= own
+        found[module.path] = tuple(sorted(own))
+    return [replace(module, stages=found[module.path]) for module in modules]
 
 
 def _outside_layers(session: Session, stage: Stage) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 import signal
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
+from megasched.json_output import nothing_but_json, print_json
 from megasched.launch.watched_run import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -56,18 +56,20 @@ def tune_command(space_file: Path, command: Sequence[str], settings: Settings, *
     from megasched.tuner.plots import save_plots
     from megasched.tuner.space_file import load_space
 
-    space = load_space(space_file)
+    with nothing_but_json(as_json):
+        space = load_space(space_file)
     check_command(space, command)
     _check_program(command[0], slurm=settings.slurm)
     settings.folder.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True, highlight=False) if as_json else report_console()
-    tuning, interrupted = _search(space, command, settings, console)
+    with nothing_but_json(as_json):
+        tuning, interrupted = _search(space, command, settings, console)
     plots = [str(path) for path in save_plots(space, tuning.trials, settings.folder / "plots")]
     best = [] if tuning.best is None else [*command, *point_words(space, tuning.best.point)]
     if settings.slurm and best:
         best = ["sbatch", *best]
     if as_json:
-        print(json.dumps(to_dict(tuning, best, plots), indent=1))
+        print_json(to_dict(tuning, best, plots))
     else:
         print_winner(tuning, best, plots, console)
     if interrupted:

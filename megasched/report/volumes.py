@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from megasched.report.amounts import BYTES_16_BITS
 from megasched.report.communication import Transfer
 from megasched.report.modules import ModuleReport, ParameterReport
 from megasched.report.show import ShowReport
 
-BYTES_16_BITS = 2
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
 

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,10 @@ class NewAdapter:
     def right(self) -> bool:
         """Whether every check that was made found the same numbers on both sides."""
         return all(outcome.verdict == "equal" for outcome in self.outcomes.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON."""
+        return {**asdict(self), "right": self.right}
 
 
 def new_adapter(

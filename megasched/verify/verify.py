@@ -59,9 +59,8 @@ class Verification:
         return self.verdict == "equal"
 
     def to_dict(self) -> dict[str, Any]:
-        found = asdict(self)
-        found["layout"] = str(self.layout)
-        return found
+        """The same as plain data for JSON."""
+        return {**asdict(self), "layout": str(self.layout), "right": self.right}
 
 
 def verify_schedule(

@@ -16,11 +16,15 @@ def report_of(pp: int, vpp: int, name: str = "proj") -> ShowReport:
     """One linear in each of as many layers as there are stages."""
     count = pp * vpp
     parameter = ParameterReport("weight", (64, 32), (32, 32))
-    modules = [ModuleReport("", "Model", "Model"), ModuleReport("layers", "ModuleList", "ModuleList")]
+    everywhere = tuple(range(count))
+    modules = [
+        ModuleReport("", "Model", "Model", stages=everywhere),
+        ModuleReport("layers", "ModuleList", "ModuleList", stages=everywhere),
+    ]
     for layer in range(count):
-        modules.append(ModuleReport(f"layers.{layer}", "Layer", "Layer"))
-        path = f"layers.{layer}.{name}"
-        modules.append(ModuleReport(path, "Linear", "ColumnParallelLinear", "column", (parameter,)))
+        modules.append(ModuleReport(f"layers.{layer}", "Layer", "Layer", stages=(layer,)))
+        path, becomes = f"layers.{layer}.{name}", "ColumnParallelLinear"
+        modules.append(ModuleReport(path, "Linear", becomes, "column", (parameter,), stages=(layer,)))
     stages = [
         StageReport(number, number % pp, number // pp, number, number + 1, (), 1024, 1 / count)
         for number in range(count)
@@ -30,7 +34,7 @@ def report_of(pp: int, vpp: int, name: str = "proj") -> ShowReport:
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
     )
-    return ShowReport("folder", "Model", "auto", 2048 * count, 128, layout, modules, stages, [], [], 32)
+    return ShowReport("folder", "Model", "auto", 2048 * count, 128, layout, modules, stages, [], [], 32, "layers")
 
 
 def page_of(pp: int, vpp: int, microbatches: int, **options) -> Page:

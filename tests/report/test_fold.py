@@ -1,5 +1,7 @@
 """Folding layers that are treated alike."""
 
+from dataclasses import replace
+
 import pytest
 
 from megasched.indices import label_indices
@@ -35,6 +37,18 @@ def test_a_difference_inside_parts_them():
     assert [(node.name, node.members) for node in found] == [("0-1,3", 3), ("2", 1)]
     assert [child.like for child in found[0].children] == ["", ""]
     assert [child.like for child in found[1].children] == ["0-1,3", ""]
+
+
+def test_layers_of_other_stages_are_folded_by_themselves():
+    reports = [replace(r, stages=(int(r.path[2]) // 2,) if r.path[2:] else (0, 1)) for r in model([((), ())] * 4)]
+    first, second = fold(reports, by_stage=True).children[0].children
+    assert [(node.name, node.members, node.like) for node in (first, second)] == [
+        ("0-1", 2, ""),
+        ("2-3", 2, "0-1"),
+    ]
+    assert [child.like for child in second.children] == ["0-1", "0-1"]
+    (whole,) = fold(reports).children[0].children
+    assert (whole.name, whole.like) == ("0-3", "")
 
 
 def test_a_cut_parts_nothing():

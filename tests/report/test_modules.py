@@ -6,7 +6,8 @@ from megasched.errors import ScheduleError
 from megasched.layout import Layout
 from megasched.lowering.plan import Plan
 from megasched.lowering.sync import shared_regions
-from megasched.report.communication import Transfer
+from megasched.megatron.session import open_session
+from megasched.report.communication import Transfer, transfers
 from megasched.trial.labels import Derived, Region
 
 LAYER = "model.layers.1"
@@ -76,6 +77,13 @@ def test_transfers_and_gradients_under_sequence_parallelism(inspect):
     assert weight(found[f"{LAYER}.input_layernorm"]).partial_gradient
     assert not weight(found["model.norm"]).partial_gradient
     assert not weight(found[f"{LAYER}.mlp.up_proj"]).partial_gradient
+
+
+def test_what_is_shared_is_named_in_the_order_of_the_definition(llama):
+    session = open_session("auto", llama, Layout(tensor_model_parallel_size=2))
+    plan = session.plan
+    plan.joint = [tuple(reversed(paths)) for paths in plan.joint]
+    assert transfers(plan)[f"{LAYER}.self_attn"][0].shared_by == ("q_proj", "k_proj", "v_proj")
 
 
 def test_one_linear_alone_shares_nothing_unless_its_heads_are_viewed_by_the_length():

@@ -9,8 +9,9 @@ import html5lib
 import pytest
 
 from megasched.errors import ConfigError
+from megasched.report.amounts import format_bytes
 from megasched.report.page import build_page
-from megasched.report.page_html import format_bytes, render, write_page
+from megasched.report.page_html import render, write_page
 from tests.report.pages import HOSTILE, hostile_page, page_of
 
 OUTSIDE = re.compile(r"(?:https?:)?//|@import|url\((?!#)|\bfetch\b|XMLHttp|WebSocket|import\(", re.IGNORECASE)

@@ -54,6 +54,19 @@ def test_a_tied_weight_counts_on_both_its_stages(inspect):
     assert whole.parameters == 4 * LAYER + VOCABULARY + 32
 
 
+def test_where_each_module_lives(inspect):
+    found = {module.path: module.stages for module in inspect(tp=2, pp=2, vp=2).modules}
+    assert found["model.embed_tokens"] == (0,)
+    assert found["model.norm"] == found["lm_head"] == (3,)
+    assert [found[f"model.layers.{layer}.mlp.up_proj"] for layer in range(4)] == [(0,), (1,), (2,), (3,)]
+    assert found["model"] == found["model.layers"] == (0, 1, 2, 3)
+
+
+def test_bytes_are_of_16_bits(inspect):
+    for stage in inspect(tp=2, pp=2).stages:
+        assert stage.parameter_bytes == 2 * stage.parameters
+
+
 def test_too_many_stages(inspect):
     with pytest.raises(ScheduleError, match="8 stages for 4 layers"):
         inspect(pp=4, vp=2)

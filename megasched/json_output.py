@@ -1,0 +1,36 @@
+"""What a command prints under ``--json``: one object, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+
+@contextmanager
+def nothing_but_json(wanted: bool) -> Iterator[None]:
+    """Under ``--json``, whatever prints while a command works goes to standard error.
+
+    Schedules, spaces and the code of models are other people's, and may print.
+    """
+    if not wanted:
+        yield
+        return
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def print_json(found: Mapping[str, Any]) -> None:
+    """Prints one object, to be read by any parser: a number that is not finite is null."""
+    print(json.dumps(_finite(found), indent=1, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

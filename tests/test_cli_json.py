@@ -1,0 +1,145 @@
+"""``--json``: every command has it, and prints one object and nothing else to standard output."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from megasched import cli
+from megasched.json_output import print_json
+from megasched.launch import quickstart, quickstart_plan
+from megasched.launch.corpus import Corpus
+from tests.launch.test_training_log import line
+
+# Command -> why it has no --json.
+WITHOUT: dict[str, str] = {}
+
+# A schedule and a space are other people's code, and may print.
+SCHEDULE = "def schedule(sch, layout):\n    print('a schedule that prints')\n"
+SPACE = 'print("a space that prints")\n\n\ndef space(space):\n    space.choice("micro_batch_size", [1, 2])\n'
+TRAINER = str(Path(__file__).parent / "tuner" / "trainer.py")
+TRAINED = line(1, 900.0, 5.6) + line(2, 700.0, 5.5)
+
+# name of a case -> its words, and keys of the object that it prints.
+CASES = {
+    "primitives": (["primitives"], {"primitives"}),
+    "primitives NAME": (["primitives", "shard"], {"name", "aliases", "call", "summary", "documentation"}),
+    "show": (["show", "printing.py", "--hf-model", "llama"], {"layout", "modules", "stages", "records"}),
+    "show --diff": (
+        ["show", "printing.py", "--hf-model", "llama", "--diff", "auto", "--tp", "2"],
+        {"first", "second", "calls_of_first", "calls_of_second", "changes", "stages", "same"},
+    ),
+    "explain": (["explain", "printing.py", "--hf-model", "llama"], {"model", "layout", "decisions", "context"}),
+    "verify": (["verify", "printing.py", "--hf-model", "llama"], {"verdict", "right", "checks", "finding"}),
+    "new-adapter": (
+        ["new-adapter", "--hf-model", "llama", "--no-check"],
+        {"model", "source", "proposal", "still_open", "outcomes", "right", "output"},
+    ),
+    "archs": (["archs"], {"versions", "types"}),
+    "archs NAME": (["archs", "llama"], {"tp2", "facts"}),
+    "plan": (
+        ["plan", "--hf-model", "llama", "--gpus", "1", "--seq-length", "64", "--global-batch-size", "1"],
+        {"layouts"},
+    ),
+    "tune": (["tune", "printing_space.py", "--trials", "1"], {"points", "best", "trials", "plots"}),
+    "doctor": (["doctor"], {"runnable", "packages", "devices", "patches", "problems"}),
+    "quickstart": (["quickstart", "--dir", "q"], {"machine", "script", "last_loss", "checkpoints", "next"}),
+    "quickstart --dry-run": (["quickstart", "--dir", "q", "--dry-run"], {"machine", "layout", "script"}),
+}
+
+
+def commands():
+    return typer.main.get_command(cli.app).commands
+
+
+def flags(name):
+    """The options of a command; the quickstart parses its own."""
+    parsed = [option for parameter in commands()[name].params for option in parameter.opts]
+    own = [option for action in quickstart._parser()._actions for option in action.option_strings]
+    return {*parsed, *(own if name == "quickstart" else [])}
+
+
+@pytest.mark.parametrize("name", commands())
+def test_every_command_has_it_or_a_reason(name):
+    assert ("--json" in flags(name)) != bool(WITHOUT.get(name)), "give it --json, or say in WITHOUT why not"
+    assert name in WITHOUT or name in CASES, "a command with --json needs a case here"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the commands run: a model, a schedule and a space."""
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("json")
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4).save_pretrained(folder / "llama")
+    (folder / "empty").mkdir()
+    (folder / "printing.py").write_text(SCHEDULE)
+    (folder / "printing_space.py").write_text(SPACE)
+    return folder
+
+
+@pytest.fixture
+def run(folder, monkeypatch, capfd):
+    """Runs a command in this process: exit status, stdout, stderr, those of its children as well."""
+    monkeypatch.chdir(folder)
+    corpus = Corpus(folder=folder / "corpus", documents=3, tokens=1000)
+    monkeypatch.setattr(quickstart, "prepare_corpus", lambda folder: corpus)
+    training = [sys.executable, "-c", f"print({TRAINED!r})"]
+    monkeypatch.setattr(quickstart_plan, "training_command", lambda plan, **options: training)
+
+    def run(*words):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*words, *(["--", sys.executable, TRAINER] if words[0] == "tune" else [])])
+        return stop.value.code or 0, *capfd.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_object_and_nothing_else(case, run):
+    words, keys = CASES[case]
+    status, out, err = run(*words, "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert keys <= set(found), set(found)
+    in_this_process = "printing" in " ".join(words) and case != "verify"
+    assert ("that prints" in err) == in_this_process
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["primitives", "shrad"],
+        ["show", "absent.py", "--hf-model", "llama"],
+        ["show", "auto", "--hf-model", "llama", "--diff", "absent.py"],
+        ["explain", "absent.py", "--hf-model", "llama"],
+        ["verify", "auto", "--hf-model", "empty"],
+        ["new-adapter", "--hf-model", "empty", "--no-check"],
+        ["archs", "shrad"],
+        ["plan", "--hf-model", "empty", "--gpus", "1", "--seq-length", "64", "--global-batch-size", "1"],
+        ["tune", "absent.py"],
+    ],
+    ids=" ".join,
+)
+def test_an_error_is_no_object(words, run):
+    """It goes to standard error with its exit status, as without ``--json``."""
+    status, out, err = run(*words, "--json")
+    assert (status, out) == (1, "")
+    assert "megasched: error: " in err
+
+
+def test_a_training_that_fails_is_no_object(run, monkeypatch):
+    failing = [sys.executable, "-c", "import sys; print('out of memory'); sys.exit(7)"]
+    monkeypatch.setattr(quickstart_plan, "training_command", lambda plan, **options: failing)
+    status, out, err = run("quickstart", "--dir", "q", "--json")
+    assert (status, out) == (7, "")
+    assert "out of memory" in err
+    assert "exit code 7" in err
+
+
+def test_a_number_that_is_none_is_null(capsys):
+    print_json({"loss": float("nan"), "errors": (float("inf"), 1.0)})
+    assert json.loads(capsys.readouterr().out) == {"loss": None, "errors": [None, 1.0]}
