@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from megasched.cli import main
 from megasched.errors import ConfigError
 from megasched.patches import active
+from megasched.planner import probe
 from megasched.planner.plan import plan, run_words, slurm_words
 from megasched.tuner.space import Space
 from megasched.tuner.warm_start import read_warm_start
@@ -161,6 +163,34 @@ def test_ranked_are_the_fastest_of_each_kind(planned):
     for kind, first in zip(kinds, report.ranked(), strict=True):
         alike = [one for one in report.fitting if (one.layout.tp, one.layout.pp) == kind]
         assert first.time.total == min(one.time.total for one in alike)
+
+
+def test_experts_are_shared_out(tmp_path):
+    config_of("mixtral").save_pretrained(tmp_path)
+    report = plan(
+        str(tmp_path), gpus=2, gpu=hardware(tmp_path, 16), sequence_length=SEQUENCE, global_batch_size=BATCH
+    )
+    at = {(one.layout.ep, one.layout.tp, one.layout.pp): one for one in reversed(report.fitting)}
+    shared, whole = at[2, 1, 1], at[1, 1, 1]
+    assert shared.time.sending > 0 == whole.time.sending
+    assert shared.fullest.parameters < whole.fullest.parameters
+    # Each rank has half of the experts and all else; the state of all is shared by both either way.
+    assert shared.fullest.optimizer == whole.fullest.optimizer
+    words = run_words(report, shared)
+    assert words[words.index("--expert-model-parallel-size") + 1] == "2"
+    assert words[words.index("--expert-tensor-parallel-size") + 1] == "1"
+
+
+def test_what_asks_for_values_is_out_with_the_reason(model, tmp_path, monkeypatch):
+    def asks(*args):
+        raise DataDependentOutputException(torch.ops.aten.equal.default)
+
+    monkeypatch.setattr(probe, "_measure", asks)
+    report = plan(model, gpus=1, gpu=hardware(tmp_path, 16), sequence_length=SEQUENCE, global_batch_size=BATCH)
+    assert not report.fitting
+    assert report.reasons() == [
+        ("model.layers.0 can't be measured without values: it asks for aten.equal.default", 1)
+    ]
 
 
 def test_8_bits_take_another_gpu(model):
