@@ -113,10 +113,16 @@ def plan(
             f"--gpus {gpus}: a node of {hardware.name} has {hardware.gpus_per_node}; give whole nodes"
         )
 
+    opened: dict[bool, Session] = {}
+
     def session_for(layout: Layout) -> Session:
-        return open_session(
+        splits = layout.cp > 1
+        if splits in opened:
+            return opened[splits].with_layout(layout)
+        opened[splits] = open_session(
             schedule, hf_model, layout, overrides=overrides or (), trust_remote_code=trust_remote_code
         )
+        return opened[splits]
 
     job = Job(session_for, hardware, gpus, sequence_length, global_batch_size, largest_context=largest_context)
     found = search(job, on_group=on_group)
