@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megasched.errors import ConfigError
+from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.lowering.known_runs import KnownRuns
 from megasched.objectives import find_objective
 from megasched.schedule import Schedule
@@ -48,6 +48,7 @@ class KnownModel:
 
         root = create_schedule(self.definition, layout, self._roles(layout))
         apply_schedule(root, self.function)
+        _refuse_computed_weights(root)
         return root
 
     def _roles(self, layout: Layout) -> Any:
@@ -86,3 +87,19 @@ def know_model(
     definition = build_definition(config, find_objective(objective), trust_remote_code=trust_remote_code)
     attention.switch_on(definition)
     return KnownModel(definition, structure_of(definition), schedule, function)
+
+
+def _refuse_computed_weights(schedule: Schedule) -> None:
+    """In a run every value comes by its HF name, from the folder or a checkpoint; a function has no name there."""
+    problems = []
+    for record in schedule.records:
+        weights = record.arguments.get("weights", {}) if record.primitive in ("replace", "replace_all") else {}
+        computed = [name for name, source in weights.items() if callable(source)]
+        if computed:
+            what = (
+                f"the weights of {', '.join(computed)} are computed by a function, which a training run can't do"
+            )
+            remedy = "give each the name of one old parameter, or make the replacement with megasched.build"
+            problems.append(Problem(what, record.path, record.source, remedy))
+    if problems:
+        raise ScheduleError(problems)

@@ -10,7 +10,7 @@ import copy
 import sys
 from argparse import Namespace
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,7 @@ class Session:
     structure: Structure | None = None
     source: WeightSource | None = None
     batch_shape: tuple[int, int] = (1, 1)
+    _costs: dict[int, tuple[list[float], float, float]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def plan(self) -> Plan:
@@ -135,9 +136,17 @@ class Session:
             raise ScheduleError(Problem(what, structure.layers, remedy=remedy))
         asked = cuts_asked_for(self.schedule, structure, stages)
         if asked is None:
-            costs = layer_costs(self.replaced, structure, self.definition.config, sequence_length)
-            asked = balance(*costs, stages)
+            asked = balance(*self._layer_costs(sequence_length), stages)
         return asked
+
+    def _layer_costs(self, sequence_length: int) -> tuple[list[float], float, float]:
+        """Found once: a search cuts one model many times."""
+        if sequence_length not in self._costs:
+            structure = self.plan.structure
+            assert structure is not None
+            costs = layer_costs(self.replaced, structure, self.definition.config, sequence_length)
+            self._costs[sequence_length] = costs
+        return self._costs[sequence_length]
 
     def packing(self, boundaries: list[int], dtype: torch.dtype) -> Packing | None:
         """How stage boundaries before these layers are crossed; None where the hidden state crosses as it is.
@@ -221,7 +230,6 @@ def _open(known: KnownModel, layout: Layout, make_vocab_size_divisible_by: int) 
     replaced: Any = definition
     renamed: dict[str, str] = {}
     if any(r.primitive in ("replace", "replace_all") for r in root.records):
-        _refuse_computed_weights(root)
         replaced = copy.deepcopy(definition)
         renamed = replace_modules(root, replaced)
         structure = None  # of what runs now; planning finds it
@@ -244,22 +252,6 @@ def _refuse_stages(plan: Plan, config: Any) -> None:
     if structure.uncuttable:
         what = f"the layers can't be cut into pipeline stages: {structure.uncuttable}"
         raise ScheduleError(Problem(what, structure.layers, remedy="run it without pipeline stages"))
-
-
-def _refuse_computed_weights(schedule: Schedule) -> None:
-    """In a run every value comes by its HF name, from the folder or a checkpoint; a function has no name there."""
-    problems = []
-    for record in schedule.records:
-        weights = record.arguments.get("weights", {}) if record.primitive in ("replace", "replace_all") else {}
-        computed = [name for name, source in weights.items() if callable(source)]
-        if computed:
-            what = (
-                f"the weights of {', '.join(computed)} are computed by a function, which a training run can't do"
-            )
-            remedy = "give each the name of one old parameter, or make the replacement with megasched.build"
-            problems.append(Problem(what, record.path, record.source, remedy))
-    if problems:
-        raise ScheduleError(problems)
 
 
 # Flags by which a user cuts the pipeline; Megatron's own rules hold where one is given.
