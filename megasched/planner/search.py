@@ -54,7 +54,7 @@ class Candidate:
     """A layout with its recompute.
 
     Attributes:
-        memory: of each pipeline rank.
+        memory: of each pipeline rank; there may be none where one of them has no room.
         why_out: empty for one that can be run.
         too_large: whether it is out for memory.
     """
@@ -201,12 +201,12 @@ def _candidate(
 ) -> Candidate:
     recompute = measured.setting.recompute_granularity
     filled = min(microbatches, _FILLED * layout.pp)
-    ranks = range(layout.pp)
-    memory = tuple(
-        rank_memory(measured, stages, layout, rank, microbatches=filled, sharded=True) for rank in ranks
-    )
-    why = _not_fitting(max(one.total for one in memory), job.hardware)
-    time = None
-    if not why:
-        time = step_time(measured, stages, layout, job.hardware, microbatches=microbatches)
-    return Candidate(layout, recompute, microbatches, memory, time, why, bool(why))
+    of_rank = partial(rank_memory, measured, stages, layout, microbatches=filled, sharded=True)
+    # The second rank of three has neither end of the model, and what it takes is measured in a third of the time.
+    if layout.pp > 2 and (why := _not_fitting(of_rank(1).total, job.hardware)):
+        return Candidate(layout, recompute, microbatches, why_out=why, too_large=True)
+    memory = tuple(of_rank(rank) for rank in range(layout.pp))
+    if why := _not_fitting(max(one.total for one in memory), job.hardware):
+        return Candidate(layout, recompute, microbatches, memory, why_out=why, too_large=True)
+    time = step_time(measured, stages, layout, job.hardware, microbatches=microbatches)
+    return Candidate(layout, recompute, microbatches, memory, time)
