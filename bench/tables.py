@@ -79,6 +79,16 @@ def memory_plan(data: dict[str, Any]) -> list[str]:
     return _table(["model", "layout", "flags", "measured", "predicted beside it"], rows)
 
 
+def plan_time(data: dict[str, Any]) -> list[str]:
+    cores = f"time on {data['machine']['cores']} cores"
+    rows = []
+    for row in data["plans"]:
+        seconds = [_seconds(row[key]) for key in ("wall_seconds", "cpu_seconds")]
+        job = [row["shape"], str(row["gpus"]), str(row["max_cp"]), str(row["fitting"])]
+        rows.append([*job, *seconds, _gb(row["peak_bytes"])])
+    return _table(["shape", "GPUs", "largest CP", "layouts that fit", cores, "CPU time", "memory"], rows)
+
+
 def tune_replay(data: dict[str, Any]) -> list[str]:
     rows = []
     for name, found in data["replays"].items():
@@ -105,6 +115,7 @@ def published_runs(data: dict[str, Any]) -> list[str]:
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "tokens_per_second": contenders,
     "configurations": memory_plan,
+    "plans": plan_time,
     "rows": construction,
     "primitives": primitives,
     "ratio_median": step_time,

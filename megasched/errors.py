@@ -68,3 +68,6 @@ class ScheduleError(MegaschedError):
         head = "the schedule has a problem" if len(alike) == 1 else f"the schedule has {len(alike)} problems"
         lines = [f"  - {describe(problem, modules)}" for problem, modules in alike.items()]
         super().__init__("\n".join([f"{head}:", *lines]))
+
+    def __reduce__(self) -> tuple[type[ScheduleError], tuple[list[Problem]]]:
+        return type(self), (self.problems,)  # from another process it comes as it was raised there

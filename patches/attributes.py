@@ -84,6 +84,8 @@ def undo_all(undos: Iterable[Undo]) -> None:
 
 
 def _rebind(old: Any, new: Any, packages: tuple[str, ...]) -> None:
+    if not packages:  # thousands of modules are loaded
+        return
     for module_name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and module_name.partition(".")[0] in packages:
             for name, value in list(vars(module).items()):

@@ -17,20 +17,18 @@ from megasched.experts import find_experts
 from megasched.lowering.blocks import choose_blocks, overlap_problems
 from megasched.lowering.fp8 import choose_fp8
 from megasched.lowering.joining import join_columns
+from megasched.lowering.known_runs import KnownRuns
 from megasched.lowering.local_attributes import check_local_attributes
 from megasched.lowering.pairs import take_pairs
 from megasched.lowering.parts import check_parts
 from megasched.lowering.placing import place
 from megasched.lowering.plan import Plan
-from megasched.lowering.propagate import propagate
 from megasched.lowering.record_lowerings import is_lowered
-from megasched.lowering.sequence_run import plan_sequence
 from megasched.lowering.sync import check_syncs
 from megasched.records import Record
 from megasched.registry import get_primitive
 from megasched.schedule import Schedule
 from megasched.trial.labels import Derived
-from megasched.trial.meta_call import meta_copy, to_meta
 from megasched.trial.structure import Structure, find_structure
 
 
@@ -42,6 +40,7 @@ def make_plan(
     causal_lm: bool = False,
     vocab_multiple: int | None = None,
     structure: Structure | None = None,
+    runs: KnownRuns | None = None,
 ) -> Plan:
     """Validates a schedule and derives everything from it.
 
@@ -53,11 +52,13 @@ def make_plan(
             up to the loss, and the layers must form a list.
         vocab_multiple: vocabularies are padded to a multiple of this; TP by default.
         structure: how the model runs, where the caller has found it already; for a causal language model alone.
+        runs: of this model with that structure, from plans of other layouts.
 
     Raises:
         ScheduleError: with every problem found.
     """
     model = schedule.mod if model is None else model
+    runs = runs or KnownRuns()
     plan = Plan(schedule.layout, list(schedule.records), structure=structure)
     names: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
     plan.canonical = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -65,13 +66,13 @@ def make_plan(
     problems += place(schedule, model, plan, shards, vocab_multiple or schedule.layout.tp)
     problems += _check_expert_parallel(plan, model)
     if not problems:
-        problems += _derive(model, plan, inputs, causal_lm)
+        problems += _derive(model, plan, inputs, causal_lm, runs)
         problems += _with_sources(plan, check_local_attributes(schedule.roles, model, plan))
     if not problems:
         trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         problems += choose_blocks(plan, schedule.roles.block, trained, by_trainer=causal_lm)
         join_columns(plan, model)
-        problems += _plan_sequence(plan, model)
+        problems += _plan_sequence(plan, model, runs)
         problems = problems or [*choose_fp8(plan, schedule.roles.block), *overlap_problems(plan)]
     if problems:
         raise ScheduleError(problems)
@@ -123,7 +124,9 @@ def _check_expert_parallel(plan: Plan, model: nn.Module) -> list[Problem]:
     return [Problem(what, first, remedy=f'sch["{first}"].shard("{name}", axis=0), for every layer')]
 
 
-def _derive(model: nn.Module, plan: Plan, inputs: Mapping[str, Any] | None, causal_lm: bool) -> list[Problem]:
+def _derive(
+    model: nn.Module, plan: Plan, inputs: Mapping[str, Any] | None, causal_lm: bool, runs: KnownRuns
+) -> list[Problem]:
     """Structure, propagation, and what of it goes into the placements."""
     problems: list[Problem] = []
     try:
@@ -134,7 +137,7 @@ def _derive(model: nn.Module, plan: Plan, inputs: Mapping[str, Any] | None, caus
             return take_pairs(plan, model) + check_syncs(plan)
         spread = plan.cuts or plan.layout.sp or plan.layout.cp > 1
         if inputs is not None and (spread or plan.records_of("replace", "replace_all")):
-            plan.derived = _propagate(model, plan, inputs, causal_lm)
+            plan.derived = _propagate(model, plan, inputs, causal_lm, runs)
             problems = _settle_gathered(plan)
     except ScheduleError as error:
         return _with_sources(plan, error.problems)
@@ -143,7 +146,7 @@ def _derive(model: nn.Module, plan: Plan, inputs: Mapping[str, Any] | None, caus
     return _with_sources(plan, found) + check_syncs(plan)
 
 
-def _plan_sequence(plan: Plan, model: nn.Module) -> list[Problem]:
+def _plan_sequence(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]:
     """What context parallelism does; who trains a part of the sequence must be Megatron's trainer."""
     if plan.layout.cp == 1:
         return []
@@ -151,7 +154,7 @@ def _plan_sequence(plan: Plan, model: nn.Module) -> list[Problem]:
         remedy = "run it through `python -m megasched pretrain_gpt.py`, or without context parallelism"
         return [Problem("context parallelism is for causal language models in Megatron's trainer", remedy=remedy)]
     refuse = partial(why_not_sequence_region, plan)
-    plan.sequence = plan_sequence(model, plan.structure, plan.layout.cp, refuse)
+    plan.sequence = runs.plan_sequence(model, plan.structure, plan.layout.cp, refuse)
     return plan.sequence.problems
 
 
@@ -174,26 +177,27 @@ def why_not_sequence_region(plan: Plan, path: str) -> str:
     return ""
 
 
-def _propagate(model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_lm: bool) -> Derived:
-    asked = frozenset(record.path for record in plan.records_of("fork_rng"))
+def _propagate(
+    model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_lm: bool, runs: KnownRuns
+) -> Derived:
+    forked = frozenset(record.path for record in plan.records_of("fork_rng"))
     gather = frozenset(
         record.path
         for record in plan.records_of("sync")
         if plan.cuts.get(record.path) == "column"
         and (record.arguments["mode"], record.arguments["op"]) == ("fwd_post", "all_gather")
     )
-    return propagate(
-        meta_copy(model),
-        to_meta(dict(inputs)),
-        plan.cuts,
-        structure=plan.structure,
-        sequence_parallel=plan.layout.sp and causal_lm,
-        loss_takes_shards=causal_lm,
-        forked_by_user=asked,
-        gathered_by_user=gather,
-        components={path: _components(plan, path) for path in plan.cuts},
-        heads={path: heads.of_components for path, heads in plan.replicated_heads.items()},
-    )
+    asked: dict[str, Any] = {
+        "cuts": dict(plan.cuts),
+        "structure": plan.structure,
+        "sequence_parallel": plan.layout.sp and causal_lm,
+        "loss_takes_shards": causal_lm,
+        "forked_by_user": forked,
+        "gathered_by_user": gather,
+        "components": {path: _components(plan, path) for path in plan.cuts},
+        "heads": {path: heads.of_components for path, heads in plan.replicated_heads.items()},
+    }
+    return runs.propagate(model, inputs, asked)
 
 
 def _components(plan: Plan, path: str) -> tuple[int, ...]:

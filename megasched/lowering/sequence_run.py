@@ -41,12 +41,17 @@ from megasched.trial.structure import Structure
 
 
 def plan_sequence(
-    model: nn.Module, structure: Structure, size: int, refuse_region: Callable[[str], str]
+    model: nn.Module,
+    structure: Structure,
+    size: int,
+    refuse_region: Callable[[str], str],
+    positions_count: Callable[[nn.Module], bool] = takes_counted_positions,
 ) -> SequencePlan:
     """What context parallelism over ``size`` ranks does to a causal language model.
 
     Args:
         refuse_region: why a module can't be run on the whole sequence; empty where it can.
+        positions_count: whether positions that count from 0 are what the model makes by itself.
     """
     regions: frozenset[str] = frozenset()
     batch, lengths = trial_sizes(model, size)
@@ -63,7 +68,7 @@ def plan_sequence(
         other = SequenceRun(meta_copy(model), structure, size, (batch, lengths[1]), regions, refuse_region)
         other.run()
         run.plan.problems += numbers_of_length(run.numbers, other.numbers)
-    if run.plan.takes_positions and not run.plan.problems and not takes_counted_positions(model):
+    if run.plan.takes_positions and not run.plan.problems and not positions_count(model):
         what = "context parallelism: position_ids that count from 0 are not what it makes by itself"
         run.plan.problems.append(Problem(what, remedy=REMEDY))
     return run.plan

@@ -10,7 +10,7 @@ import copy
 import sys
 from argparse import Namespace
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,16 +25,17 @@ from megasched.lowering.plan import Plan
 from megasched.lowering.planning import make_plan
 from megasched.lowering.replacement import replace_modules
 from megasched.megatron.cut import balance, cuts_asked_for, layer_costs, layout_string
+from megasched.megatron.known_model import KnownModel, know_model
 from megasched.megatron.shared import refuse_overlap
-from megasched.objectives import CAUSAL_LM, find_objective, objective_of
+from megasched.objectives import CAUSAL_LM, objective_of
 from megasched.schedule import Schedule
-from megasched.trial.structure import Structure, structure_of
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
     from megasched.megatron.wire import Packing
+    from megasched.trial.structure import Structure
     from megasched.weights.source import WeightSource
 
 
@@ -48,6 +49,7 @@ class Session:
         replaced: the definition after replacements; the same object where there are none.
         renamed: parameter of a replaced module -> parameter of the definition it stands for.
         vocab_multiple: vocabularies are padded to a multiple of this.
+        known: what sessions of other layouts have in common with this one.
         structure: how ``replaced`` runs, where that is known.
         source: where the weights come from.
         batch_shape: [b, s] of a micro-batch.
@@ -58,9 +60,11 @@ class Session:
     replaced: Any
     renamed: dict[str, str]
     vocab_multiple: int
+    known: KnownModel
     structure: Structure | None = None
     source: WeightSource | None = None
     batch_shape: tuple[int, int] = (1, 1)
+    _costs: dict[int, tuple[list[float], float, float]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def plan(self) -> Plan:
@@ -75,6 +79,7 @@ class Session:
             causal_lm=True,
             vocab_multiple=self.vocab_multiple,
             structure=self.structure,
+            runs=self.known.runs if self.replaced is self.definition else None,
         )
         for new, old in self.renamed.items():
             canonical = plan.canonical[new]
@@ -131,9 +136,17 @@ class Session:
             raise ScheduleError(Problem(what, structure.layers, remedy=remedy))
         asked = cuts_asked_for(self.schedule, structure, stages)
         if asked is None:
-            costs = layer_costs(self.replaced, structure, self.definition.config, sequence_length)
-            asked = balance(*costs, stages)
+            asked = balance(*self._layer_costs(sequence_length), stages)
         return asked
+
+    def _layer_costs(self, sequence_length: int) -> tuple[list[float], float, float]:
+        """Found once: a search cuts one model many times."""
+        if sequence_length not in self._costs:
+            structure = self.plan.structure
+            assert structure is not None
+            costs = layer_costs(self.replaced, structure, self.definition.config, sequence_length)
+            self._costs[sequence_length] = costs
+        return self._costs[sequence_length]
 
     def packing(self, boundaries: list[int], dtype: torch.dtype) -> Packing | None:
         """How stage boundaries before these layers are crossed; None where the hidden state crosses as it is.
@@ -160,6 +173,20 @@ class Session:
         batch, length = self.batch_shape
         packing.fit(boundaries, batch, length // layout.cp)
         return packing
+
+    def with_layout(self, layout: Layout) -> Session:
+        """This model with its schedule in another layout, without finding out again what does not depend on it.
+
+        Args:
+            layout: with CP like this one's, or without like this one's: under CP definitions make other masks.
+
+        Raises:
+            ConfigError, ScheduleError: the schedule can't be used with this layout.
+        """
+        own = self.schedule.layout
+        if (own.cp > 1) != (layout.cp > 1):
+            raise ValueError(f"a session of {own} is none for {layout}: one of them splits sequences")
+        return _open(self.known, layout, self.vocab_multiple // own.tp)
 
     def copy_of_definition(self) -> Any:
         """A definition (replacements made) for one stage to take apart."""
@@ -191,29 +218,23 @@ def open_session(
         ConfigError, ScheduleError: whatever can't be used as given.
     """
     from megasched import patches
-    from megasched.definition import build_definition, load_config
-    from megasched.lowering import attention
-    from megasched.schedule import create_schedule
-    from megasched.schedule_file import apply_schedule, find_schedule
 
     if layout.cp > 1:
         patches.apply("zigzag_positions")
-    function = find_schedule(schedule)
-    config = load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
-    definition = build_definition(config, find_objective(objective), trust_remote_code=trust_remote_code)
-    attention.switch_on(definition)
-    structure = structure_of(definition)
-    root = create_schedule(definition, layout, _roles(definition, structure, schedule, layout))
-    apply_schedule(root, function)
+    known = know_model(schedule, hf_model, overrides, trust_remote_code=trust_remote_code, objective=objective)
+    return _open(known, layout, make_vocab_size_divisible_by)
+
+
+def _open(known: KnownModel, layout: Layout, make_vocab_size_divisible_by: int) -> Session:
+    definition, structure, root = known.definition, known.structure, known.apply(layout)
     replaced: Any = definition
     renamed: dict[str, str] = {}
     if any(r.primitive in ("replace", "replace_all") for r in root.records):
-        _refuse_computed_weights(root)
         replaced = copy.deepcopy(definition)
         renamed = replace_modules(root, replaced)
         structure = None  # of what runs now; planning finds it
     vocab_multiple = make_vocab_size_divisible_by * layout.tp
-    return Session(definition, root, replaced, renamed, vocab_multiple, structure)
+    return Session(definition, root, replaced, renamed, vocab_multiple, known, structure)
 
 
 def _refuse_stages(plan: Plan, config: Any) -> None:
@@ -231,39 +252,6 @@ def _refuse_stages(plan: Plan, config: Any) -> None:
     if structure.uncuttable:
         what = f"the layers can't be cut into pipeline stages: {structure.uncuttable}"
         raise ScheduleError(Problem(what, structure.layers, remedy="run it without pipeline stages"))
-
-
-def _refuse_computed_weights(schedule: Schedule) -> None:
-    """In a run every value comes by its HF name, from the folder or a checkpoint; a function has no name there."""
-    problems = []
-    for record in schedule.records:
-        weights = record.arguments.get("weights", {}) if record.primitive in ("replace", "replace_all") else {}
-        computed = [name for name, source in weights.items() if callable(source)]
-        if computed:
-            what = (
-                f"the weights of {', '.join(computed)} are computed by a function, which a training run can't do"
-            )
-            remedy = "give each the name of one old parameter, or make the replacement with megasched.build"
-            problems.append(Problem(what, record.path, record.source, remedy))
-    if problems:
-        raise ScheduleError(problems)
-
-
-def _roles(definition: Any, structure: Structure | None, schedule: str, layout: Layout) -> Any:
-    """The adapter's roles, and what can be inferred besides; a schedule of the user's own can do without."""
-    from megasched.inference.infer import infer_roles
-    from megasched.model_adapters.registry import find_adapter, roles_of
-    from megasched.roles import Roles
-
-    try:
-        roles = roles_of(definition)
-    except ConfigError:
-        if schedule == "auto":
-            raise
-        return Roles()
-    if find_adapter(definition.config.model_type) is not None:
-        return roles
-    return infer_roles(definition, roles, structure, tp=max(layout.tp, 2), sequence_parallel=layout.sp)
 
 
 # Flags by which a user cuts the pipeline; Megatron's own rules hold where one is given.

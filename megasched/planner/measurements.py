@@ -14,12 +14,16 @@ if TYPE_CHECKING:
 
 
 class Measurements:
-    """Stages of one layer, from which stages of any number are put together. Lives inside ``fake_groups``."""
+    """Stages of one layer, from which stages of any number are put together. Lives inside ``fake_groups``.
 
-    def __init__(self, session: Session, setting: Setting) -> None:
+    Args:
+        like: of the same session in another setting.
+    """
+
+    def __init__(self, session: Session, setting: Setting, like: Measurements | None = None) -> None:
         self.session, self.setting = session, setting
-        self.kinds = layer_kinds(session.replaced, session.plan)
-        self.parameters = ParameterCounts(session)
+        self.kinds = layer_kinds(session.replaced, session.plan) if like is None else like.kinds
+        self.parameters = ParameterCounts(session) if like is None else like.parameters
         self._measured: dict[Stage, Measured] = {}
 
     @property

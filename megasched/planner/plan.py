@@ -127,11 +127,16 @@ def plan(
 
     if fp8_recipe is not None and hardware.fp8_tflops is None:
         raise ConfigError(f"--fp8-recipe {fp8_recipe}: {hardware.name} has no 8-bit matrix products (fp8_tflops)")
+    opened: dict[bool, Session] = {}
 
     def session_for(layout: Layout) -> Session:
-        return open_session(
+        splits = layout.cp > 1
+        if splits in opened:
+            return opened[splits].with_layout(layout)
+        opened[splits] = open_session(
             schedule, hf_model, layout, overrides=overrides or (), trust_remote_code=trust_remote_code
         )
+        return opened[splits]
 
     job = Job(
         session_for,

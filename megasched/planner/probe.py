@@ -163,7 +163,7 @@ def _measure(session: Session, stage: Stage, setting: Setting) -> Measured:
         for target, function in _functions(session, setting).items():
             stack.callback(set_attribute(target, function, rebind=kernels.IMPORTED_BY_NAME.get(target, ())))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(DefaultScalars())
+        stack.enter_context(DefaultScalars(remember=False))
         live, count = stack.enter_context(LiveBytes()), stack.enter_context(CountWork())
         model = _build(session, definition, stage, setting)
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())

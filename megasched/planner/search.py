@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megasched.errors import MegaschedError
 from megasched.layout import Fp8, Layout
+from megasched.planner.forked import map_forked
 from megasched.planner.measurements import Measurements
 from megasched.planner.memory import RankMemory, rank_memory, stages_of, static_bytes
 from megasched.planner.parameter_counts import ParameterCounts
@@ -56,7 +58,7 @@ class Candidate:
     """A layout with its recompute.
 
     Attributes:
-        memory: of each pipeline rank.
+        memory: of each pipeline rank; there may be none where one of them has no room.
         why_out: empty for one that can be run.
         too_large: whether it is out for memory.
     """
@@ -80,15 +82,12 @@ def search(job: Job, *, on_group: Callable[[Layout], Any] = lambda layout: None)
     Args:
         on_group: called with TP, CP and EP of the layouts that come next.
     """
+    groups = list(_groups(job))
     found: list[Candidate] = []
-    for group in _groups(job):
+    results = map_forked(partial(_of_group, job), groups)
+    for group in groups:
         on_group(group)
-        try:
-            session = job.open_session(group)
-            with fake_groups(group):
-                found += _of_group(job, group, session)
-        except MegaschedError as error:
-            found.append(Candidate(group, None, 0, why_out=str(error).partition("\n")[0]))
+        found += next(results)
     return sorted(found, key=lambda one: (bool(one.why_out), one.time.total if one.time else 0.0))
 
 
@@ -123,19 +122,27 @@ def _powers(largest: int) -> list[int]:
     return [1 << power for power in range(largest.bit_length())]
 
 
-def _of_group(job: Job, group: Layout, session: Session) -> list[Candidate]:
+def _of_group(job: Job, group: Layout) -> list[Candidate]:
+    try:
+        session = job.open_session(group)
+        with fake_groups(group):
+            return list(_of_session(job, group, session))
+    except MegaschedError as error:
+        return [Candidate(group, None, 0, why_out=_first_line(error))]
+
+
+def _of_session(job: Job, group: Layout, session: Session) -> Iterator[Candidate]:
     measured: dict[tuple[int, str | None], Measurements] = {}
     counts = ParameterCounts(session)
-    found = []
     for layout in _layouts(job, group, session):
         microbatches = job.global_batch_size // (layout.data_parallel_size * layout.micro_batch_size)
         try:
             stages = stages_of(session, layout, job.sequence_length)
         except MegaschedError as error:
-            found.append(Candidate(layout, None, microbatches, why_out=str(error).partition("\n")[0]))
+            yield Candidate(layout, None, microbatches, why_out=_first_line(error))
             continue
         if why := _too_large(job, counts, stages, layout):
-            found.append(Candidate(layout, None, microbatches, why_out=why, too_large=True))
+            yield Candidate(layout, None, microbatches, why_out=why, too_large=True)
             continue
         for recompute in RECOMPUTE:
             key = layout.micro_batch_size, recompute
@@ -148,12 +155,15 @@ def _of_group(job: Job, group: Layout, session: Session) -> list[Candidate]:
                     job.gradient_dtype,
                     on_gpu=True,
                 )
-                measured[key] = Measurements(session, setting)
+                measured[key] = Measurements(session, setting, like=next(iter(measured.values()), None))
             candidate = _candidate(job, measured[key], stages, layout, microbatches)
-            found.append(candidate)
+            yield candidate
             if not candidate.why_out:  # recompute is for what does not fit
                 break
-    return found
+
+
+def _first_line(error: MegaschedError) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _too_large(job: Job, counts: ParameterCounts, stages: Sequence[Stage], layout: Layout) -> str:
@@ -206,12 +216,12 @@ def _candidate(
 ) -> Candidate:
     recompute = measured.setting.recompute_granularity
     filled = min(microbatches, _FILLED * layout.pp)
-    ranks = range(layout.pp)
-    memory = tuple(
-        rank_memory(measured, stages, layout, rank, microbatches=filled, sharded=True) for rank in ranks
-    )
-    why = _not_fitting(max(one.total for one in memory), job.hardware)
-    time = None
-    if not why:
-        time = step_time(measured, stages, layout, job.hardware, microbatches=microbatches)
-    return Candidate(layout, recompute, microbatches, memory, time, why, bool(why))
+    of_rank = partial(rank_memory, measured, stages, layout, microbatches=filled, sharded=True)
+    # The second rank of three has neither end of the model, and what it takes is measured in a third of the time.
+    if layout.pp > 2 and (why := _not_fitting(of_rank(1).total, job.hardware)):
+        return Candidate(layout, recompute, microbatches, why_out=why, too_large=True)
+    memory = tuple(of_rank(rank) for rank in range(layout.pp))
+    if why := _not_fitting(max(one.total for one in memory), job.hardware):
+        return Candidate(layout, recompute, microbatches, memory, why_out=why, too_large=True)
+    time = step_time(measured, stages, layout, job.hardware, microbatches=microbatches)
+    return Candidate(layout, recompute, microbatches, memory, time)

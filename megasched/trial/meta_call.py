@@ -34,11 +34,14 @@ class DefaultScalars(TorchDispatchMode):
 
     Models ask such things to choose between code paths of equal structure (a longer rotary table past the
     trained length); a trial only looks at structure.
+
+    Args:
+        remember: an operation that comes again is not computed again; of no use where tensors are not plain ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, remember: bool = True) -> None:
         super().__init__()
-        self._results = MetaResults()
+        self._call = MetaResults().call if remember else _call
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -60,7 +63,11 @@ class DefaultScalars(TorchDispatchMode):
         if func is torch.ops.aten.split_with_sizes.default and not sum(args[1]):  # sizes that were asked for
             sizes = [args[0].shape[args[2] if len(args) > 2 else 0], *args[1][1:]]
             args = (args[0], sizes, *args[2:])
-        return self._results.call(func, args, kwargs or {})
+        return self._call(func, args, kwargs or {})
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def _one_place(index: torch.Tensor | None) -> list[torch.Tensor | None]:

@@ -1,0 +1,45 @@
+"""What one plan found out another takes over, as long as it rests on the same answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from megasched import patches
+from megasched.lowering import attention, known_runs
+from megasched.lowering.known_runs import KnownRuns
+from megasched.trial.structure import find_structure
+from tests.lowering.models import tiny_model
+
+
+@pytest.fixture
+def llama():
+    patches.apply("zigzag_positions")
+    model = tiny_model("llama")
+    attention.switch_on(model)
+    yield model, find_structure(model)
+    patches.undo("zigzag_positions")
+
+
+def test_positions_are_counted_once(llama, monkeypatch):
+    asked = []
+    monkeypatch.setattr(known_runs, "takes_counted_positions", lambda model: asked.append(model) or True)
+    runs = KnownRuns()
+    first, again, other = (runs.plan_sequence(*llama, size, lambda path: "") for size in (2, 2, 4))
+    assert again is first
+    assert other is not first
+    assert len(asked) == 1
+
+
+def test_another_answer_makes_another_run(llama, monkeypatch):
+    made = []
+
+    def plan_sequence(model, structure, size, refuse_region, positions_count):
+        made.append(refuse_region("model.layers.0.mlp"))
+        return made[-1]
+
+    monkeypatch.setattr(known_runs, "plan_sequence", plan_sequence)
+    runs = KnownRuns()
+    assert runs.plan_sequence(*llama, 2, lambda path: "") == ""
+    assert runs.plan_sequence(*llama, 2, lambda path: "no") == "no"
+    assert runs.plan_sequence(*llama, 2, lambda path: "no" if "mlp" in path else "") == "no"
+    assert made == ["", "no"]
