@@ -10,38 +10,32 @@ alone, which megasched does not: here a copy in bf16 stays beside them.
 from __future__ import annotations
 
 import csv
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 import machine
+from shapes import model_folder
 
 from megasched.planner.plan import PlanReport, plan
 from megasched.planner.search import Candidate
 
 DATA = Path(__file__).parent / "data" / "published_runs.csv"
-# hidden, MLP, layers, heads; of Meta's configurations
-SIZES = {
-    "llama-3-8b": (4096, 14336, 32, 32),
-    "llama-3-70b": (8192, 28672, 80, 64),
-    "llama-3.1-405b": (16384, 53248, 126, 128),
-}
 LARGEST_CONTEXT = 2
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    with DATA.open() as file, tempfile.TemporaryDirectory() as folder:
-        rows = [_row(published, folder) for published in csv.DictReader(file)]
+    with DATA.open() as file:
+        rows = [_row(published) for published in csv.DictReader(file)]
     worst = max(abs(row["error"]) for row in rows if row["error"] is not None)
     path = machine.write("published_runs", {"published": rows, "worst": worst})
     print(f"worst {worst:.1%}; wrote {path}")
 
 
-def _row(published: dict[str, str], folder: str) -> dict[str, Any]:
+def _row(published: dict[str, str]) -> dict[str, Any]:
     report = plan(
-        _model(published["model"], folder),
+        model_folder(published["model"]),
         gpus=int(published["gpus"]),
         gpu="h100-80gb",
         sequence_length=int(published["sequence_length"]),
@@ -80,25 +74,6 @@ def _row(published: dict[str, str], folder: str) -> dict[str, Any]:
         }
     print(row, flush=True)
     return row
-
-
-def _model(name: str, folder: str) -> str:
-    from transformers import LlamaConfig
-
-    hidden, width, layers, heads = SIZES[name]
-    path = Path(folder) / name
-    LlamaConfig(
-        vocab_size=128256,
-        hidden_size=hidden,
-        intermediate_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(path)
-    return str(path)
 
 
 def _kind(candidate: Candidate) -> tuple[int, ...]:

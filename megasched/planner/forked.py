@@ -27,7 +27,7 @@ def map_forked[Item, Result](function: Callable[[Item], Result], items: Sequence
         function: what it gives and raises can be pickled; of what it changes nothing is seen here.
     """
     workers = min(len(os.sched_getaffinity(0)), len(items), _MOST)
-    if workers < 2:
+    if workers < 2 or torch.cuda.is_initialized():  # of which a forked process can't use a backward pass
         yield from map(function, items)
         return
     fork = multiprocessing.get_context("fork")
