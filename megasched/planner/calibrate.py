@@ -122,8 +122,8 @@ def matching_type(gpu: Gpu) -> str:
         if known.name.split()[0].upper() in words and same_memory and not words & _FORMS:
             return name
     raise ConfigError(
-        f"--calibrate: no known type is {gpu.name} with {gpu.memory_gib} GiB, and peaks can't be measured. Name the"
-        f" type whose data sheet is this GPU's by --gpu TYPE ({', '.join(known_hardware())}), or a TOML file"
+        f"--calibrate: no known type is {gpu.name} with {gpu.memory_gib} GiB, and peaks can't be measured. Name "
+        f"the type whose data sheet is this GPU's by --gpu TYPE ({', '.join(known_hardware())}), or a TOML file"
     )
 
 

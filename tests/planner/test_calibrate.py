@@ -32,7 +32,7 @@ SIZES = Sizes(
     attention=(1, 2, 32, 16),
     copied=4 << 20,
     kernels=5,
-    message=(4096, 64),
+    message=(4 << 20, 64),
 )
 # So deep that no product waits for memory.
 DEEP = dataclasses.replace(SIZES, products=((512, 256, 40000), (256, 256, 80000), (1024, 256, 40000)))
