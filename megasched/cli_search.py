@@ -10,12 +10,30 @@ import typer
 from megasched.cli_options import HfModel, HfOverride, Json, TrustRemoteCode
 
 
+def _calibrate(context: typer.Context, path: Path | None) -> None:
+    """Measures instead of planning, and ends the command.
+
+    Options that are given are handled before those that are missing, and eager ones before all: so ``--gpu`` and
+    ``--json`` are known here, and nobody has asked for ``--hf-model`` yet.
+    """
+    if path is None:
+        return
+    from megasched.report.calibrate_command import calibrate_command
+
+    source = context.get_parameter_source("gpu")
+    named = source is not None and source.name != "DEFAULT"
+    calibrate_command(path, context.params["gpu"] if named else None, as_json=context.params["as_json"])
+    raise typer.Exit
+
+
 def plan(
     hf_model: HfModel,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the job.")],
     seq_length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")],
     global_batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a step.")],
-    gpu: Annotated[str, typer.Option(metavar="TYPE", help="A known type, or a TOML file.")] = "h100-80gb",
+    gpu: Annotated[
+        str, typer.Option(metavar="TYPE", is_eager=True, help="A known type, or a TOML file.")
+    ] = "h100-80gb",
     schedule: Annotated[str, typer.Option(help="As for `megasched show`.")] = "auto",
     max_cp: Annotated[int, typer.Option(min=1, help="The most ranks that may share a sequence.")] = 1,
     fp8_recipe: Annotated[
@@ -28,9 +46,17 @@ def plan(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page about the fastest one, too.")
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            callback=_calibrate,
+            help="Measure this machine instead, and write FILE.toml for --gpu; takes only --gpu, for the peaks.",
+        ),
+    ] = None,
     hf_override: HfOverride = None,
     trust_remote_code: TrustRemoteCode = False,
-    as_json: Json = False,
+    as_json: Annotated[bool, typer.Option("--json", is_eager=True, help="Print everything as JSON.")] = False,
 ) -> None:
     """Rank the layouts of a job by predicted step time, among those that fit in memory.
 

@@ -150,7 +150,7 @@ def load_hardware(name: str) -> Hardware:
     else:
         raise ConfigError(f"--gpu {name}: known are {', '.join(known_hardware())}; or name a TOML file")
     try:
-        found = tomllib.loads(path.read_text())
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--gpu {name}: {error}") from error
     return _read(found, name)
