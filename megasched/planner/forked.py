@@ -5,6 +5,7 @@ Processes are forked: each has what was imported and opened so far, which to imp
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -36,6 +37,7 @@ def map_forked[Item, Result](function: Callable[[Item], Result], items: Sequence
 
 
 def _begin(function: Callable[[Any], Any]) -> None:
+    gc.freeze()  # a collection would write to, and so copy, all that was forked
     torch.set_num_threads(1)  # OpenMP's threads were not forked, and it would wait for them
     # A live display of the first process may have been forked with its lock taken.
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
