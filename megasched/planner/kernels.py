@@ -315,18 +315,14 @@ class TeLinear(nn.Module):
         return _Linear.apply(x, bias, False, False, None, self.recipe, *weights)
 
 
-_LINEAR = "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce"
-_SWIGLU = "megatron.core.fusions.fused_bias_swiglu:bias_swiglu_impl"
-# Packages whose modules have it under a name of their own; ours must not get what stands in this module.
-IMPORTED_BY_NAME = {_LINEAR: ("megatron", "megasched"), _SWIGLU: ("megatron",)}
-
-
 def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
     """What to replace -> what stands in its place.
 
     Args:
         recipe: of 8-bit training, as Megatron's ``--fp8-recipe`` names it.
     """
+
+    megatrons_linear = partial(linear, recipe=recipe)
 
     def te_linear() -> Callable[..., Any]:
         def make(in_features: int, out_features: int, **options: Any) -> TeLinear:
@@ -336,9 +332,10 @@ def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
 
     return {
         "torch.nn.functional:rms_norm": rms_norm,
-        _SWIGLU: swiglu,
+        "megatron.core.transformer.mlp:bias_swiglu_impl": swiglu,
         "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": rotary,
-        _LINEAR: partial(linear, recipe=recipe),
+        "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": megatrons_linear,
+        "megasched.lowering.joint:linear_with_grad_accumulation_and_async_allreduce": megatrons_linear,
         "megatron.core.fp8_utils:get_fp8_context": no_context,
         "megasched.lowering.lower:uses_transformer_engine": lambda device: True,
         "megasched.lowering.attention_te:TeCore.__call__": te_core,

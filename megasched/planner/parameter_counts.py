@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,8 +30,12 @@ class Count:
     quantized: int = 0
 
     def __add__(self, other: Count) -> Count:
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return Count(*(one + another for one, another in pairs))
+        return Count(
+            self.dense + other.dense,
+            self.experts + other.experts,
+            self.frozen + other.frozen,
+            self.quantized + other.quantized,
+        )
 
     @property
     def trained(self) -> int:

@@ -161,7 +161,7 @@ def _measure(session: Session, stage: Stage, setting: Setting) -> Measured:
     parallel_state._set_global_memory_buffer()
     with ExitStack() as stack:
         for target, function in _functions(session, setting).items():
-            stack.callback(set_attribute(target, function, rebind=kernels.IMPORTED_BY_NAME.get(target, ())))
+            stack.callback(set_attribute(target, function))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(DefaultScalars(remember=False))
         live, count = stack.enter_context(LiveBytes()), stack.enter_context(CountWork())

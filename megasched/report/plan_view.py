@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -22,10 +23,12 @@ _PARTS = ("parameters", "gradients", "optimizer", "held", "activations")
 def print_plan(report: PlanReport, console: Console, top: int) -> None:
     """Prints the fastest layouts, the best one's memory and command, and why others are out."""
     job = report.job
+    bits = "bf16" if job.fp8 is None else f"8 bits ({job.fp8.fp8_recipe})"
     console.print(
-        f"{job.gpus} x {job.hardware.name}, {job.sequence_length:,} tokens in a sequence, "
+        f"{job.gpus} x {job.hardware.name}, {bits}, {job.sequence_length:,} tokens in a sequence, "
         f"{job.global_batch_size:,} sequences in a step; tensors may take "
-        f"{job.hardware.usable_bytes / GIB:.1f} GiB of a GPU"
+        f"{job.hardware.usable_bytes / GIB:.1f} GiB of a GPU",
+        soft_wrap=True,
     )
     if report.fitting:
         console.print(_table(report, top))
@@ -55,7 +58,7 @@ def _row(report: PlanReport, candidate: Candidate) -> list[str]:
     time = candidate.time
     assert time is not None
     return [
-        str(candidate.layout),
+        str(replace(candidate.layout, fp8=None)),  # which is the same for all
         str(candidate.layout.micro_batch_size),
         candidate.recompute_granularity or "",
         f"{candidate.fullest.total / GIB:.2f}",
