@@ -203,3 +203,20 @@ def test_a_job_that_can_not_be(model):
         plan(model, gpus=4, gpu="h100-80gb", sequence_length=7, global_batch_size=1)
     with pytest.raises(ConfigError, match="give whole nodes"):
         plan(model, gpus=12, gpu="h100-80gb", sequence_length=256, global_batch_size=12)
+
+
+def test_what_the_second_rank_shows_holds_for_all(model, tmp_path):
+    """Three stages and more: a layout is out early where the rank of all that is fullest has no room either."""
+
+    def planned(memory):
+        path = tmp_path / "one.toml"
+        path.write_text(HARDWARE.format(memory=memory).replace("gpus = 4", "gpus = 1"))  # no TP
+        return plan(model, gpus=4, gpu=str(path), sequence_length=SEQUENCE, global_batch_size=4)
+
+    small, large = planned(0.06), planned(16)
+    room = small.job.hardware.usable_bytes
+    enough = {one.layout for one in large.fitting if one.fullest.total <= room}
+    assert {one.layout for one in small.fitting if one.recompute_granularity is None} == enough
+    early = [one for one in small.out if one.layout.pp > 2 and not one.memory]
+    assert early
+    assert all("do not fit" in one.why_out for one in early)
