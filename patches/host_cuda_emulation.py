@@ -37,6 +37,8 @@ class DeviceRewriting(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not kwargs and func is not torch.Tensor.to:  # nearly all of them
+            return func(*args)
         kwargs = dict(kwargs or {})
         if kwargs.get("device") is not None:
             kwargs["device"] = host_device(kwargs["device"])

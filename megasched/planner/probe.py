@@ -113,29 +113,39 @@ def fake_groups(layout: Layout) -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
-    from megasched import patches
-
     tracker = get_cuda_rng_tracker()
     states = dict(vars(tracker))
-    emulated = "host_cuda" in patches.active()
-    patches.apply("host_cuda", force=True, quiet=True)  # Megatron's layers ask for CUDA; a real one is not touched
-    torch.distributed.init_process_group("fake", rank=0, world_size=layout.tp * layout.cp * layout.ep)
+    with emulated_cuda():
+        torch.distributed.init_process_group("fake", rank=0, world_size=layout.tp * layout.cp * layout.ep)
+        try:
+            parallel_state.initialize_model_parallel(
+                layout.tp,
+                context_parallel_size=layout.cp,
+                expert_model_parallel_size=layout.ep,
+                create_gloo_process_groups=False,
+            )
+            model_parallel_cuda_manual_seed(1234)
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_global_memory_buffer()
+            torch.distributed.destroy_process_group()
+            vars(tracker).update(states)
+
+
+@contextmanager
+def emulated_cuda() -> Iterator[None]:
+    """Megatron's layers ask for CUDA; a real one is not touched. Who measures often enters it once around all."""
+    from megasched import patches
+
+    if "host_cuda" in patches.active():
+        yield
+        return
+    patches.apply("host_cuda", force=True, quiet=True)
     try:
-        parallel_state.initialize_model_parallel(
-            layout.tp,
-            context_parallel_size=layout.cp,
-            expert_model_parallel_size=layout.ep,
-            create_gloo_process_groups=False,
-        )
-        model_parallel_cuda_manual_seed(1234)
         yield
     finally:
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_global_memory_buffer()
-        torch.distributed.destroy_process_group()
-        vars(tracker).update(states)
-        if not emulated:
-            patches.undo("host_cuda")
+        patches.undo("host_cuda")
 
 
 def measure(session: Session, stage: Stage, setting: Setting) -> Measured:

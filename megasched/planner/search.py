@@ -16,7 +16,7 @@ from megasched.planner.forked import map_forked
 from megasched.planner.measurements import Measurements
 from megasched.planner.memory import RankMemory, rank_memory, stages_of, static_bytes
 from megasched.planner.parameter_counts import ParameterCounts
-from megasched.planner.probe import Setting, fake_groups
+from megasched.planner.probe import Setting, emulated_cuda, fake_groups
 from megasched.planner.step_time import StepTime, step_time
 
 if TYPE_CHECKING:
@@ -82,20 +82,35 @@ def search(job: Job, *, on_group: Callable[[Layout], Any] = lambda layout: None)
     Args:
         on_group: called with TP, CP and EP of the layouts that come next.
     """
-    groups = list(_groups(job))
+    contexts = _powers(job.largest_context)
     found: list[Candidate] = []
-    results = map_forked(partial(_of_group, job), groups)
-    for group in groups:
-        on_group(group)
-        found += next(results)
+    with emulated_cuda():
+        if len(contexts) > 1:  # a process for each: layouts of one CP have much in common
+            layouts = [Layout(context_parallel_size=cp) for cp in contexts]
+            results = map_forked(partial(_of_context, job), contexts)
+        else:
+            layouts = list(_groups(job, 1))
+            results = map_forked(partial(_of_group, job), layouts)
+        for layout in layouts:
+            on_group(layout)
+            found += next(results)
     return sorted(found, key=lambda one: (bool(one.why_out), one.time.total if one.time else 0.0))
 
 
-def _groups(job: Job) -> Iterator[Layout]:
-    """TP inside a node, CP and EP; powers of two."""
+def _of_context(job: Job, cp: int) -> list[Candidate]:
+    try:
+        groups = list(_groups(job, cp))
+    except MegaschedError as error:
+        if cp == 1:
+            raise
+        return [Candidate(Layout(context_parallel_size=cp), None, 0, why_out=_first_line(error))]
+    return [candidate for group in groups for candidate in _of_group(job, group)]
+
+
+def _groups(job: Job, cp: int) -> Iterator[Layout]:
+    """TP inside a node, and EP; powers of two."""
     largest = min(job.gpus, job.hardware.gpus_per_node)
-    experts = _experts(job)
-    for tp, cp, ep in itertools.product(_powers(largest), _powers(job.largest_context), _powers(experts)):
+    for tp, ep in itertools.product(_powers(largest), _powers(_experts(job, cp))):
         if (
             tp * cp * ep <= job.gpus
             and job.gpus % (tp * cp * ep) == 0
@@ -110,11 +125,11 @@ def _groups(job: Job) -> Iterator[Layout]:
             )
 
 
-def _experts(job: Job) -> int:
+def _experts(job: Job, cp: int) -> int:
     """Of a layer, where the model has any that can be shared out."""
     from megasched.experts import is_experts
 
-    session = job.open_session(Layout())
+    session = job.open_session(Layout(context_parallel_size=cp))
     return max((m.num_experts for m in session.replaced.modules() if is_experts(m)), default=1)
 
 

@@ -46,6 +46,8 @@ class DefaultScalars(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func not in _ANSWERED:
+            return self._call(func, args, kwargs or {})
         if func is torch.ops.aten._local_scalar_dense.default:
             return False if args[0].dtype == torch.bool else 0
         if func is torch.ops.aten.equal.default:
@@ -64,6 +66,17 @@ class DefaultScalars(TorchDispatchMode):
             sizes = [args[0].shape[args[2] if len(args) > 2 else 0], *args[1][1:]]
             args = (args[0], sizes, *args[2:])
         return self._call(func, args, kwargs or {})
+
+
+# What ``DefaultScalars`` looks at; all else, which is nearly all, passes it by.
+_ANSWERED = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.split_with_sizes.default,
+}
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
