@@ -1,6 +1,7 @@
 """How long `megasched plan` takes for a large job, and how much memory: the whole command, imports and all.
 
-Memory is that of all processes together, pages they share counted once (PSS), looked at twice a second.
+Memory is that of all processes together, pages they share counted once (PSS), looked at every two seconds: a look
+stops a process for a while.
 
     python bench/plan_time.py
 """
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import machine
 from shapes import SHAPES, model_folder
 
 # Shape, GPUs, sequences in a step, the most ranks that share one.
+LOOK_SECONDS = 2.0
 JOBS = [("8b", 64, 512, 1), ("405b", 16384, 2048, 2)]
 
 
@@ -34,7 +37,8 @@ def measure(shape: str, gpus: int, batch: int, cp: int) -> dict[str, Any]:
         peak = 0
         while running.poll() is None:
             peak = max(peak, _resident(running.pid))
-            time.sleep(0.5)
+            with suppress(subprocess.TimeoutExpired):
+                running.wait(LOOK_SECONDS)
         wall = time.perf_counter() - start
         output.seek(0)
         written = output.read().count(b'"step_seconds"')
