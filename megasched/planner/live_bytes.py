@@ -35,10 +35,14 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(output):
+        self.see(output)
+        return output
+
+    def see(self, output: Any) -> None:
+        """Counts what an operation gave."""
+        for leaf in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
                 self.add(leaf)
-        return output
 
     def add(self, tensor: torch.Tensor) -> None:
         """Counts a tensor that was there before."""

@@ -36,6 +36,10 @@ class Measurements:
         kind = self.kinds[index]
         return self._stage(Stage(kind, kind + 1, False, False))
 
+    def layers_of(self, stage: Stage) -> list[Measured]:
+        """Of each layer of a stage, as in the middle of the model."""
+        return [self.layer(index) for index in range(stage.start, stage.stop)]
+
     def end(self, stage: Stage) -> tuple[Measured, int]:
         """Of one layer of a stage with what the stage has before and after its layers, and which layer that is: 0,
         or -1 for the last one."""

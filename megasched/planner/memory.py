@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megasched.layout import Layout
     from megasched.megatron.session import Session
     from megasched.planner.parameter_counts import Count
+    from megasched.planner.partly_recomputed import PartlyRecomputed
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,11 @@ class RankMemory:
         return self.parameters + self.gradients + self.optimizer + self.held + self.activations
 
 
-def chunk_memory(measured: Measurements, stage: Stage) -> ChunkMemory:
+def chunk_memory(measured: Measurements | PartlyRecomputed, stage: Stage) -> ChunkMemory:
     """Of a stage of any number of layers: one layer with what the stage has at its ends, the others alone."""
     if stage.start == stage.stop:
         raise ValueError("a stage without layers has nothing to measure by")
-    layers = [measured.layer(index) for index in range(stage.start, stage.stop)]
+    layers = measured.layers_of(stage)
     end, at = measured.end(stage)
     others = layers[:-1] if at else layers[1:]
     everything = end.before + end.layer + sum(layer.layer for layer in others)
@@ -111,7 +112,13 @@ def static_bytes(
 
 
 def rank_memory(
-    measured: Measurements, stages: Sequence[Stage], layout: Layout, rank: int, *, microbatches: int, sharded: bool
+    measured: Measurements | PartlyRecomputed,
+    stages: Sequence[Stage],
+    layout: Layout,
+    rank: int,
+    *,
+    microbatches: int,
+    sharded: bool,
 ) -> RankMemory:
     """Memory of a pipeline rank.
 

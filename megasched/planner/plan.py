@@ -14,11 +14,6 @@ from megasched.layout import Fp8, Layout
 from megasched.planner.hardware import load_hardware
 from megasched.planner.search import Candidate, Job, search
 
-RECOMPUTE_FLAGS = {
-    None: [],
-    "full": ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
-}
-
 
 @dataclass(frozen=True)
 class PlanReport:
@@ -74,7 +69,7 @@ class PlanReport:
         if layout.vpp > 1:
             flags["num_virtual_stages_per_pipeline_rank"] = layout.vpp
         if candidate.recompute_granularity is not None:
-            words = RECOMPUTE_FLAGS[candidate.recompute_granularity]
+            words = recompute_words(candidate)
             flags |= {
                 name.strip("-").replace("-", "_"): value
                 for name, value in zip(words[::2], words[1::2], strict=True)
@@ -159,6 +154,19 @@ def plan(
     )
 
 
+def recompute_words(candidate: Candidate) -> list[str]:
+    """Megatron's flags of its recompute."""
+    if candidate.recompute_granularity is None:
+        return []
+    count = candidate.recompute_num_layers
+    method = (
+        ["uniform", "--recompute-num-layers", "1"]
+        if count is None
+        else ["block", "--recompute-num-layers", str(count)]
+    )
+    return ["--recompute-granularity", candidate.recompute_granularity, "--recompute-method", *method]
+
+
 def run_words(report: PlanReport, candidate: Candidate) -> list[str]:
     """The flags of a candidate, as words of a command line."""
     layout, job = candidate.layout, report.job
@@ -175,7 +183,7 @@ def run_words(report: PlanReport, candidate: Candidate) -> list[str]:
         "--seq-length",
         str(job.sequence_length),
         "--bf16",
-        *RECOMPUTE_FLAGS[candidate.recompute_granularity],
+        *recompute_words(candidate),
     ]
     if layout.fp8 is not None:
         words += ["--fp8-format", "hybrid", "--fp8-recipe", layout.fp8.fp8_recipe]

@@ -173,8 +173,8 @@ def _measure(session: Session, stage: Stage, setting: Setting) -> Measured:
         for target, function in _functions(session, setting).items():
             stack.callback(set_attribute(target, function))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(DefaultScalars(remember=False))
-        live, count = stack.enter_context(LiveBytes()), stack.enter_context(CountWork())
+        live, count = LiveBytes(), CountWork()
+        stack.enter_context(_Meter(live, count))
         model = _build(session, definition, stage, setting)
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
         for parameter in model.parameters():
@@ -183,6 +183,27 @@ def _measure(session: Session, stage: Stage, setting: Setting) -> Measured:
         run = _Run(model, stage, session, setting, live, count)
         run.once()
         return run.once(held=live.now - parameters)
+
+
+_device_of = torch.ops.prim.device.default
+
+
+class _Meter(DefaultScalars):
+    """Both counts and the answers about values, in one mode: each would be asked about every operation."""
+
+    def __init__(self, live: LiveBytes, count: CountWork) -> None:
+        super().__init__(remember=False)
+        self.live, self.count = live, count
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _device_of:  # two of three calls, which fake tensors answer slowly
+            return args[0].device
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        self.live.see(output)
+        self.count.see(func, args, output)
+        return output
 
 
 def _copy_with_layers(session: Session, kept: range) -> Any:

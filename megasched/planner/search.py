@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from megasched.planner.forked import map_forked
 from megasched.planner.measurements import Measurements
 from megasched.planner.memory import RankMemory, rank_memory, stages_of, static_bytes
 from megasched.planner.parameter_counts import ParameterCounts
+from megasched.planner.partly_recomputed import PartlyRecomputed
 from megasched.planner.probe import Setting, emulated_cuda, fake_groups
 from megasched.planner.step_time import StepTime, step_time
 
@@ -58,6 +59,8 @@ class Candidate:
     """A layout with its recompute.
 
     Attributes:
+        recompute_granularity: Megatron's: None or "full".
+        recompute_num_layers: layers of each stage that are recomputed, its first ones; None for all.
         memory: of each pipeline rank; there may be none where one of them has no room.
         why_out: empty for one that can be run.
         too_large: whether it is out for memory.
@@ -70,6 +73,7 @@ class Candidate:
     time: StepTime | None = None
     why_out: str = ""
     too_large: bool = False
+    recompute_num_layers: int | None = None
 
     @property
     def fullest(self) -> RankMemory:
@@ -172,9 +176,32 @@ def _of_session(job: Job, group: Layout, session: Session) -> Iterator[Candidate
                 )
                 measured[key] = Measurements(session, setting, like=next(iter(measured.values()), None))
             candidate = _candidate(job, measured[key], stages, layout, microbatches)
+            if recompute is not None and not candidate.why_out:
+                plain = measured[layout.micro_batch_size, None]
+                candidate = _least_recompute(job, plain, measured[key], stages, candidate)
             yield candidate
             if not candidate.why_out:  # recompute is for what does not fit
                 break
+
+
+def _least_recompute(
+    job: Job, plain: Measurements, full: Measurements, stages: Sequence[Stage], whole: Candidate
+) -> Candidate:
+    """The fewest layers of each stage whose recompute makes room enough.
+
+    Args:
+        whole: with all of them recomputed, which fits.
+    """
+    found, low, high = whole, 1, max(stage.stop - stage.start for stage in stages)
+    while low < high:
+        count = (low + high) // 2
+        partly = PartlyRecomputed(plain, full, count)
+        candidate = _candidate(job, partly, stages, whole.layout, whole.microbatches)
+        if candidate.why_out:
+            low = count + 1
+        else:
+            found, high = replace(candidate, recompute_num_layers=count), count
+    return found
 
 
 def _first_line(error: MegaschedError) -> str:
@@ -220,14 +247,21 @@ def _layouts(job: Job, group: Layout, session: Session) -> Iterator[Layout]:
 
 
 def _chunks(pp: int, layers: int, microbatches: int) -> list[int]:
-    """Numbers of model chunks: each that makes a stage one layer smaller. Interleaving takes groups of PP."""
+    """Numbers of model chunks: for each number of layers the stages that have no fewer, and those that have no
+    more (126 layers two by two are 63 stages; 64 have the head for a layer). Interleaving takes groups of PP."""
     if pp == 1 or microbatches % pp:
         return [1]
-    return sorted({1, *(layers // (pp * size) for size in range(1, layers // pp + 1))})
+    sizes = range(1, layers // pp + 1)
+    found = {1, *(layers // (pp * size) for size in sizes), *(-(-layers // (pp * size)) for size in sizes)}
+    return sorted(vpp for vpp in found if pp * vpp <= layers)
 
 
 def _candidate(
-    job: Job, measured: Measurements, stages: Sequence[Stage], layout: Layout, microbatches: int
+    job: Job,
+    measured: Measurements | PartlyRecomputed,
+    stages: Sequence[Stage],
+    layout: Layout,
+    microbatches: int,
 ) -> Candidate:
     recompute = measured.setting.recompute_granularity
     filled = min(microbatches, _FILLED * layout.pp)

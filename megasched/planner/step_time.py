@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megasched.layout import Layout
     from megasched.megatron.stage import Stage
     from megasched.planner.measurements import Measurements
+    from megasched.planner.partly_recomputed import PartlyRecomputed
 
 # What a distributed optimizer sends and touches for each parameter that a rank holds, in bytes: gradients
 # are reduced, parameters in 16 bits gathered (megatron/core/distributed/param_and_grad_buffer.py); its
@@ -58,9 +59,9 @@ class StepTime:
         return sum(self.parts.values())
 
 
-def chunk_work(measured: Measurements, stage: Stage) -> tuple[Work, Work]:
+def chunk_work(measured: Measurements | PartlyRecomputed, stage: Stage) -> tuple[Work, Work]:
     """Forward and backward of one micro-batch in a stage."""
-    layers = [measured.layer(index) for index in range(stage.start, stage.stop)]
+    layers = measured.layers_of(stage)
     end, at = measured.end(stage)
     others = layers[:-1] if at else layers[1:]
     forward = reduce(add, (one.forward_work for one in others), end.before_work + end.forward_work)
@@ -86,7 +87,12 @@ def pass_seconds(work: Work, layout: Layout, hardware: Hardware, itemsize: int) 
 
 
 def step_time(
-    measured: Measurements, stages: Sequence[Stage], layout: Layout, hardware: Hardware, *, microbatches: int
+    measured: Measurements | PartlyRecomputed,
+    stages: Sequence[Stage],
+    layout: Layout,
+    hardware: Hardware,
+    *,
+    microbatches: int,
 ) -> StepTime:
     """Of a layout whose stages these are, in the order in which the model runs."""
     setting, data_parallel = measured.setting, layout.data_parallel_size

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
-_device_of = torch.ops.prim.device.default
 
 
 class Product(NamedTuple):
@@ -119,16 +119,18 @@ class CountWork(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _device_of:  # two of three calls, which the modes below answer slowly
-            return args[0].device
         output = func(*args, **(kwargs or {}))
+        self.see(func, args, output)
+        return output
+
+    def see(self, func: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Counts what an operation did."""
         if func.namespace == "c10d":
             self._count_sent(func, args)
         elif func.namespace == "megasched_planner":
             self._count_stand_in(func, args, output)
         elif func.namespace == "aten" and not _is_view(func):
             self._count(func, args, output)
-        return output
 
     def _count_stand_in(self, func: Any, args: tuple[Any, ...], output: Any) -> None:
         """Of ``megasched/planner/kernels.py``."""
@@ -165,6 +167,7 @@ class CountWork(TorchDispatchMode):
 _FREE = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten._local_scalar_dense}
 
 
+@cache
 def _is_view(func: Any) -> bool:
     aliases = [value.alias_info for value in func._schema.returns if value.alias_info is not None]
     return bool(aliases) and not any(alias.is_write for alias in aliases)

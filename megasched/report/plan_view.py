@@ -60,13 +60,18 @@ def _row(report: PlanReport, candidate: Candidate) -> list[str]:
     return [
         str(replace(candidate.layout, fp8=None)),  # which is the same for all
         str(candidate.layout.micro_batch_size),
-        candidate.recompute_granularity or "",
+        _recompute(candidate),
         f"{candidate.fullest.total / GIB:.2f}",
         f"{time.total:.2f} s" if time.total >= 1 else f"{1e3 * time.total:.2f} ms",
         f"{report.tokens_per_second(candidate):,.0f}",
         f"{time.waiting / time.total:.0%}",
         f"{(time.sending + time.gradients) / time.total:.0%}",
     ]
+
+
+def _recompute(candidate: Candidate) -> str:
+    count = candidate.recompute_num_layers
+    return (candidate.recompute_granularity or "") if count is None else f"{count} a stage"
 
 
 def _memory(memory: RankMemory) -> str:

@@ -8,10 +8,12 @@ from megasched.layout import Layout
 from megasched.megatron.session import open_session
 from megasched.planner.measurements import Measurements
 from megasched.planner.memory import RankMemory, rank_memory, stages_of
+from megasched.planner.partly_recomputed import PartlyRecomputed
 from megasched.planner.probe import Setting, fake_groups
 from tests.planner.configs import VOCABULARY
 
 SEQUENCE, BATCH, MICROBATCHES = 256, 4, 4
+BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
@@ -25,15 +27,11 @@ def argv_of(layout: Layout, flags: str) -> list[str]:
 def predict(folder: str, layout: Layout, flags: str) -> list[RankMemory]:
     """Of each pipeline rank."""
     session = open_session("auto", folder, layout, make_vocab_size_divisible_by=4)
-    setting = Setting(
-        BATCH,
-        SEQUENCE,
-        torch.bfloat16 if "--bf16" in flags else torch.float32,
-        "full" if FULL in flags else None,
-    )
+    dtype = torch.bfloat16 if "--bf16" in flags else torch.float32
     sharded = "--use-distributed-optimizer" in flags
     with fake_groups(layout):
-        measured = Measurements(session, setting)
+        plain, full = (Measurements(session, Setting(BATCH, SEQUENCE, dtype, how)) for how in (None, "full"))
+        measured = PartlyRecomputed(plain, full, 2) if BLOCK in flags else full if FULL in flags else plain
         return [
             rank_memory(
                 measured,

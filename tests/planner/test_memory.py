@@ -4,7 +4,7 @@ import pytest
 
 from megasched.layout import Layout
 from tests.planner.configs import config_of
-from tests.planner.memory_case import FULL, argv_of, predict
+from tests.planner.memory_case import BLOCK, FULL, argv_of, predict
 from tests.planner.rank_case import step_peak
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -14,6 +14,7 @@ VPP2 = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size
 CASES = [
     ("llama", TP2, "--bf16", 0.02),
     ("llama", VPP2, FULL, 0.03),
+    ("llama", {"pipeline_model_parallel_size": 2}, BLOCK, 0.03),
     ("gpt2", {"pipeline_model_parallel_size": 2}, "", 0.02),
     ("mixtral", {"data_parallel_size": 2}, "--use-distributed-optimizer", 0.02),
 ]

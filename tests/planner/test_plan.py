@@ -10,7 +10,7 @@ from megasched.cli import main
 from megasched.errors import ConfigError
 from megasched.patches import active
 from megasched.planner import probe
-from megasched.planner.plan import plan, run_words, slurm_words
+from megasched.planner.plan import plan, recompute_words, run_words, slurm_words
 from megasched.tuner.space import Space
 from megasched.tuner.warm_start import read_warm_start
 from tests.planner.configs import config_of
@@ -104,6 +104,29 @@ def test_recompute_is_for_what_does_not_fit(planned):
     for one in recomputed:
         assert one.fullest.activations < at[one.layout].fullest.activations
         assert one.time.compute > at[one.layout].time.compute
+
+
+def test_no_more_is_recomputed_than_must_be(planned):
+    """Fewer layers leave less room: all layouts of one TP and PP need as many, or more, as their batch grows."""
+    found = [one for one in planned[0].fitting if one.recompute_granularity]
+    partly = [one for one in found if one.recompute_num_layers is not None]
+    assert partly
+    at = {one.layout: one for one in planned[1].fitting}
+    for one in partly:
+        words = recompute_words(one)
+        assert words[2:] == [
+            "--recompute-method",
+            "block",
+            "--recompute-num-layers",
+            str(one.recompute_num_layers),
+        ]
+        plain = at[one.layout]  # with more memory nothing is recomputed
+        assert plain.time.compute < one.time.compute < 4 / 3 * plain.time.compute
+        # One layer less would not fit: each saves about as much.
+        layers = 8 // (one.layout.pp * one.layout.vpp)
+        assert 1 <= one.recompute_num_layers < layers
+        saved = (plain.fullest.total - one.fullest.total) / one.recompute_num_layers
+        assert one.fullest.total + 1.5 * saved > planned[0].job.hardware.usable_bytes
 
 
 def test_nothing_of_the_search_is_left(planned):
