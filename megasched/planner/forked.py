@@ -28,12 +28,22 @@ def map_forked[Item, Result](function: Callable[[Item], Result], items: Sequence
         function: what it gives and raises can be pickled; of what it changes nothing is seen here.
     """
     workers = min(len(os.sched_getaffinity(0)), len(items), _MOST)
-    if workers < 2 or torch.cuda.is_initialized():  # of which a forked process can't use a backward pass
-        yield from map(function, items)
-        return
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, mp_context=fork, initializer=_begin, initargs=(function,)) as pool:
-        yield from pool.map(_call, items)
+    if workers > 1:
+        fork = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(workers, mp_context=fork, initializer=_begin, initargs=(function,)) as pool:
+            if pool.submit(_goes_backward).result():
+                yield from pool.map(_call, items)
+                return
+    yield from map(function, items)
+
+
+def _goes_backward() -> bool:
+    """Whether autograd works in a forked process: not after a backward pass that started threads for devices."""
+    try:
+        torch.ones(1, requires_grad=True).backward()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _begin(function: Callable[[Any], Any]) -> None:
