@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from typing import Any
 
@@ -133,7 +135,8 @@ def hf_config(shape: str, **changes: Any) -> Any:
 
 
 def model_folder(shape: str, **changes: Any) -> str:
-    """A new folder with the shape's ``config.json``, for ``--hf-model``."""
+    """A new folder with the shape's ``config.json``, for ``--hf-model``; it is removed when the process ends."""
     folder = tempfile.mkdtemp(prefix="bench")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     hf_config(shape, **changes).save_pretrained(folder)
     return folder

@@ -1,11 +1,12 @@
 """What forked processes give and raise comes back as if it had happened here."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 from megasched.errors import Problem, ScheduleError
-from megasched.planner import forked
 from megasched.planner.forked import map_forked
 
 
@@ -20,10 +21,33 @@ def test_results_come_in_order(cores):
     assert list(map_forked(lambda item: item + offset, [3, 1, 2])) == [13, 11, 12]
 
 
-def test_other_processes_are_used_where_there_are_cores(cores):
-    found = set(map_forked(lambda item: os.getpid(), range(4)))
-    assert (os.getpid() in found) == (cores == 1)
-    assert not forked._function
+# In a process of its own: whether this one forks depends on whether a test before went backward.
+PROCESSES_USED = """
+import os, sys
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from megasched.planner import forked
+
+cores, backward_first = int(sys.argv[1]), sys.argv[2] == "backward"
+os.sched_getaffinity = lambda process: set(range(cores))
+if backward_first:
+    with FakeTensorMode():  # from here on there is a device of CUDA, for which autograd starts a thread
+        pass
+    torch.ones(1, requires_grad=True).backward()
+found = list(forked.map_forked(lambda item: os.getpid(), range(4)))
+assert len(found) == 4 and not forked._function
+print("here" if set(found) == {os.getpid()} else "elsewhere" if os.getpid() not in found else "both")
+"""
+
+
+@pytest.mark.parametrize(
+    ("cores", "before", "where"),
+    [(1, "nothing", "here"), (2, "nothing", "elsewhere"), (2, "backward", "here")],
+)
+def test_other_processes_are_used_where_there_are_cores_and_autograd_works_in_them(cores, before, where):
+    command = [sys.executable, "-c", PROCESSES_USED, str(cores), before]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, where), done.stderr
 
 
 def test_an_error_keeps_its_problems(cores):
