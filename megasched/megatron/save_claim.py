@@ -1,0 +1,254 @@
+"""One run alone writes to a ``--save`` folder: whoever comes later takes it over, and the earlier run can't write.
+
+On a cluster an old run may live on, half dead, while its successor trains: its node has lost the network, or its
+job was requeued before its last process was gone. No lock helps, since nobody can tell a dead holder from one that
+sleeps. So a checkpoint is written aside and comes into the folder by two renames, the first of them *into* a
+folder that is the run's own. Taking over is to rename that folder away: from then on the old run's rename fails,
+atomically, whatever it had looked up before. What it writes aside harms nobody.
+
+    SAVE/.megasched/claim-<run>/      the run's own; made once, removed by the run that takes over
+    SAVE/.megasched/aside-<run>/      where it writes checkpoints that are not complete
+    SAVE/iter_0000010/                complete, always
+
+Every folder here must be on one file system on which ``rename`` is atomic (POSIX; Lustre, GPFS, NFS, local disks).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megasched.errors import CheckpointError, ConfigError
+from megasched.files import write_whole
+
+FOLDER = ".megasched"
+CLAIM, ASIDE, GONE = "claim-", "aside-", "gone-"
+OWNER = "owner.json"
+REPLACED = "replaced-"
+SECONDS_FOR_SQUEUE = 20
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Which run it is.
+
+    Attributes:
+        job: Slurm's job id; empty outside of Slurm.
+        restart: how often Slurm has requeued this job.
+        host, pid: of rank 0.
+        since: when that process was started, seconds since the epoch.
+    """
+
+    job: str
+    restart: int
+    host: str
+    pid: int
+    since: float
+
+    @staticmethod
+    def this_process() -> Owner:
+        import psutil
+
+        return Owner(
+            os.environ.get("SLURM_JOB_ID", ""),
+            int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            socket.gethostname(),
+            os.getpid(),
+            psutil.Process().create_time(),
+        )
+
+    def __str__(self) -> str:
+        job = f"Slurm job {self.job}, restart {self.restart}, " if self.job else ""
+        return f"{job}process {self.pid} on {self.host}"
+
+    def later_incarnation_of(self, other: Owner) -> bool:
+        """Whether Slurm has started it after ``other``, as the same job."""
+        return bool(self.job) and self.job == other.job and self.restart > other.restart
+
+    def certainly_lives(self, asking: Owner) -> bool:
+        """Whether it is known to be running: by this machine, or by Slurm as another job."""
+        if self.job and self.job != asking.job:
+            return _runs_in_slurm(self.job)
+        if self.job or self.host != asking.host or self.pid == asking.pid:
+            return False
+        import psutil
+
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.since) < 1
+        except psutil.NoSuchProcess:
+            return False
+
+
+def _runs_in_slurm(job: str) -> bool:
+    """False where Slurm does not say."""
+    command = ["squeue", "--jobs", job, "--noheader", "--states", "RUNNING", "--format", "%T"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS_FOR_SQUEUE)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return found.returncode == 0 and bool(found.stdout.strip())
+
+
+class SaveClaim:
+    """A run's right to write to a ``--save`` folder. One process of the run has it: rank 0.
+
+    Args:
+        save: the folder; made if it is missing.
+        owner: this run.
+
+    Raises:
+        ConfigError: another job that is running writes there.
+        CheckpointError: a later incarnation of this very job has the folder already.
+    """
+
+    def __init__(self, save: Path, owner: Owner | None = None) -> None:
+        self.save, self.owner = save.absolute(), owner or Owner.this_process()
+        self.inside = self.save / FOLDER
+        self.inside.mkdir(parents=True, exist_ok=True)
+        for found in self._others():
+            if found.certainly_lives(self.owner):
+                raise ConfigError(
+                    f"--save {save}: another run writes there and is alive: {found}. Two runs in one folder would "
+                    "mix their checkpoints; give this one a folder of its own, or end the other first"
+                )
+        # A name that nobody had before: what an earlier run still has open can't be ours.
+        self.name = f"{self.owner.job or self.owner.host}-{self.owner.restart}-{uuid.uuid4().hex[:12]}"
+        self.folder, self.aside = self.inside / f"{CLAIM}{self.name}", self.inside / f"{ASIDE}{self.name}"
+        beside = self.inside / f".{self.name}"
+        beside.mkdir()
+        write_whole(beside / OWNER, [json.dumps(asdict(self.owner))])
+        beside.rename(self.folder)  # with the owner in it from the first moment
+        for found in self._others():
+            if found.later_incarnation_of(self.owner):
+                shutil.rmtree(self.folder)
+                raise CheckpointError(f"--save {save}: a later start of this job has taken it over: {found}")
+        self._take_over()
+
+    # ---- taking over ------------------------------------------------------------------------------------
+
+    def _others(self) -> list[Owner]:
+        """The owners of all claims but our own."""
+        found = []
+        for folder in self.inside.glob(f"{CLAIM}*"):
+            if folder != getattr(self, "folder", None):
+                try:
+                    found.append(Owner(**json.loads((folder / OWNER).read_text(encoding="utf-8"))))
+                except FileNotFoundError:
+                    continue  # given up meanwhile
+        return found
+
+    def _take_over(self) -> None:
+        """Ends every other claim; a checkpoint that was being replaced meanwhile is put back."""
+        for folder in self.inside.glob(f"{CLAIM}*"):
+            if folder != self.folder:
+                try:
+                    folder.rename(self.inside / f"{GONE}{folder.name.removeprefix(CLAIM)}")
+                except FileNotFoundError:
+                    continue
+        for gone in self.inside.glob(f"{GONE}*"):
+            for replaced in gone.glob(f"{REPLACED}*"):
+                public = self.save / json.loads((gone / f"to-{replaced.name}").read_text(encoding="utf-8"))
+                if not public.exists():
+                    replaced.rename(public)
+            shutil.rmtree(gone, ignore_errors=True)
+            # The old run may write on there: what is left goes when the next one takes over.
+            shutil.rmtree(self.inside / f"{ASIDE}{gone.name.removeprefix(GONE)}", ignore_errors=True)
+        claims = {folder.name.removeprefix(CLAIM) for folder in self.inside.glob(f"{CLAIM}*")}
+        for aside in self.inside.glob(f"{ASIDE}*"):
+            if aside.name.removeprefix(ASIDE) not in claims:
+                shutil.rmtree(aside, ignore_errors=True)
+
+    def release(self) -> None:
+        """Gives the folder free; nothing happens if another run has taken it over."""
+        shutil.rmtree(self.aside, ignore_errors=True)
+        try:
+            self.folder.rename(self.inside / f"{GONE}{self.name}")
+        except FileNotFoundError:
+            return
+        shutil.rmtree(self.inside / f"{GONE}{self.name}", ignore_errors=True)
+        try:
+            self.inside.rmdir()
+        except OSError:  # of others there is something left
+            return
+
+    # ---- writing ----------------------------------------------------------------------------------------
+
+    def covers(self, path: Path) -> bool:
+        """Whether ``path`` lies in the folder."""
+        return path.absolute().is_relative_to(self.save)
+
+    def written_aside(self, public: Path) -> Path:
+        """An empty folder to write a checkpoint to that will be ``public``."""
+        aside = self.aside / public.name
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        return aside
+
+    def refuse_if_taken_over(self) -> None:
+        """
+        Raises:
+            CheckpointError: another run has taken the folder over.
+        """
+        if not self.folder.exists():
+            raise self._taken_over()
+
+    def publish(self, aside: Path, public: Path) -> None:
+        """Lets a complete checkpoint appear; one that was there is replaced.
+
+        Raises:
+            CheckpointError: another run has taken the folder over; nothing of it has changed then.
+        """
+        mine = self.folder / public.name
+        self._rename(aside, mine)
+        try:
+            public.rmdir()  # Megatron makes it, empty, before it saves
+        except FileNotFoundError:
+            public.parent.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            old = self.folder / f"{REPLACED}{time.time_ns()}"
+            self._write(self.folder / f"to-{old.name}", json.dumps(str(public.absolute().relative_to(self.save))))
+            self._rename(public, old)
+        self._rename(mine, public)
+        for old in self.folder.glob(f"{REPLACED}*"):
+            shutil.rmtree(old, ignore_errors=True)
+            (self.folder / f"to-{old.name}").unlink(missing_ok=True)
+
+    def publish_text(self, text: str, public: Path) -> None:
+        """Replaces a small file, Megatron's tracker.
+
+        Raises:
+            CheckpointError: another run has taken the folder over.
+        """
+        mine = self.folder / public.name
+        self._write(mine, text)
+        self._rename(mine, public)
+
+    def _write(self, path: Path, text: str) -> None:
+        try:
+            with path.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except FileNotFoundError:
+            raise self._taken_over() from None
+
+    def _rename(self, old: Path, new: Path) -> None:
+        try:
+            old.rename(new)
+        except FileNotFoundError:
+            self.refuse_if_taken_over()
+            raise
+
+    def _taken_over(self) -> CheckpointError:
+        by = "; ".join(map(str, self._others())) or "a run that has ended"
+        return CheckpointError(
+            f"--save {self.save}: another run has taken this folder over: {by}. This run, {self.owner}, saves "
+            "nothing there any more; the last checkpoint that it completed is untouched"
+        )

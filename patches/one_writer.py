@@ -1,0 +1,76 @@
+"""One run alone writes to a ``--save`` folder, and what appears there is complete (megasched/megatron/one_writer.py)."""
+
+from __future__ import annotations
+
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from megasched.patches.attributes import Undo, resolve, set_attribute, undo_all
+from megasched.patches.registry import Patch
+
+_PRETRAIN = "megatron.training.training:pretrain"
+_SETUP = "megatron.training.training:setup_model_and_optimizer"
+_SAVE = "megatron.core.dist_checkpointing:save"
+_STORAGE = "megatron.training.checkpointing:maybe_msc"
+_TRACKER = "megatron.training.checkpointing:get_checkpoint_tracker_filename"
+# The writer of the run that goes on in this process.
+_writers: list[Any] = []
+
+
+def _change() -> Undo:
+    pretrain, setup, save = resolve(_PRETRAIN), resolve(_SETUP), resolve(_SAVE)
+
+    @wraps(pretrain)
+    def released(*given: Any, **named: Any) -> Any:
+        try:
+            return pretrain(*given, **named)
+        finally:
+            while _writers:
+                _writers.pop().release()
+
+    @wraps(setup)
+    def claimed(*given: Any, **named: Any) -> Any:
+        # Before the checkpoint is looked for: from here on nobody else adds one.
+        from megasched.megatron.one_writer import FORMAT, OneWriter
+        from megatron.training.global_vars import get_args
+
+        args = get_args()
+        if args.save is not None and args.ckpt_format == FORMAT and "://" not in args.save and not _writers:
+            _writers.append(OneWriter(args.save))
+        return setup(*given, **named)
+
+    @wraps(save)
+    def written(sharded_state_dict: Any, checkpoint_dir: Any, *given: Any, **named: Any) -> Any:
+        def write(folder: Any) -> Any:
+            return save(sharded_state_dict, folder, *given, **named)
+
+        if not _writers or not _writers[-1].covers(checkpoint_dir):
+            return write(checkpoint_dir)
+        return _writers[-1].write(write, Path(checkpoint_dir))
+
+    from megasched.megatron.one_writer import Storage
+
+    storage = Storage(
+        resolve(_STORAGE), Path(resolve(_TRACKER)("")).name, lambda: _writers[-1] if _writers else None
+    )
+    undos = [
+        set_attribute(_PRETRAIN, released, rebind=("megatron", "megasched")),
+        set_attribute(_SETUP, claimed),
+        set_attribute(_SAVE, written),
+        set_attribute(_STORAGE, storage),
+    ]
+    return lambda: undo_all(undos)
+
+
+PATCH = Patch(
+    name="one_writer",
+    targets=(_PRETRAIN, _SETUP, _SAVE, _STORAGE, _TRACKER),
+    versions={"megatron-core": ">=0.19,<0.20"},
+    why=(
+        "megatron/training/checkpointing.py:1011 writes the tracker in place, and every checkpoint into its final folder, "
+        "and nothing keeps a run that a cluster has given up from writing over its successor's"
+    ),
+    change=_change,
+    signature={_SAVE: ("sharded_state_dict", "checkpoint_dir")},
+)

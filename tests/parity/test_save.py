@@ -1,0 +1,82 @@
+"""What the trainer saves appears whole, and only while no later run has taken the folder over."""
+
+from __future__ import annotations
+
+from functools import wraps
+from pathlib import Path
+
+import pytest
+import torch
+
+from megasched.megatron.save_claim import FOLDER, Owner, SaveClaim
+from megasched.verify.rank_pool import RankError
+from megasched.verify.trainer_run import gather, losses, train
+from tests import tiny
+
+FLAGS = ["--tensor-model-parallel-size", "2", "--use-distributed-optimizer", "--ckpt-format", "torch_dist"]
+FLAGS += ["--override-opt-param-scheduler"]
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def saving(save, *more):
+    return [*FLAGS, "--save", str(save), "--save-interval", "1", *more]
+
+
+@pytest.mark.parametrize("kind", [[], ["--async-save", "--async-strategy", "mcore"]], ids=["at-once", "async"])
+def test_saved_aside_and_published(ranks, tmp_path, kind):
+    folder, save = tiny.save("llama", tmp_path / "model"), tmp_path / "ckpt"
+    whole = ranks.run(2, train, folder, FLAGS, iterations=4)
+    ranks.run(2, train, folder, saving(save, *kind), iterations=2)
+    assert sorted(path.name for path in save.iterdir()) == ["iter_0000001", "iter_0000002", TRACKER]
+    assert (save / TRACKER).read_text() == "2"
+    assert (save / "iter_0000002" / "metadata.json").is_file()
+    resumed = ranks.run(2, train, folder, saving(save, "--load", str(save), *kind), iterations=4)
+    torch.testing.assert_close(losses(resumed), losses(whole)[2:], rtol=2e-6, atol=0)
+    expected = gather(whole, "weights", 2)
+    for name, found in gather(resumed, "weights", 2).items():
+        torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert not (save / FOLDER).exists()
+
+
+def test_old_checkpoints_are_removed_once_a_new_one_is_there(ranks, tmp_path):
+    folder, save = tiny.save("llama", tmp_path / "model"), tmp_path / "ckpt"
+    ranks.run(2, train, folder, saving(save, "--save-retain-interval", "2"), iterations=5)
+    assert sorted(path.name for path in save.iterdir()) == [
+        *("iter_0000002", "iter_0000004", "iter_0000005", TRACKER),
+    ]
+
+
+def train_until_taken_over(folder, flags, save, at):
+    """Trains; before step ``at``, rank 0's folder is taken over as a requeued job does."""
+    from megatron.training import training
+
+    step = training.train_step
+
+    @wraps(step)
+    def wrapped(*given, **named):
+        if named["iteration"] == at and torch.distributed.get_rank() == 0:
+            SaveClaim(Path(save), Owner("7", 1, "node2", 1, 0.0))
+        return step(*given, **named)
+
+    training.train_step = wrapped
+    try:
+        return train(folder, flags, iterations=5)
+    finally:
+        training.train_step = step
+
+
+@pytest.mark.parametrize("kind", [[], ["--async-save", "--async-strategy", "mcore"]], ids=["at-once", "async"])
+def test_a_run_whose_folder_was_taken_over_ends_and_changes_nothing(ranks, tmp_path, kind):
+    folder, save = tiny.save("llama", tmp_path / "model"), tmp_path / "ckpt"
+    with pytest.raises(RankError, match="another run has taken this folder over: Slurm job 7, restart 1"):
+        ranks.run(2, train_until_taken_over, folder, saving(save, *kind), save=save, at=3)
+    assert (save / TRACKER).read_text() in ("2", "3")  # an asynchronous save may have been under way
+    names = sorted(path.name for path in save.iterdir() if any(path.iterdir() if path.is_dir() else [1]))
+    assert names == [FOLDER, *(f"iter_{n:07d}" for n in range(1, int((save / TRACKER).read_text()) + 1)), TRACKER]
+
+
+def test_a_folder_that_cannot_be_written_is_told_on_every_rank(ranks, tmp_path):
+    folder = tiny.save("llama", tmp_path / "model")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RankError, match=r"--save .*file/ckpt: it can't be written to: .*Not a directory"):
+        ranks.run(2, train, folder, saving(tmp_path / "file" / "ckpt"), iterations=1)
