@@ -20,6 +20,7 @@ from megasched.megatron.scheduled_model import ScheduledModel
 from megasched.megatron.session import get_session
 from megasched.megatron.shared import finalize_with_shared
 from megasched.megatron.stage import Stage
+from megasched.trial.structure import Structure
 
 
 class ScheduledModelBuilder(GPTModelBuilder):
@@ -48,20 +49,18 @@ class ScheduledModelBuilder(GPTModelBuilder):
         structure = session.plan.structure
         assert session.source is not None
         assert structure is not None
-        # Megatron counts calls of layers that are called several times, and no stage holds a part of them.
-        stages = [(0, structure.count)] if structure.repeated else _stages(config, pp.size())
-        start, stop = stages[pp.size() * (vp_stage or 0) + pp.rank()]
-        packing = session.packing([start for start, _ in stages[1:]], config.params_dtype)
+        made = stages_of_run(config, structure, pp.size())
+        own = made[pp.size() * (vp_stage or 0) + pp.rank()]
+        packing = session.packing([stage.start for stage in made[1:]], config.params_dtype)
         if packing is not None:
             # Nothing but the shape of what is sent follows it any more: all sizes of layers are the definition's.
             config.hidden_size = packing.width
-        made = [Stage(*layers, index == 0, index == len(stages) - 1) for index, layers in enumerate(stages)]
         chunk = ScheduledModel(
             config,
             session.copy_of_definition(),
             session.schedule,
             session.plan,
-            Stage(start, stop, pre_process, post_process),
+            Stage(own.start, own.stop, pre_process, post_process),
             session.source,
             pg_collection=pg_collection,
             vp_stage=vp_stage,
@@ -71,6 +70,18 @@ class ScheduledModelBuilder(GPTModelBuilder):
         if chunk.shared_copies():
             config.finalize_model_grads_func = finalize_with_shared(pp)
         return chunk
+
+
+def stages_of_run(config: Any, structure: Structure, pp: int) -> list[Stage]:
+    """All stages, in the order in which the model runs.
+
+    Args:
+        config: Megatron's ``TransformerConfig`` of the run.
+        structure: of the definition.
+    """
+    # Megatron counts calls of layers that are called several times, and no stage holds a part of them.
+    found = [(0, structure.count)] if structure.repeated else _stages(config, pp)
+    return [Stage(*layers, index == 0, index == len(found) - 1) for index, layers in enumerate(found)]
 
 
 def _stages(config: Any, pp: int) -> list[tuple[int, int]]:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from megasched.planner.partly_recomputed import PartlyRecomputed
 
 
+# The most that a pipeline holds in flight it holds after so many micro-batches for each of its ranks.
+FILLED = 3
+
+
 @dataclass(frozen=True)
 class ChunkMemory:
     """Bytes of one micro-batch in a model chunk.

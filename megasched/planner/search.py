@@ -14,7 +14,7 @@ from megasched.errors import MegaschedError
 from megasched.layout import Fp8, Layout
 from megasched.planner.forked import map_forked
 from megasched.planner.measurements import Measurements
-from megasched.planner.memory import RankMemory, rank_memory, stages_of, static_bytes
+from megasched.planner.memory import FILLED, RankMemory, rank_memory, stages_of, static_bytes
 from megasched.planner.parameter_counts import ParameterCounts
 from megasched.planner.partly_recomputed import PartlyRecomputed
 from megasched.planner.probe import Setting, emulated_cuda, fake_groups
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 MICRO_BATCHES = (1, 2, 4)
 RECOMPUTE = (None, "full")
-# The most that a pipeline holds in flight it holds after so many micro-batches for each of its ranks.
-_FILLED = 3
 
 
 @dataclass(frozen=True)
@@ -264,7 +262,7 @@ def _candidate(
     microbatches: int,
 ) -> Candidate:
     recompute = measured.setting.recompute_granularity
-    filled = min(microbatches, _FILLED * layout.pp)
+    filled = min(microbatches, FILLED * layout.pp)
     of_rank = partial(rank_memory, measured, stages, layout, microbatches=filled, sharded=True)
     # The second rank of three has neither end of the model, and what it takes is measured in a third of the time.
     if layout.pp > 2 and (why := _not_fitting(of_rank(1).total, job.hardware)):

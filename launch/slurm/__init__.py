@@ -1,0 +1,1 @@
+"""Jobs of Slurm: the batch script, what Slurm says to it, and its submission."""

@@ -1,0 +1,222 @@
+"""The batch script of a job: readable, kept, and right without the tool that wrote it.
+
+Which words of the user's stand in it, and how: everything that bash reads is quoted by ``shlex``; what ``sbatch``
+reads in ``#SBATCH`` lines, which has no quoting that all versions share, must be of harmless characters.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megasched.errors import ConfigError
+
+TEMPLATE = Path(__file__).with_name("job.sbatch.jinja")
+# Of #SBATCH values. A path with a blank or a % would be read as something else.
+HARMLESS = re.compile(r"[\w./:,=+@\[\]()*&|!-]*", re.ASCII)
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+# How a run begins that a restart must not begin again with: flag -> whether a value follows.
+START_FLAGS = {
+    "--load": True,
+    "--finetune": False,
+    "--no-load-optim": False,
+    "--no-load-rng": False,
+    "--pretrained-checkpoint": True,
+}
+LONGEST_LINE = 100
+HEAD = "Look at it with `megasched status {run_folder}`; change what you like and submit it again with `sbatch`."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """What is submitted.
+
+    Attributes:
+        name: of the job.
+        run_folder: absolute; script and logs go there.
+        directory: where the ranks start, absolute; what relative paths among the flags are relative to.
+        nodes, gpus_per_node: what is asked for; a rank is a GPU.
+        script: the training script, as ``megasched`` takes it.
+        flags: what follows it.
+        python: the interpreter on the nodes, or in the container.
+        time: Slurm's ``--time``; empty for the partition's default.
+        sbatch_options: further ones, e.g. ``--account=llm``.
+        cpus_per_gpu: cores of each rank; None leaves it to the cluster.
+        container: image for Pyxis' ``--container-image``; mounts as for ``--container-mounts``.
+        interface: of the network between nodes; empty: NCCL and gloo choose.
+        environment: further variables of the ranks.
+        minutes_to_save: before the time limit, when the ranks are told to save and end.
+        max_restarts: in a row without a new checkpoint.
+        torchrun: one task a node that runs torchrun, instead of one a GPU.
+    """
+
+    name: str
+    run_folder: Path
+    directory: Path
+    nodes: int
+    gpus_per_node: int
+    script: str
+    flags: Sequence[str]
+    python: str
+    time: str = ""
+    sbatch_options: Sequence[str] = ()
+    cpus_per_gpu: int | None = None
+    container: str = ""
+    container_mounts: str = ""
+    interface: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    minutes_to_save: int = 10
+    max_restarts: int = 3
+    torchrun: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def save(self) -> str:
+        """The ``--save`` folder; empty without one."""
+        return value_of("--save", self.flags)
+
+
+def value_of(flag: str, flags: Sequence[str]) -> str:
+    """What argparse would take for a flag's value: the last one given; empty without one."""
+    found = ""
+    for word, following in zip(flags, [*flags[1:], ""], strict=True):
+        if word == flag:
+            found = following
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def environment_of(words: Sequence[str]) -> dict[str, str]:
+    """Variables of words ``NAME=VALUE``.
+
+    Raises:
+        ConfigError: a word is something else.
+    """
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not VARIABLE.fullmatch(name):
+            raise ConfigError(f"--env {word}: a variable is given as NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def render(job: SlurmJob, head: str = "") -> str:
+    """The batch script.
+
+    Args:
+        head: the comment that it begins with.
+
+    Raises:
+        ConfigError: a value that sbatch would read as something else.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    options = _options(job)
+    _refuse_odd(job, options)
+    start, rest = _start(job.flags)
+    # Nothing here is HTML: bash is what reads it, and every value goes through the filter `quote`.
+    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    per = "torchrun on each node" if job.torchrun else "one task a GPU"
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=f"{job.world_size} GPUs on {job.nodes} nodes, {per}: {job.script}",
+        head=(head or HEAD.format(run_folder=job.run_folder)).splitlines(),
+        options=options,
+        width=max(len(option) for option, why in options if why),
+        run_folder=job.run_folder,
+        save=job.save,
+        python=job.python,
+        max_restarts=job.max_restarts,
+        command=['"$PYTHON" -u -m megasched ' + shlex.quote(job.script), *flag_lines(rest)],
+        start=shlex.join(start),
+        torchrun=job.torchrun,
+        interface=job.interface,
+        threads=job.cpus_per_gpu or 1,
+        environment=[f"{name}={shlex.quote(value)}" for name, value in job.environment.items()],
+        srun_options="".join(f" \\\n    {option}" for option in _srun_options(job)),
+        gpus=job.gpus_per_node,
+    )
+
+
+def flag_lines(flags: Sequence[str]) -> list[str]:
+    """Flags as lines of a bash array: each begins with a flag, short ones share a line."""
+    groups: list[list[str]] = []
+    for word in flags:
+        if word.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(shlex.quote(word))
+    lines: list[str] = []
+    for group in groups:
+        text = " ".join(group)
+        if lines and len(lines[-1]) + 1 + len(text) <= LONGEST_LINE:
+            lines[-1] += f" {text}"
+        else:
+            lines.append(text)
+    return lines
+
+
+def _options(job: SlurmJob) -> list[tuple[str, str]]:
+    """``#SBATCH`` lines, each with why it is there."""
+    tasks = 1 if job.torchrun else job.gpus_per_node
+    cpus = (job.cpus_per_gpu or 0) * (job.gpus_per_node // tasks)
+    return [
+        (f"--job-name={job.name}", ""),
+        (f"--nodes={job.nodes}", ""),
+        (f"--ntasks-per-node={tasks}", "torchrun starts the ranks" if job.torchrun else "a rank is a task"),
+        # Not --gpus-per-task: a rank that sees one GPU alone can't reach its neighbours' by NVLink.
+        (f"--gpus-per-node={job.gpus_per_node}", "every rank sees them all and takes the one of its local rank"),
+        *([(f"--cpus-per-task={cpus}", "")] if cpus else []),
+        *([(f"--time={job.time}", "")] if job.time else []),
+        *((option, "") for option in job.sbatch_options),
+        (f"--signal=B:USR1@{60 * job.minutes_to_save}", "seconds before the time limit, to this script"),
+        ("--requeue", "when a node fails, and at preemption"),
+        ("--open-mode=append", "a restart keeps what was printed before"),
+        (f"--chdir={job.directory}", "relative paths are relative to it, wherever this is submitted"),
+        (f"--output={job.run_folder}/logs/%j.log", ""),
+    ]
+
+
+def _srun_options(job: SlurmJob) -> list[str]:
+    found = []
+    if job.container:
+        mounts = ",".join(filter(None, [f"{job.run_folder}:{job.run_folder}", job.container_mounts]))
+        found = [f"--container-image={job.container}", f"--container-mounts={mounts}"]
+        found.append(f"--container-workdir={job.directory}")
+    # srun does not take this over from sbatch since Slurm 22.05.
+    return [*map(shlex.quote, found), *(['--cpus-per-task="$SLURM_CPUS_PER_TASK"'] if job.cpus_per_gpu else [])]
+
+
+def _start(flags: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The flags that only a run's first start has, and the rest."""
+    start: list[str] = []
+    rest: list[str] = []
+    taken = False
+    for word in flags:
+        name, equals, _ = word.partition("=")
+        if taken or name in START_FLAGS:
+            start.append(word)
+            taken = not taken and START_FLAGS[name] and not equals
+        else:
+            rest.append(word)
+    save = value_of("--save", flags)
+    if save and start in (["--load", save], [f"--load={save}"]):  # what a restart does anyway
+        return [], rest
+    return start, rest
+
+
+def _refuse_odd(job: SlurmJob, options: Sequence[tuple[str, str]]) -> None:
+    for option, _ in options:
+        value = option.replace("%j", "")
+        if not option.startswith("--") or not HARMLESS.fullmatch(value):
+            raise ConfigError(
+                f"sbatch would misread `{option}`: an option of a batch script is of the form --name=value, "
+                "without blanks, quotes, % or $"
+            )

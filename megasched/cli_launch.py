@@ -1,0 +1,103 @@
+"""The commands that start runs: ``megasched launch slurm | torchrun | local``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megasched.cli_options import Json
+
+launch = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Start a run: by Slurm, torchrun, or here.")
+
+Command = Annotated[
+    list[str],
+    typer.Argument(metavar="-- SCRIPT.py FLAGS ...", help="What each rank runs, as `megasched` takes it."),
+]
+Folder = Annotated[
+    Path | None, typer.Option("--dir", metavar="RUN", help="The run's folder; runs/<job name> by default.")
+]
+JobName = Annotated[str, typer.Option(help="Of the job.")]
+GpusPerNode = Annotated[int, typer.Option(min=1, help="GPUs of a node; a rank is a GPU.")]
+Interface = Annotated[str, typer.Option(metavar="NAME", help="Network interface between the nodes.")]
+Environment = Annotated[
+    list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A variable of the ranks; several times.")
+]
+MaxRestarts = Annotated[int, typer.Option(min=0, help="In a row that bring no new checkpoint.")]
+
+
+@launch.command(
+    epilog="E.g. megasched launch slurm --nodes 8 --account llm --time 24:00:00 -- pretrain_gpt.py "
+    "--model-schedule auto --hf-model ./Qwen3-8B ..."
+)
+def slurm(
+    command: Command,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")],
+    gpus_per_node: GpusPerNode = 8,
+    job_name: JobName = "megasched",
+    folder: Folder = None,
+    time: Annotated[str, typer.Option(metavar="D-HH:MM:SS", help="Time limit.")] = "",
+    account: Annotated[str, typer.Option(help="Slurm's account.")] = "",
+    partition: Annotated[str, typer.Option(help="Slurm's partition.")] = "",
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option("--sbatch", metavar="OPTION", help="Any other, e.g. --sbatch=--qos=high; several times."),
+    ] = None,
+    cpus_per_gpu: Annotated[int | None, typer.Option(min=1, help="Cores of each rank.")] = None,
+    container: Annotated[str, typer.Option(metavar="IMAGE", help="Run in it, by Pyxis.")] = "",
+    container_mounts: Annotated[str, typer.Option(metavar="FROM:TO,...", help="As Pyxis takes them.")] = "",
+    python: Annotated[str, typer.Option(help="On the nodes; this one by default, `python` in a container.")] = "",
+    interface: Interface = "",
+    env: Environment = None,
+    torchrun: Annotated[
+        bool, typer.Option("--torchrun", help="One task a node that runs torchrun, not one a GPU.")
+    ] = False,
+    minutes_to_save: Annotated[
+        int, typer.Option(min=1, help="Before the time limit the run saves and is requeued.")
+    ] = 10,
+    max_restarts: MaxRestarts = 3,
+    chain: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Submit N of it, which run one after the other.")
+    ] = 1,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE", help="Refuse what does not fit in its memory; as `megasched plan`."),
+    ] = None,
+    check: Annotated[bool, typer.Option(help="Begin the run here once, up to training.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and submit nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check a job, write its batch script, and submit it.
+
+    The script stays in the run's folder: edit it and submit it again as you like.
+    """
+    from megasched.launch.slurm.script import SlurmJob, environment_of
+    from megasched.report.launch_command import launch_slurm
+
+    options = [
+        *([f"--account={account}"] if account else []),
+        *([f"--partition={partition}"] if partition else []),
+    ]
+    job = SlurmJob(
+        name=job_name,
+        run_folder=(folder or Path("runs") / job_name).absolute(),
+        directory=Path.cwd(),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        script=command[0],
+        flags=tuple(command[1:]),
+        python=python or ("python" if container else sys.executable),
+        time=time,
+        sbatch_options=(*options, *(sbatch or ())),
+        cpus_per_gpu=cpus_per_gpu,
+        container=container,
+        container_mounts=container_mounts,
+        interface=interface,
+        environment=environment_of(env or ()),
+        minutes_to_save=minutes_to_save,
+        max_restarts=max_restarts,
+        torchrun=torchrun,
+    )
+    launch_slurm(job, gpu=gpu, check_run=check, dry_run=dry_run, times=chain, as_json=as_json)

@@ -1,0 +1,65 @@
+"""What a run takes on each pipeline rank, as Megatron's own arguments give that run."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megasched.layout import Layout
+from megasched.megatron.stage import Stage
+from megasched.planner.measurements import Measurements
+from megasched.planner.memory import FILLED, RankMemory, rank_memory
+from megasched.planner.partly_recomputed import PartlyRecomputed
+from megasched.planner.probe import Setting, fake_groups
+
+if TYPE_CHECKING:
+    from megasched.megatron.session import Session
+
+
+def run_memory(
+    args: Namespace, session: Session, stages: list[Stage], *, microbatches: int
+) -> tuple[RankMemory, ...]:
+    """
+    Args:
+        args: Megatron's, validated.
+        session: of the run.
+        stages: all of them, in the order in which the model runs.
+        microbatches: of one step.
+
+    Raises:
+        ConfigError: the model computes by values, and can't be measured without them.
+    """
+    layout = session.plan.layout
+    full = args.recompute_granularity == "full"
+    partly = full and args.recompute_method == "block"
+    with fake_groups(layout) if not torch.distributed.is_initialized() else nullcontext():
+        measured: Any = Measurements(session, _setting(args, layout, args.recompute_granularity))
+        if partly:
+            plain = Measurements(session, _setting(args, layout, None), measured)
+            measured = PartlyRecomputed(plain, measured, args.recompute_num_layers)
+        return tuple(
+            rank_memory(
+                measured,
+                stages,
+                layout,
+                rank,
+                microbatches=min(microbatches, FILLED * layout.pp),
+                sharded=args.use_distributed_optimizer,
+            )
+            for rank in range(layout.pp)
+        )
+
+
+def _setting(args: Namespace, layout: Layout, recompute: str | None) -> Setting:
+    in_float32 = args.accumulate_allreduce_grads_in_fp32 or args.params_dtype == torch.float32
+    return Setting(
+        micro_batch_size=args.micro_batch_size,
+        sequence_length=args.seq_length,
+        dtype=args.params_dtype,
+        recompute_granularity=recompute,
+        gradient_dtype=torch.float32 if in_float32 else args.params_dtype,
+        on_gpu=args.params_dtype != torch.float32,
+    )

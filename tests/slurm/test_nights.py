@@ -1,0 +1,140 @@
+"""Through the night: whatever happens to nodes, network, controller and job, the run trains as if nothing had."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megasched.launch.run_folder import RunFolder
+from tests import tiny
+from tests.slurm.lab import Lab
+from tests.slurm.training import ITERATIONS, SAVE_INTERVAL, Training
+
+# A first start on two loaded cores.
+LONG = 300
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return Path(tiny.save("llama", tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(lab: Lab, model: Path, tmp_path_factory) -> Training:
+    """The run that all others are compared with."""
+    run = Training(lab, RunFolder(tmp_path_factory.mktemp("undisturbed")), model)
+    lab.wait(run.submit(), "COMPLETED", seconds=LONG)
+    return run
+
+
+@pytest.fixture
+def night(lab: Lab, model: Path, tmp_path: Path) -> Training:
+    return Training(lab, RunFolder(tmp_path), model)
+
+
+def test_undisturbed(undisturbed):
+    (job,) = undisturbed.jobs
+    assert undisturbed.starts(job) == [(job, 0)]
+    assert sorted(undisturbed.iterations(job, 0)) == list(range(1, ITERATIONS + 1))
+    undisturbed.check_saved()
+    assert f"job {job}, restart 0: ended with status 0" in undisturbed.folder.batch_log(str(job)).read_text()
+
+
+def test_a_node_crashes(lab, night, undisturbed):
+    job = night.submit()
+    night.reach(job, 2 * SAVE_INTERVAL + 1)
+    lost = lab.nodes_of(job)[-1]
+    lab.crash(lost)
+    lab.wait(job, "COMPLETED", seconds=LONG)
+    assert len(night.starts(job)) >= 2
+    assert lost not in lab.nodes_of(job)
+    night.check_equal(undisturbed, job)
+    night.check_saved()
+
+
+def test_the_network_of_a_node_is_cut(lab, night, undisturbed):
+    """Slurm takes the node for dead; its rank lives on, and must not touch the checkpoints of the next start."""
+    job = night.submit()
+    night.reach(job, 2 * SAVE_INTERVAL + 1)
+    first = lab.nodes_of(job)[0]  # of the batch script, and of rank 0, which writes
+    lab.cut(first)
+    lab.wait(job, "COMPLETED", seconds=LONG)
+    lab.heal(first)
+    assert night.starts(job)[-1][1] >= 1
+    assert first not in lab.nodes_of(job)
+    night.check_equal(undisturbed, job)
+    night.check_saved()
+
+
+def test_requeued_by_hand(lab, night, undisturbed):
+    job = night.submit()
+    night.reach(job, SAVE_INTERVAL + 2)
+    lab.run("scontrol", "requeue", str(job), check=True)
+    lab.wait(job, "COMPLETED", seconds=LONG)
+    assert night.starts(job) == [(job, 0), (job, 1)]
+    night.check_equal(undisturbed, job)
+    night.check_saved()
+
+
+def test_the_signal_before_the_time_limit(lab, night, undisturbed):
+    """Slurm's own, by the limit of the job: it saves at once, off the interval, and goes on from there."""
+    night.changes = {"time": "1", "minutes_to_save": 1}
+    job = night.submit()
+    lab.wait(job, "COMPLETED", seconds=LONG)
+    said = night.folder.batch_log(str(job)).read_text()
+    assert "the time limit is near: the ranks save and end" in said
+    assert "it has saved before the time limit: requeued" in said
+    starts = night.starts(job)
+    assert len(starts) >= 2
+    for before, after in pairwise(starts):  # nothing is done twice
+        assert min(night.iterations(*after)) == max(night.iterations(*before)) + 1
+    night.check_equal(undisturbed, job)
+    night.check_saved()
+
+
+def test_cancelled_and_submitted_again(lab, night, undisturbed):
+    job = night.submit()
+    night.reach(job, 2 * SAVE_INTERVAL + 2)
+    lab.run("scancel", str(job), check=True)
+    lab.wait(job, "CANCELLED", seconds=60)
+    saved = night.last_saved()
+    assert saved >= 2 * SAVE_INTERVAL
+    again = night.submit()
+    lab.wait(again, "COMPLETED", seconds=LONG)
+    assert min(night.iterations(again, 0)) == saved + 1
+    assert lab.job(job)["JobState"] == "CANCELLED"
+    night.check_equal(undisturbed, job, again)
+    night.check_saved()
+
+
+def test_the_controller_is_restarted(lab, night, undisturbed):
+    job = night.submit()
+    night.reach(job, SAVE_INTERVAL)
+    lab.restart_controller()
+    lab.wait(job, "COMPLETED", seconds=LONG)
+    assert night.starts(job) == [(job, 0)]
+    night.check_equal(undisturbed, job)
+    night.check_saved()
+
+
+def test_two_jobs_in_a_chain(lab, night, undisturbed):
+    night.options = ("--exit-interval", str(ITERATIONS // 2))
+    first = night.submit("--dependency=singleton")
+    second = night.submit("--dependency=singleton")
+    assert lab.state(second) == "PENDING"
+    lab.wait(second, "COMPLETED", seconds=LONG)
+    assert sorted(night.iterations(second, 0)) == list(range(ITERATIONS // 2 + 1, ITERATIONS + 1))
+    night.check_equal(undisturbed, first, second)
+    night.check_saved()
+
+
+def test_restarts_that_bring_nothing_end(lab, night):
+    night.changes = {"max_restarts": 1}
+    night.options = ("--hf-override", "no_such_field=1")
+    job = night.submit()
+    lab.wait(job, "FAILED", seconds=LONG)
+    said = night.folder.batch_log(str(job)).read_text()
+    assert [restart for _, restart in night.starts(job)] == [0, 1, 2]
+    assert "1 restarts have brought no checkpoint after iteration 0: given up" in said
