@@ -20,6 +20,8 @@ from megasched.errors import ConfigError
 from megasched.layout import Layout
 from megasched.megatron.derive import Derived, derive
 from megasched.megatron.expert_flags import expert_arguments, expert_misfits
+from megasched.megatron.hang_watch import FLAG as HANG_FLAG
+from megasched.megatron.hang_watch import minutes
 from megasched.megatron.refused_flags import REFUSED, REFUSED_VALUES
 from megasched.megatron.te_flags import fp8_from_args, te_misfits
 from megasched.objectives import OBJECTIVES, find_objective
@@ -115,6 +117,13 @@ def add_megasched_arguments(parser: argparse.ArgumentParser) -> argparse.Argumen
         metavar="FILE",
         help="Record when each rank ran which forward, backward, communication and optimizer step, and write it "
         "there in Chrome's trace format; of the iterations that --profile-step-start and --profile-step-end name.",
+    )
+    group.add_argument(
+        HANG_FLAG,
+        metavar="MINUTES",
+        type=minutes,
+        help="A rank that makes no step for so long prints the stacks of its threads and ends, and with it the "
+        "run. It must be longer than a validation and a checkpoint take together.",
     )
     group.add_argument(
         "--objective",

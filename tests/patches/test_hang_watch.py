@@ -1,0 +1,69 @@
+"""Two ranks of which one hangs: both say where they are, and the run ends."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megasched.megatron.hang_watch import minutes
+from tests import tiny
+
+ROOT = Path(__file__).parents[2]
+SCHEDULE = """
+import os, time
+
+calls = []
+
+def stand_still(module, inputs):
+    calls.append(1)
+    if len(calls) == 5 and os.environ["RANK"] == "1":
+        wait_forever()
+
+def wait_forever():
+    time.sleep(600)
+
+def schedule(sch, layout):
+    sch["model.layers.1.mlp"].hook("fw_pre", stand_still)
+"""
+FLAGS = """--rehearse --hf-random-init --tensor-model-parallel-size 2 --seq-length 16 --micro-batch-size 1
+--global-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 99
+--make-vocab-size-divisible-by 4 --eval-iters 0 --log-interval 1 --num-dataset-builder-threads 1
+--allow-unverified --hang-timeout-minutes"""
+
+
+def run(tmp_path, limit):
+    (tmp_path / "schedule.py").write_text(SCHEDULE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    command += ["-m", "megasched", "pretrain_gpt.py", "--model-schedule", str(tmp_path / "schedule.py")]
+    command += ["--hf-model", tiny.save("llama", tmp_path / "model"), *FLAGS.split(), limit]
+    command += ["--data-cache-path", str(tmp_path / "cache")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_all_ranks_say_where_they_hang(tmp_path):
+    began = time.monotonic()
+    found = run(tmp_path, "0.1")
+    assert found.returncode == 1
+    assert time.monotonic() - began < 200
+    assert "Timeout (0:00:06)!" in found.stderr, found.stderr[-3000:]
+    # What rank 1 does, and, unless the launcher was quicker to end it, what rank 0 waits for.
+    assert "in wait_forever" in found.stderr
+    assert "iteration        2/      10" in found.stdout
+    assert "iteration        3/      10" not in found.stdout
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
+def test_minutes_are_positive(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="no positive number of minutes"):
+        minutes(text)
+
+
+def test_a_fraction_is_a_number_of_minutes():
+    assert minutes("2.5") == 2.5
