@@ -1,0 +1,148 @@
+"""Where a run keeps its files, and which logs it has left.
+
+::
+
+    RUN/
+      job.sbatch                              the batch script
+      job.json                                what the launcher knew
+      logs/<name>.log                         what the batch script printed, all restarts of it
+      logs/<name>-<restart>/node-<n>.log      what the ranks of one node printed
+
+``<name>`` is Slurm's job id, or what another launcher calls itself; ``<restart>`` counts from 0.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megasched.errors import ConfigError
+
+ATTEMPT = re.compile(r"(?P<name>.+)-(?P<restart>\d+)")
+NODE = re.compile(r"node-(?P<node>\d+)\.log")
+# What people call the output of a job: --output of their own, and sbatch's slurm-<jobid>.out.
+SUFFIXES = (".log", ".out")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a job's processes: the first, or a restart.
+
+    Attributes:
+        name: of the job.
+        restart: 0 for the first start.
+        logs: of its nodes, or the one log of a run on one machine.
+    """
+
+    name: str
+    restart: int
+    logs: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run by the names that the launchers use."""
+
+    path: Path
+
+    @property
+    def script(self) -> Path:
+        """The batch script."""
+        return self.path / "job.sbatch"
+
+    @property
+    def description(self) -> Path:
+        """What the launcher knew, as JSON."""
+        return self.path / "job.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def batch_log(self, name: str) -> Path:
+        """What the batch script prints."""
+        return self.logs / f"{name}.log"
+
+    def attempt_folder(self, name: str, restart: int) -> Path:
+        """Where the nodes of one start write."""
+        return self.logs / f"{name}-{restart}"
+
+    def node_log(self, name: str, restart: int, node: int) -> Path:
+        """What the ranks of one node print; ``node`` counts the job's nodes from 0."""
+        return self.attempt_folder(name, restart) / f"node-{node}.log"
+
+    def attempts(self) -> list[Attempt]:
+        """The starts that have left logs, the oldest first; of jobs, the one that wrote last comes last."""
+        found = []
+        for folder in self.logs.glob("*-*/"):
+            match = ATTEMPT.fullmatch(folder.name)
+            logs = sorted((path for path in folder.glob("node-*.log") if NODE.fullmatch(path.name)), key=_node)
+            if match and logs:
+                found.append(Attempt(match["name"], int(match["restart"]), tuple(logs)))
+        written = {each.name: 0.0 for each in found}
+        for each in found:
+            written[each.name] = max(written[each.name], *map(_modified, each.logs))
+        return sorted(found, key=lambda each: (written[each.name], len(each.name), each.name, each.restart))
+
+
+@dataclass(frozen=True)
+class RunLogs:
+    """The logs of a run.
+
+    Attributes:
+        path: what was asked for: the folder, or a log.
+        attempts: the oldest first; at least one.
+        batch_logs: what batch scripts printed, beside their attempts.
+    """
+
+    path: Path
+    attempts: tuple[Attempt, ...]
+    batch_logs: tuple[Path, ...] = ()
+
+    @property
+    def paths(self) -> list[Path]:
+        """All logs, the newest attempt last."""
+        return [*self.batch_logs, *(path for attempt in self.attempts for path in attempt.logs)]
+
+
+def find_logs(path: Path) -> RunLogs:
+    """The logs of a run.
+
+    Args:
+        path: a run's folder, another folder with ``*.log`` or ``*.out`` files of one run, or one log.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if path.is_file():
+        return RunLogs(path, (Attempt(path.stem, 0, (path,)),))
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such file or folder; name a run's folder, one of its logs, or a Slurm job")
+    folder = RunFolder(path)
+    attempts, batch_logs = folder.attempts(), sorted(_logs_in(folder.logs), key=_modified)
+    if attempts:
+        return RunLogs(path, tuple(attempts), tuple(batch_logs))
+    if batch_logs:
+        return RunLogs(path, tuple(Attempt(log.stem, 0, (log,)) for log in batch_logs))
+    logs = sorted(_logs_in(path), key=_modified)
+    if not logs:
+        raise ConfigError(
+            f"{path}: there are no logs (*.log, *.out), neither in the folder nor in logs/. A job that waits "
+            "has none yet: `megasched status JOBID` tells what Slurm knows"
+        )
+    return RunLogs(path, (Attempt(logs[-1].stem, 0, tuple(logs)),))
+
+
+def _logs_in(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*") if path.suffix in SUFFIXES and path.is_file()]
+
+
+def _node(path: Path) -> int:
+    match = NODE.fullmatch(path.name)
+    assert match is not None
+    return int(match["node"])
+
+
+def _modified(path: Path) -> float:
+    return path.stat().st_mtime
