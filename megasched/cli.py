@@ -17,6 +17,7 @@ import typer
 
 from megasched.cli_check import archs, new_adapter, verify
 from megasched.cli_inspect import explain, primitives, show
+from megasched.cli_launch import status
 from megasched.cli_options import Json
 from megasched.cli_search import plan, tune
 from megasched.errors import MegaschedError
@@ -98,6 +99,7 @@ app.command("new-adapter")(new_adapter)
 app.command()(archs)
 app.command()(plan)
 app.command(epilog="The study is kept in --dir: stopped by Ctrl-C, the same command goes on.")(tune)
+app.command()(status)
 
 
 @app.command()
