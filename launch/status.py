@@ -47,7 +47,8 @@ class RunStatus:
         validation_iteration, validation: the newest validation loss.
         saved: the newest checkpoint; None if there is none.
         saving: a checkpoint that is being written.
-        seconds_left: to the last iteration, by the clock since the last start: validation and checkpoints count.
+        seconds_left: of a run that trains, to its last iteration. By the clock since the last start, so that
+            validation and checkpoints count.
         error: what went wrong, where something did.
         error_log: the log that says so.
         trend: mean loss over the run, in at most `TREND_POINTS` points: (iteration, loss).
@@ -182,7 +183,7 @@ def summarize(logs: RunLogs, read: Mapping[Path, GrowingLog], job: SlurmJob | No
     failure = find_failure(logs, read, steps[-1] if steps else None)
     state, why = judge([read[path] for path in logs.attempts[-1].logs], attempt, job, failure, now)
     newest = steps[-1] if steps else Iteration(0, math.nan, math.nan)
-    running = state not in ENDED
+    going = state in ("training", "hung")
     return RunStatus(
         path=str(logs.path),
         state=state,
@@ -198,8 +199,8 @@ def summarize(logs: RunLogs, read: Mapping[Path, GrowingLog], job: SlurmJob | No
         restarts=max(len(logs.attempts) - 1, len(training.starts) - 1, job.restarts if job else 0),
         **_validation(training, newest),
         saved=training.saved[-1] if training.saved else None,
-        saving=_being_saved(attempt) if running else None,
-        seconds_left=_seconds_left(current) if running else None,
+        saving=_being_saved(attempt) if going else None,
+        seconds_left=_seconds_left(current) if going else None,
         error=failure.what if state != "finished" else "",
         error_log=str(failure.log or "") if state != "finished" else "",
         trend=_trend(steps),

@@ -318,6 +318,7 @@ def test_what_slurm_says_of_a_run_that_is_halfway(run, halfway, monkeypatch, slu
     found = look(run, halfway + timedelta(seconds=10))
     assert (found.state, found.why, found.slurm, found.restarts) == (state, why, job, 3)
     assert found.ended == (slurm not in ("RUNNING", "PENDING"))
+    assert (found.seconds_left is None) == (state != "training")
 
 
 def test_a_job_that_slurm_has_started_again_has_no_logs_of_that_start_yet(run, halfway, monkeypatch):
