@@ -73,14 +73,17 @@ class RunFolder:
         return self.attempt_folder(name, restart) / f"node-{node}.log"
 
     def attempts(self) -> list[Attempt]:
-        """The starts that have left logs, the oldest first: by when something was last written."""
+        """The starts that have left logs, the oldest first; of jobs, the one that wrote last comes last."""
         found = []
         for folder in self.logs.glob("*-*/"):
             match = ATTEMPT.fullmatch(folder.name)
             logs = sorted((path for path in folder.glob("node-*.log") if NODE.fullmatch(path.name)), key=_node)
             if match and logs:
                 found.append(Attempt(match["name"], int(match["restart"]), tuple(logs)))
-        return sorted(found, key=lambda attempt: (max(map(_modified, attempt.logs)), attempt.restart))
+        written = {each.name: 0.0 for each in found}
+        for each in found:
+            written[each.name] = max(written[each.name], *map(_modified, each.logs))
+        return sorted(found, key=lambda each: (written[each.name], len(each.name), each.name, each.restart))
 
 
 @dataclass(frozen=True)

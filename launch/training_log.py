@@ -4,31 +4,77 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import NamedTuple
 
-ITERATION = re.compile(r" iteration\s+(?P<iteration>\d+)/\s*\d+ \|")
-SECONDS = re.compile(r"elapsed time per iteration \(ms\): (?P<value>[0-9.]+) \|")
-LOSS = re.compile(r" lm loss: (?P<value>[0-9.E+-]+) \|")
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?"
+ITERATION = re.compile(rf"\[(?P<time>{TIME})\] iteration\s+(?P<iteration>\d+)/\s*(?P<last>\d+) \|(?P<fields>.*)")
 VALIDATION = re.compile(
     r"validation loss at iteration (?P<iteration>\d+)( on validation set)? \|"
-    r" lm loss value: (?P<value>\S+) \|"
+    r" [\w ]*loss value: (?P<value>\S+) \|"
 )
+SAVED = re.compile(
+    rf"\[(?P<time>{TIME})\] (?P<what>saving|successfully saved)( local)? checkpoint (?:at|from) iteration\s+"
+    r"(?P<iteration>\d+)(?: to (?P<where>.*?))?(?: \[ t .*| in \w+ format)?$"
+)
+MILESTONE = re.compile(rf"\[(?P<what>[^\]]+)\] datetime: (?P<time>{TIME})")
+ARGUMENT = re.compile(r"  (?P<name>seq_length|world_size) \.+ (?P<value>\d+)$")
+
+# What is trained on, by the names that Megatron's scripts print; routers and heads have losses too.
+LOSSES = ("lm loss", "loss")
+START = "before the start of training step"
+DONE = "after training is done"
+EXIT = "exiting program"
+
+# Each line that is read here has one of these in it; what has none need not be looked at.
+MARKS = (
+    b"elapsed time per iteration (ms)", b"validation loss at ", b" checkpoint ", b"] datetime: ", b" .......",
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Iteration:
-    """One logged line; with ``--log-interval 1`` one optimizer step.
+class Iteration(NamedTuple):
+    """One logged line; with ``--log-interval 1`` one optimizer step. (A tuple, as a log may have a million.)
 
     Attributes:
         iteration: counted from 1.
         loss: nats per token; NaN where Megatron prints none, which it does for a NaN.
         seconds: wall time of one iteration, without validation and checkpoints.
+        last: the iteration that ends the run.
+        time: by the clock of the machine that printed it, in its time zone.
+        samples: in a global batch.
+        grad_norm: None where none is printed.
+        tflops: of one GPU per second; None without ``--log-throughput``.
+        skipped, nan: iterations since the line before that were skipped, or whose loss was no number.
     """
 
     iteration: int
     loss: float
     seconds: float
+    last: int = 0
+    time: datetime = datetime.min
+    samples: int = 0
+    grad_norm: float | None = None
+    tflops: float | None = None
+    skipped: int = 0
+    nan: int = 0
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that is written, or was being written at that time."""
+
+    iteration: int
+    time: datetime
+    where: str
+
+
+class Milestone(NamedTuple):
+    """How training ended: ``after training is done``, or ``exiting program ...`` with the reason."""
+
+    time: datetime
+    what: str
 
 
 @dataclass
@@ -38,48 +84,98 @@ class TrainingLog:
     Attributes:
         printed: the lines as Megatron printed them.
         validation: iteration -> validation loss, nats per token.
+        starts: when training began; once more each time that the processes were started.
+        saving: checkpoints begun.
+        saved: checkpoints complete.
+        ends: how training ended, each time.
+        arguments: those of Megatron's arguments that `ARGUMENT` names, as last printed.
     """
 
     printed: list[Iteration] = field(default_factory=list)
     validation: dict[int, float] = field(default_factory=dict)
+    starts: list[datetime] = field(default_factory=list)
+    saving: list[Checkpoint] = field(default_factory=list)
+    saved: list[Checkpoint] = field(default_factory=list)
+    ends: list[Milestone] = field(default_factory=list)
+    arguments: dict[str, int] = field(default_factory=dict)
+    _first: int = 0  # of the lines of the processes that print now
 
     def read(self, line: str) -> Iteration | None:
         """Take in one line of output; returns the iteration, corrected, when it is an iteration's line."""
+        if step := _iteration(line):
+            return self._take(step)
         if found := VALIDATION.search(line):
             self.validation[int(found["iteration"])] = float(found["value"])
-        if not (found := ITERATION.search(line)) or not (seconds := SECONDS.search(line)):
-            return None
-        loss = LOSS.search(line)
-        self.printed.append(
-            Iteration(
-                iteration=int(found["iteration"]),
-                loss=float(loss["value"]) if loss else math.nan,
-                seconds=float(seconds["value"]) / 1000.0,
-            )
-        )
-        return self.iterations[-1]
+        elif found := SAVED.search(line.rstrip()):
+            into = self.saving if found["what"] == "saving" else self.saved
+            into.append(Checkpoint(int(found["iteration"]), _time(found["time"]), found["where"] or ""))
+        elif found := MILESTONE.search(line):
+            if found["what"] == START:
+                self.starts.append(_time(found["time"]))
+            elif found["what"] == DONE or found["what"].startswith(EXIT):
+                self.ends.append(Milestone(_time(found["time"]), found["what"]))
+        elif found := ARGUMENT.search(line.rstrip()):
+            self.arguments[found["name"]] = int(found["value"])
+        return None
+
+    def _take(self, step: Iteration) -> Iteration:
+        self.printed.append(step)
+        if len(self.printed) > 1 and _begins(self.printed[-2], step, self.starts):
+            self._first = len(self.printed) - 1
+        second = len(self.printed) == self._first + 2
+        return _without_first(self.printed[self._first], step) if second else step
 
     @property
     def iterations(self) -> list[Iteration]:
-        """The lines with loss and time of the second one as they were, not as printed.
+        """The lines that count, each second one of a process as it was, not as printed.
 
-        Megatron prints the first iteration of a process without resetting its sums (is_first_iteration in
-        training_log), so the second line is a mean that still has the first iteration in it.
+        Processes that go on from a checkpoint make iterations again: of those the newest count.
         """
-        if len(self.printed) < 2:
-            return list(self.printed)
-        first, second, *rest = self.printed
-        fresh = second.iteration - first.iteration
+        found: list[Iteration] = []
+        first = 0
+        for index, step in enumerate(self.printed):
+            if index and _begins(self.printed[index - 1], step, self.starts):
+                first = index
+                while found and found[-1].iteration >= step.iteration:
+                    found.pop()
+            found.append(_without_first(self.printed[first], step) if index == first + 1 else step)
+        return found
 
-        def without_first(mean: float, first_value: float) -> float:
-            return (mean * (fresh + 1) - first_value) / fresh
-
-        corrected = replace(
-            second,
-            loss=without_first(second.loss, first.loss),
-            seconds=without_first(second.seconds, first.seconds),
+    @property
+    def this_start(self) -> list[Iteration]:
+        """Of `iterations` those of the processes that were started last."""
+        if self.starts and self.printed and max(self.starts) > self.printed[-1].time:
+            return []
+        found = self.iterations
+        first = next(
+            (i for i in range(len(self.printed) - 1, 0, -1) if _begins(*self.printed[i - 1 : i + 1], self.starts)),
+            0,
         )
-        return [first, corrected, *rest]
+        return found[len(found) - (len(self.printed) - first) :]
+
+
+def merge(logs: Iterable[TrainingLog]) -> TrainingLog:
+    """The logs of several nodes, or of one run's several starts, as one.
+
+    Args:
+        logs: the oldest first where it matters: of arguments and validation the last counts. Everything else has
+            a time.
+    """
+    merged = TrainingLog()
+    for log in logs:
+        merged.printed += log.printed
+        merged.starts += log.starts
+        merged.saving += log.saving
+        merged.saved += log.saved
+        merged.ends += log.ends
+        merged.validation |= log.validation
+        merged.arguments |= log.arguments
+    merged.printed.sort(key=lambda step: step.time)
+    merged.starts.sort()
+    for checkpoints in (merged.saving, merged.saved):
+        checkpoints.sort(key=lambda checkpoint: checkpoint.time)
+    merged.ends.sort()
+    return merged
 
 
 def read_log(lines: Iterable[str]) -> TrainingLog:
@@ -88,3 +184,61 @@ def read_log(lines: Iterable[str]) -> TrainingLog:
     for line in lines:
         log.read(line)
     return log
+
+
+def _iteration(line: str) -> Iteration | None:
+    """An iteration's line; None for any other, and for one that another rank wrote into."""
+    found = ITERATION.search(line)
+    if not found:
+        return None
+    time, iteration, last, told = found.groups()
+    try:
+        fields = dict(part.rsplit(": ", 1) for part in told.strip(" |\r\n").split(" | "))
+        name = next((name for name in LOSSES if name in fields), None)
+        skipped = int(fields.get("number of skipped iterations", 0))
+        loss = float(fields[name]) if name else math.nan
+        grad_norm, tflops = fields.get("grad norm"), fields.get("throughput per GPU (TFLOP/s/GPU)")
+        return Iteration(
+            int(iteration),
+            # Where all iterations were skipped, the mean of none is printed as 0.
+            loss if loss or not skipped else math.nan,
+            float(fields["elapsed time per iteration (ms)"]) / 1000.0,
+            int(last),
+            _time(time),
+            int(fields.get("global batch size", 0)),
+            None if grad_norm is None else float(grad_norm),
+            None if tflops is None else float(tflops),
+            skipped,
+            int(fields.get("number of nan iterations", 0)),
+        )
+    except (KeyError, ValueError):
+        return None
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text)
+
+
+def _begins(before: Iteration, step: Iteration, starts: list[datetime]) -> bool:
+    """Whether processes were started between two lines: some say so, and all that make an iteration again do."""
+    if step.iteration <= before.iteration:
+        return True
+    return bool(starts) and bisect_right(starts, before.time) < bisect_right(starts, step.time)
+
+
+def _without_first(first: Iteration, second: Iteration) -> Iteration:
+    """The second line of a process without the first iteration.
+
+    Megatron prints the first iteration of a process without resetting its sums (is_first_iteration in
+    training_log), so the second line is a mean that still has the first iteration in it.
+    """
+    fresh = second.iteration - first.iteration
+    # Skipped iterations have no part in the mean of the losses.
+    advanced, before = fresh + 1 - second.skipped, 1 - first.skipped
+    of_first = first.loss if before else 0.0
+    return second._replace(
+        loss=(second.loss * advanced - of_first) / (advanced - before) if advanced > before else math.nan,
+        seconds=(second.seconds * (fresh + 1) - first.seconds) / fresh,
+        skipped=second.skipped - first.skipped,
+        nan=second.nan - first.nan,
+    )

@@ -17,7 +17,7 @@ import typer
 
 from megasched.cli_check import archs, new_adapter, verify
 from megasched.cli_inspect import explain, primitives, show
-from megasched.cli_launch import launch
+from megasched.cli_launch import launch, status
 from megasched.cli_options import Json
 from megasched.cli_search import plan, tune
 from megasched.errors import MegaschedError
@@ -100,6 +100,7 @@ app.command()(archs)
 app.command()(plan)
 app.command(epilog="The study is kept in --dir: stopped by Ctrl-C, the same command goes on.")(tune)
 app.add_typer(launch, name="launch")
+app.command()(status)
 
 
 @app.command()

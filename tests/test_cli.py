@@ -9,6 +9,7 @@ import pytest
 
 from megasched import cli
 from megasched.records import load_records
+from tests.launch.test_training_log import line
 from tests.report.conftest import SCHEDULE
 
 # Processor seconds that `megasched --help` may take; the wall clock is the machine's other users' as well.
@@ -280,6 +281,48 @@ def test_doctor_ends_with_1_when_nothing_can_run(run, monkeypatch):
     assert status == 1
     assert "problem: there is no Megatron" in out
     assert out.splitlines()[-1] == "megasched 0.1.0: no run can start here"
+
+
+# ---- status -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log(tmp_path):
+    path = tmp_path / "train.log"
+    path.write_text(
+        line(1, 900.0, 5.6) + line(2, 700.0, 5.5) + "[after training is done] datetime: 2026-11-20 11:00:00\n"
+    )
+    return path
+
+
+def test_status_of_a_log(run, log):
+    status, out, err = run("status", log)
+    assert (status, err) == (0, "")
+    assert out.splitlines()[0].split() == ["finished", str(log)]
+    assert "iteration      2 of 160" in out
+
+
+def test_status_is_watched_until_the_run_has_ended(run, log):
+    status, out, _ = run("status", log, "--watch", "--interval", 60)
+    assert status == 0
+    assert out.partition("  ")[2] == "finished, iteration 2 of 160, loss 5.4000\n"
+
+
+def test_ctrl_c_ends_watching(run, log, monkeypatch):
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    log.write_text(line(1, 900.0, 5.6))
+    monkeypatch.setattr("time.sleep", interrupted)
+    status, out, err = run("status", log, "--watch")
+    assert (status, err) == (0, "")
+    assert "iteration 1 of 160, loss 5.6000" in out
+
+
+def test_status_watched_is_no_object(run, log):
+    status, out, err = run("status", log, "--watch", "--json")
+    assert (status, out) == (2, "")
+    assert "pass one of them" in err
 
 
 # ---- verify -----------------------------------------------------------------------------------------

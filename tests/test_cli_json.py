@@ -44,6 +44,7 @@ CASES = {
         {"layouts"},
     ),
     "tune": (["tune", "printing_space.py", "--trials", "1"], {"points", "best", "trials", "plots"}),
+    "status": (["status", "run"], {"state", "iteration", "loss", "tokens_per_second", "saved", "slurm", "error"}),
     "doctor": (["doctor"], {"runnable", "packages", "devices", "patches", "problems"}),
     "quickstart": (["quickstart", "--dir", "q"], {"machine", "script", "last_loss", "checkpoints", "next"}),
     "quickstart --dry-run": (["quickstart", "--dir", "q", "--dry-run"], {"machine", "layout", "script"}),
@@ -76,6 +77,8 @@ def folder(tmp_path_factory):
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4).save_pretrained(folder / "llama")
     (folder / "empty").mkdir()
+    (folder / "run").mkdir()
+    (folder / "run" / "train.log").write_text(TRAINED)
     (folder / "printing.py").write_text(SCHEDULE)
     (folder / "printing_space.py").write_text(SPACE)
     return folder
@@ -121,6 +124,7 @@ def test_one_object_and_nothing_else(case, run):
         ["archs", "shrad"],
         ["plan", "--hf-model", "empty", "--gpus", "1", "--seq-length", "64", "--global-batch-size", "1"],
         ["tune", "absent.py"],
+        ["status", "empty"],
     ],
     ids=" ".join,
 )

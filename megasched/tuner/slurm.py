@@ -44,7 +44,9 @@ class SlurmRunner(CommandRunner):
             return self.timed_out()
         log = read_run(path)
         if state == "OUT_OF_MEMORY":
-            return Result("oom", why=log.out_of_memory or "Slurm: OUT_OF_MEMORY, the host's memory is used up")
+            return Result(
+                "oom", why=log.failure.out_of_memory or "Slurm: OUT_OF_MEMORY, the host's memory is used up"
+            )
         if not state:  # its exit status is not known
             found = log.judge(0)
             return found if found.outcome == "ok" else log.judge(1)

@@ -89,6 +89,12 @@ def test_refused_flags(lines, why):
     assert why in found.why
 
 
+def test_what_slurm_says_of_a_task_is_no_refusal():
+    told = ("0: RuntimeError: shapes do not match", "srun: error: node1: task 0: Exited with exit code 1")
+    assert judged(1, *reversed(told)).outcome == "crash"
+    assert judged(1, *told).why == "RuntimeError: shapes do not match"
+
+
 def test_anything_else_is_a_crash_with_its_first_exception():
     found = judged(
         1,

@@ -1,0 +1,152 @@
+"""What Slurm knows about a job, by ``scontrol show job``."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from megasched.errors import ConfigError
+
+# It waits for nodes, or will be started again.
+WAITING = {
+    "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT",
+    "SUSPENDED",
+}  # fmt: skip
+RUNNING = {"RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"}
+FAILED = {"FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "LAUNCH_FAILED", "RECONFIG_FAIL"}
+COMPLETED = "COMPLETED"
+
+# An answer takes milliseconds, or the controller is not there.
+SECONDS_TO_ANSWER = 20
+JOB_ID = re.compile(r"\d+")
+PART_OF_A_JOB = re.compile(r"\d+(_(\d+|\[.*\])|\+\d+)")
+# Fields whose value is the rest of the line: it may have spaces in it.
+TO_THE_END = {
+    "JobName",
+    "Command",
+    "WorkDir",
+    "StdErr",
+    "StdIn",
+    "StdOut",
+    "Comment",
+    "AdminComment",
+    "SubmitLine",
+}
+NOTHING = {"(null)", "None", "N/A", "Unknown"}
+FIELD = re.compile(r"(?:^|\s)(?P<name>[A-Za-z][\w/:]*)=(?P<value>\S*)")
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job as Slurm sees it.
+
+    Attributes:
+        job_id: digits.
+        name: of the job.
+        state: Slurm's word, e.g. ``RUNNING``.
+        reason: why it waits or has ended; empty for none.
+        restarts: how often it was requeued.
+        nodes: e.g. ``node[1-4]``; empty while it waits.
+        start, end: of this run of it; of one that waits or runs, as expected. None if unknown.
+        time_limit: e.g. ``1-00:00:00``.
+        command: the batch script with its arguments.
+        output: where the batch script's output goes.
+    """
+
+    job_id: str
+    name: str
+    state: str
+    reason: str = ""
+    restarts: int = 0
+    nodes: str = ""
+    start: datetime | None = None
+    end: datetime | None = None
+    time_limit: str = ""
+    command: str = ""
+    output: str = ""
+
+    @property
+    def script(self) -> Path | None:
+        """The batch script, where it is a file that is still there."""
+        words = self.command.split(" ")
+        # Slurm puts the arguments behind it and quotes nothing: the longest beginning that is a file.
+        for count in range(len(words), 0, -1):
+            path = Path(" ".join(words[:count]))
+            if words[0] and path.is_file():
+                return path
+        return None
+
+
+def ask_slurm(job_id: str) -> SlurmJob:
+    """What Slurm knows about a job.
+
+    Raises:
+        ConfigError: Slurm's programs are missing or can't reach Slurm, or it does not know the job, or the job is
+            one of many.
+    """
+    if PART_OF_A_JOB.fullmatch(job_id):
+        raise ConfigError(f"{job_id}: arrays and heterogeneous jobs are not supported; pass one run's folder")
+    try:
+        found = subprocess.run(
+            ["scontrol", "show", "job", job_id],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS_TO_ANSWER,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"job {job_id}: there is no scontrol here; run this where Slurm is, or pass the run's folder"
+        ) from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"job {job_id}: scontrol gives no answer ({error}); pass the run's folder") from error
+    if "Invalid job id" in found.stderr:
+        raise ConfigError(
+            f"job {job_id}: Slurm does not know it (any more: it forgets jobs some minutes after their end); "
+            "pass the run's folder"
+        )
+    if found.returncode:
+        told = found.stderr.strip().splitlines() or [f"exit status {found.returncode}"]
+        raise ConfigError(f"job {job_id}: scontrol failed ({told[-1]}); pass the run's folder")
+    return parse_job(found.stdout)
+
+
+def parse_job(text: str) -> SlurmJob:
+    """One job, as ``scontrol show job`` prints it.
+
+    Raises:
+        ConfigError: it is a job array or a heterogeneous job.
+    """
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        for field in FIELD.finditer(line):
+            name, value = field["name"], field["value"]
+            if name in TO_THE_END:
+                fields[name] = line[field.start("value") :].strip()
+                break
+            fields[name] = value
+    fields = {name: "" if value in NOTHING else value for name, value in fields.items()}
+    for name, kind in (("ArrayJobId", "a job array"), ("HetJobId", "a heterogeneous job")):
+        if name in fields:
+            raise ConfigError(f"job {fields[name]} is {kind}, which is not supported; pass one run's folder")
+    return SlurmJob(
+        job_id=fields.get("JobId", ""),
+        name=fields.get("JobName", ""),
+        state=fields.get("JobState", ""),
+        reason=fields.get("Reason", ""),
+        restarts=int(fields.get("Restarts", 0)),
+        nodes=fields.get("NodeList", ""),
+        start=_time(fields.get("StartTime", "")),
+        end=_time(fields.get("EndTime", "")),
+        time_limit=fields.get("TimeLimit", ""),
+        command=fields.get("Command", ""),
+        output=fields.get("StdOut", ""),
+    )
+
+
+def _time(text: str) -> datetime | None:
+    return datetime.fromisoformat(text) if text else None

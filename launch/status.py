@@ -1,0 +1,268 @@
+"""How a run is doing, by its logs and by Slurm. Needs no GPU, no torch and no Megatron."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from itertools import batched
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megasched.errors import ConfigError
+from megasched.launch.growing_log import GrowingLog
+from megasched.launch.run_folder import RunFolder, RunLogs, find_logs
+from megasched.launch.run_state import ENDED, State, find_failure, judge
+from megasched.launch.slurm_job import FAILED, JOB_ID, PART_OF_A_JOB, RUNNING, WAITING, SlurmJob, ask_slurm
+from megasched.launch.training_log import Checkpoint, Iteration, TrainingLog, merge
+
+# Speed is a mean over so many lines.
+RECENT_LINES = 20
+TREND_POINTS = 60
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How a run is doing; times are of the clocks that printed them.
+
+    Attributes:
+        path: the run's folder or log.
+        state: see `run_state.State`.
+        why: of the state, in one sentence; empty where it needs none.
+        iteration: the newest.
+        last: the iteration that ends the run.
+        time: of the newest line of an iteration.
+        loss: of the newest iteration that has one, nats per token; NaN where the newest was no number.
+        grad_norm: of the newest iteration.
+        seconds: of one iteration, without validation and checkpoints.
+        samples_per_second: of the whole job.
+        tokens_per_second: of the whole job; None where the log does not tell sequence length and batch size.
+        tokens_per_gpu: the same by GPU.
+        tflops: of one GPU; None without ``--log-throughput``.
+        gpus: of the job.
+        skipped, nan: iterations that were skipped, or whose loss was no number, since the beginning.
+        restarts: how often its processes were started again.
+        validation_iteration, validation: the newest validation loss.
+        saved: the newest checkpoint; None if there is none.
+        saving: a checkpoint that is being written.
+        seconds_left: of a run that trains, to its last iteration. By the clock since the last start, so that
+            validation and checkpoints count.
+        error: what went wrong, where something did.
+        error_log: the log that says so.
+        trend: mean loss over the run, in at most `TREND_POINTS` points: (iteration, loss).
+        slurm: what Slurm knows about the job; None where it knows nothing.
+    """
+
+    path: str
+    state: State
+    why: str = ""
+    iteration: int = 0
+    last: int = 0
+    time: datetime | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    seconds: float | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    tokens_per_gpu: float | None = None
+    tflops: float | None = None
+    gpus: int | None = None
+    skipped: int = 0
+    nan: int = 0
+    restarts: int = 0
+    validation_iteration: int | None = None
+    validation: float | None = None
+    saved: Checkpoint | None = None
+    saving: Checkpoint | None = None
+    seconds_left: float | None = None
+    error: str = ""
+    error_log: str = ""
+    trend: tuple[tuple[int, float], ...] = ()
+    slurm: SlurmJob | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is to come, as far as is known."""
+        return self.state in ENDED and (self.slurm is None or self.slurm.state not in RUNNING | WAITING)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON; times as ISO 8601."""
+        found = asdict(self)
+        for name in ("saved", "saving"):
+            checkpoint = getattr(self, name)
+            found[name] = checkpoint and checkpoint._asdict()
+        return {name: _plain(value) for name, value in found.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return value.isoformat() if isinstance(value, datetime) else value
+
+
+class RunReader:
+    """Looks at a run again and again; each look reads only what is new in the logs."""
+
+    def __init__(self, target: str) -> None:
+        """
+        Args:
+            target: a run's folder, one of its logs, or a job id of Slurm's. A path that is there comes first.
+        """
+        path = Path(target)
+        is_job = not path.exists() and any(form.fullmatch(target) for form in (JOB_ID, PART_OF_A_JOB))
+        self.path = None if is_job else path
+        self.job_id = target if is_job else ""
+        self._logs: dict[Path, GrowingLog] = {}
+
+    def look(self, now: datetime | None = None) -> RunStatus:
+        """How the run is doing.
+
+        Args:
+            now: instead of this machine's clock.
+
+        Raises:
+            ConfigError: there are no logs, they can't be read, or Slurm can't tell where those of the job are.
+        """
+        job = None
+        if self.path is None:
+            job = ask_slurm(self.job_id)
+            self.path = _logs_of(job)
+            if self.path is None:
+                folder = str(job.script.parent) if job.script else job.output
+                return RunStatus(folder, *_state_without_logs(job), slurm=job)
+        try:
+            logs = find_logs(self.path)
+            for path in logs.paths:
+                self._logs.setdefault(path, GrowingLog(path)).refresh()
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: it can't be read: {error.strerror}") from error
+        job = job or _quietly(self.job_id or logs.attempts[-1].name)
+        return summarize(logs, self._logs, job, now or datetime.now())
+
+
+def _logs_of(job: SlurmJob) -> Path | None:
+    """The folder of a job that a launcher here has written, else the file that its output goes to; None as yet."""
+    if job.script is not None and RunFolder(job.script.parent).attempts():
+        return job.script.parent
+    output = Path(job.output)
+    return output if job.output and output.is_file() else None
+
+
+def _quietly(job_id: str) -> SlurmJob | None:
+    """What Slurm knows; nothing where it can't be asked, or where the name is none of its jobs."""
+    if not JOB_ID.fullmatch(job_id):
+        return None
+    try:
+        return ask_slurm(job_id)
+    except ConfigError:
+        return None
+
+
+def _state_without_logs(job: SlurmJob) -> tuple[State, str]:
+    if job.state in WAITING:
+        return "waiting", ""
+    if job.state in RUNNING:
+        return "starting", "there is no log yet"
+    return ("failed" if job.state in FAILED else "stopped"), f"Slurm: {job.state}; its logs were not found"
+
+
+def summarize(logs: RunLogs, read: Mapping[Path, GrowingLog], job: SlurmJob | None, now: datetime) -> RunStatus:
+    """What logs and Slurm say together.
+
+    Args:
+        logs: of the run.
+        read: what each has said.
+        job: what Slurm knows.
+        now: by this machine's clock.
+    """
+    training = merge(read[path].training for path in logs.paths)
+    attempt = merge(read[path].training for path in logs.attempts[-1].logs)
+    steps, current = training.iterations, attempt.this_start
+    failure = find_failure(logs, read, steps[-1] if steps else None)
+    state, why = judge([read[path] for path in logs.attempts[-1].logs], attempt, job, failure, now)
+    newest = steps[-1] if steps else Iteration(0, math.nan, math.nan)
+    going = state in ("training", "hung")
+    return RunStatus(
+        path=str(logs.path),
+        state=state,
+        why=why,
+        iteration=newest.iteration,
+        last=newest.last,
+        time=newest.time if steps else None,
+        loss=_newest_loss(steps),
+        grad_norm=newest.grad_norm,
+        **_speed(current or steps, training.arguments),
+        skipped=sum(step.skipped for step in steps),
+        nan=sum(step.nan for step in steps),
+        restarts=max(len(logs.attempts) - 1, len(training.starts) - 1, job.restarts if job else 0),
+        **_validation(training, newest),
+        saved=training.saved[-1] if training.saved else None,
+        saving=_being_saved(attempt) if going else None,
+        seconds_left=_seconds_left(current) if going else None,
+        error=failure.what if state != "finished" else "",
+        error_log=str(failure.log or "") if state != "finished" else "",
+        trend=_trend(steps),
+        slurm=job,
+    )
+
+
+def _newest_loss(steps: Sequence[Iteration]) -> float | None:
+    """NaN only where the loss was none; an iteration that was skipped has no loss of its own."""
+    for step in reversed(steps):
+        if not math.isnan(step.loss) or not step.skipped:
+            return step.loss
+    return None
+
+
+def _speed(steps: Sequence[Iteration], arguments: Mapping[str, int]) -> dict[str, Any]:
+    """What the newest lines of one start say of speed; the first one warms up."""
+    gpus = arguments.get("world_size")
+    recent = (steps[1:] or steps)[-RECENT_LINES:]
+    if not recent:
+        return {"gpus": gpus}
+    seconds = fmean(step.seconds for step in recent)
+    samples = fmean(step.samples for step in recent) / seconds if seconds and recent[-1].samples else None
+    tokens = samples * arguments["seq_length"] if samples and "seq_length" in arguments else None
+    tflops = [step.tflops for step in recent if step.tflops is not None]
+    return {
+        "gpus": gpus,
+        "seconds": seconds,
+        "samples_per_second": samples,
+        "tokens_per_second": tokens,
+        "tokens_per_gpu": tokens / gpus if tokens and gpus else None,
+        "tflops": fmean(tflops) if tflops else None,
+    }
+
+
+def _validation(training: TrainingLog, newest: Iteration) -> dict[str, Any]:
+    # What a run that has gone back to a checkpoint had found beyond it is to be found again.
+    valid = [iteration for iteration in training.validation if iteration <= newest.iteration]
+    if not valid:
+        return {}
+    return {"validation_iteration": max(valid), "validation": training.validation[max(valid)]}
+
+
+def _being_saved(training: TrainingLog) -> Checkpoint | None:
+    """A checkpoint that the processes that run now have begun and not completed."""
+    if not training.saving:
+        return None
+    begun = training.saving[-1]
+    complete = any(one.iteration == begun.iteration and one.time >= begun.time for one in training.saved)
+    return None if complete or begun.time < max(training.starts, default=datetime.min) else begun
+
+
+def _seconds_left(steps: Sequence[Iteration]) -> float | None:
+    if not steps:
+        return None
+    made = steps[-1].iteration - steps[0].iteration
+    each = (steps[-1].time - steps[0].time).total_seconds() / made if made else steps[-1].seconds
+    return each * (steps[-1].last - steps[-1].iteration)
+
+
+def _trend(steps: Sequence[Iteration]) -> tuple[tuple[int, float], ...]:
+    """Means over stretches of equal length."""
+    found = [step for step in steps if math.isfinite(step.loss)]
+    length = math.ceil(len(found) / TREND_POINTS) or 1
+    return tuple((part[-1].iteration, fmean(step.loss for step in part)) for part in batched(found, length))

@@ -1,0 +1,421 @@
+"""How a run is doing: by a real run of four ranks on two nodes of Slurm's, requeued once, and by made-up lines.
+
+``requeued_run`` holds what such a rehearsal has printed, less most lines that nobody reads. The job was requeued
+after iteration 28 and went on from the checkpoint of iteration 20.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megasched.errors import ConfigError
+from megasched.launch import status
+from megasched.launch.run_folder import RunFolder
+from megasched.launch.slurm_job import SlurmJob
+from megasched.launch.status import RunReader
+from megasched.launch.training_log import Checkpoint
+
+REAL = Path(__file__).with_name("requeued_run")
+FIRST, SECOND = (
+    [path.read_text().splitlines() for path in sorted((REAL / "logs" / name).glob("*.log"))]
+    for name in ("1-0", "1-1")
+)
+LAST_LINE = datetime(2026, 11, 22, 15, 11, 19, 409668)
+
+
+@pytest.fixture(autouse=True)
+def no_slurm(monkeypatch):
+    """Slurm knows no job, wherever the tests run."""
+
+    def ask(job_id):
+        raise ConfigError(f"job {job_id}: unknown")
+
+    monkeypatch.setattr(status, "ask_slurm", ask)
+
+
+def slurm_says(monkeypatch, **fields):
+    job = SlurmJob(**{"job_id": "1", "name": "llama", "state": "RUNNING", **fields})
+    monkeypatch.setattr(status, "ask_slurm", lambda job_id: job)
+    return job
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run's folder with a function to write logs: ``run(restart, node, lines, modified)``."""
+    folder = RunFolder(tmp_path / "run")
+
+    def write(restart, node, lines, modified, *, log=None):
+        path = log or folder.node_log("1", restart, node)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{line}\n" for line in lines))
+        os.utime(path, (modified.timestamp(),) * 2)
+        return path
+
+    write.folder = folder
+    return write
+
+
+def look(run, now=LAST_LINE + timedelta(seconds=10)):
+    return RunReader(str(run.folder.path)).look(now)
+
+
+def until(lines, iteration):
+    """The lines up to that of an iteration."""
+    return lines[: next(i for i, line in enumerate(lines) if f"iteration {iteration:8d}/" in line) + 1]
+
+
+# ---- the real run -----------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_requeued():
+    found = RunReader(str(REAL)).look()
+    assert (found.state, found.why, found.ended) == ("finished", "", True)
+    assert (found.iteration, found.last, found.time) == (60, 60, LAST_LINE)
+    assert (found.loss, found.grad_norm) == (3.293008, 0.641)
+    assert (found.validation_iteration, found.validation) == (60, 3.284825)
+    assert (found.gpus, found.restarts, found.skipped, found.nan) == (4, 1, 0, 0)
+    # The mean of the 20 lines after the first, the second without the first's share: 2 x 324.0 - 376.1.
+    ms = [271.9, 328.1, 284.4, 286.5, 259.8, 255.4, 280.9, 304.8, 328.8, 322.8]
+    ms += [270.9, 271.4, 262.6, 287.4, 271.6, 281.7, 276.7, 301.4, 279.5, 202.1]
+    assert found.seconds == pytest.approx(sum(ms) / 20 / 1000)
+    assert found.samples_per_second == pytest.approx(4 / found.seconds)
+    assert found.tokens_per_second == pytest.approx(64 * 4 / found.seconds)
+    assert found.tokens_per_gpu == pytest.approx(16 * 4 / found.seconds)
+    assert found.tflops == 0.0
+    assert found.saved == Checkpoint(60, datetime(2026, 11, 22, 15, 11, 20, 158135), "run/checkpoints")
+    assert (found.saving, found.seconds_left, found.error) == (None, None, "")
+
+
+def test_iterations_that_were_made_again_count_once():
+    found = RunReader(str(REAL)).look()
+    made = [iteration for iteration, _ in found.trend]
+    assert made == [1, *range(2, 21, 2), 21, *range(22, 61, 2)]
+    losses = dict(found.trend)
+    assert losses[28] == 3.600181  # by the restart
+    assert losses[20] == 3.767501
+    assert losses[2] == pytest.approx(2 * 4.547095 - 4.578841, abs=1e-4)
+
+
+def test_on_its_way(run):
+    run(0, 0, FIRST[0], LAST_LINE - timedelta(seconds=40))
+    run(0, 1, FIRST[1], LAST_LINE - timedelta(seconds=40))
+    begun = next(i for i, line in enumerate(SECOND[0]) if "saving checkpoint at iteration      40" in line)
+    run(1, 0, SECOND[0][: begun + 1], LAST_LINE)
+    run(1, 1, until(SECOND[1], 40), LAST_LINE)
+    now = datetime(2026, 11, 22, 15, 11, 5)
+    found = look(run, now)
+    assert (found.state, found.why, found.ended) == ("training", "", False)
+    assert (found.iteration, found.last, found.restarts) == (40, 60, 1)
+    assert found.validation_iteration == 25
+    assert found.saved == Checkpoint(20, datetime(2026, 11, 22, 15, 10, 29, 672741), "run/checkpoints")
+    assert found.saving == Checkpoint(40, datetime(2026, 11, 22, 15, 11, 3, 652861), "run/checkpoints")
+    # 19 iterations since the first line of this start took from 15:10:57.776445 to 15:11:03.655389.
+    assert found.seconds_left == pytest.approx(20 * 5.878944 / 19)
+
+
+def test_each_look_reads_on(run):
+    run(0, 0, FIRST[0], LAST_LINE)
+    log = run(0, 1, until(FIRST[1], 10), LAST_LINE)
+    reader = RunReader(str(run.folder.path))
+    assert reader.look(LAST_LINE).iteration == 10
+    with log.open("a") as file:
+        file.write("\n".join(FIRST[1][len(until(FIRST[1], 10)) :]) + "\n")
+    assert reader.look(LAST_LINE).iteration == 28
+    run(1, 0, SECOND[0], LAST_LINE)
+    run(1, 1, SECOND[1], LAST_LINE)
+    assert reader.look(LAST_LINE).state == "finished"
+
+
+LINES = [line.partition(": ")[2] for line in [*SECOND[0], *SECOND[1]]]
+FAILING = [
+    line for line in LINES if "iteration       3" in line or "world_size ." in line or "  seq_length" in line
+]
+FAILING += ["RuntimeError: CUDA error: an illegal memory access was encountered"]
+
+
+@pytest.mark.parametrize(("lines", "state"), [(LINES, "finished"), (FAILING, "failed")])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_split_over_nodes_and_labels_says_the_same(lines, state, data, tmp_path):
+    nodes = data.draw(st.integers(1, 4))
+    labels = st.sampled_from(["", "3: ", "12: ", "[default3]:", "7: [default7]:"])
+    parts = [[] for _ in range(nodes)]
+    for line in lines:
+        parts[data.draw(st.integers(0, nodes - 1))].append(data.draw(labels) + line)
+    folder = RunFolder(tmp_path / "split")
+    shutil.rmtree(folder.path, ignore_errors=True)
+    whole = tmp_path / "whole.log"
+    whole.write_text("\n".join(lines) + "\n")
+    for node, part in enumerate(parts):
+        path = folder.node_log("x", 0, node)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{line}\n" for line in part))
+
+    def facts(path):
+        found = RunReader(str(path)).look(LAST_LINE + timedelta(days=1)).to_dict()
+        return {name: value for name, value in found.items() if name not in ("path", "error_log")}
+
+    assert facts(whole)["state"] == state
+    assert facts(folder.path) == facts(whole)
+
+
+# ---- the state --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def halfway(run):
+    """A run in its first start, at iteration 28, without an end; returns when its last line came."""
+    went = [line for line in FIRST[0] if "slurmstepd" not in line]
+    at = datetime(2026, 11, 22, 15, 10, 32, 982120)
+    run(0, 0, went, at)
+    run(0, 1, FIRST[1], at)
+    return at
+
+
+@pytest.mark.parametrize(
+    ("after", "state", "why"),
+    [
+        (timedelta(minutes=4, seconds=59), "training", ""),
+        (timedelta(minutes=5, seconds=1), "hung", "no new line for 5 min, and 5 min is already long for this run"),
+        (timedelta(hours=3), "hung", "no new line for 3 h 00 min, and 5 min is already long for this run"),
+    ],
+)
+def test_a_run_is_called_hung_after_five_minutes_at_least(run, halfway, after, state, why):
+    found = look(run, halfway + after)
+    assert (found.state, found.why) == (state, why)
+
+
+def times(run, *seconds):
+    """One log with a line of an iteration at each of these seconds after midnight."""
+    start = datetime(2026, 11, 22)
+    line = until(FIRST[1], 2)[-1]
+    head, tail = line.partition("2026-")[0], line.partition("/      60 |")[2]
+    lines = [
+        f"{head}{start + timedelta(seconds=each)}.0] iteration {i:8d}/      60 |{tail}"
+        for i, each in enumerate(seconds, 1)
+    ]
+    run(0, 0, lines, start)
+    return start + timedelta(seconds=seconds[-1])
+
+
+def test_a_run_with_long_iterations_may_be_silent_for_longer(run):
+    at = times(run, 0, 100, 200, 300)
+    assert look(run, at + timedelta(seconds=499)).state == "training"
+    assert look(run, at + timedelta(seconds=501)).state == "hung"
+
+
+def test_a_run_may_be_silent_for_twice_its_longest_pause(run):
+    at = times(run, 0, 10, 20, 420, 430, 440)
+    assert look(run, at + timedelta(seconds=799)).state == "training"
+    assert look(run, at + timedelta(seconds=801)).state == "hung"
+
+
+def test_a_checkpoint_that_is_begun_is_a_sign_of_life(run, halfway):
+    run(
+        0,
+        0,
+        [*FIRST[0][:-1], "0: [2026-11-22 15:14:00.0] saving checkpoint at iteration      30 to run in x format"],
+        halfway,
+    )
+    found = look(run, halfway + timedelta(minutes=7))
+    assert (found.state, found.saving.iteration) == ("training", 30)
+
+
+def test_a_start_may_take_half_an_hour(run):
+    run(0, 0, FIRST[0][:12], LAST_LINE)
+    assert look(run, LAST_LINE + timedelta(minutes=29)).state == "starting"
+    assert look(run, LAST_LINE + timedelta(minutes=31)).state == "hung"
+
+
+def test_a_restart_that_has_made_no_iteration_is_starting(run, halfway):
+    run(1, 0, SECOND[0][:12], LAST_LINE)
+    found = look(run)
+    assert (found.state, found.iteration, found.restarts, found.seconds_left) == ("starting", 28, 1, None)
+    assert found.seconds is not None  # of the start before
+
+
+def test_an_end_that_was_asked_for(run, halfway):
+    run(
+        0,
+        0,
+        [*FIRST[0][:-1], "0: [exiting program at iteration 28] datetime: 2026-11-22 15:10:33.100000 "],
+        halfway,
+    )
+    found = look(run)
+    assert (found.state, found.why, found.ended) == ("stopped", "exiting program at iteration 28", True)
+
+
+def test_an_error_where_training_is_logged_is_the_last_word(run, halfway):
+    log = run(0, 1, [*FIRST[1], "3: torch.OutOfMemoryError: CUDA out of memory."], halfway)
+    found = look(run, halfway + timedelta(seconds=1))
+    assert (found.state, found.error, found.error_log) == (
+        "failed",
+        "torch.OutOfMemoryError: CUDA out of memory.",
+        str(log),
+    )
+
+
+def test_an_error_on_another_node_is_shown_and_is_a_failure_when_nothing_more_comes(run, halfway):
+    run(0, 0, [*FIRST[0][:-1], "1: KeyError: 'x'"], halfway)
+    found = look(run, halfway + timedelta(seconds=1))
+    assert (found.state, found.error) == ("training", "KeyError: 'x'")
+    assert look(run, halfway + timedelta(minutes=6)).state == "failed"
+
+
+def test_a_rank_that_has_ended_is_a_failure_at_once(run, halfway):
+    run(0, 0, [*FIRST[0][:-1], "1: KeyError: 'x'"], halfway)
+    told = "srun: error: node1: task 1: Exited with exit code 1"
+    run(0, 0, [told], halfway, log=run.folder.batch_log("1"))
+    found = look(run, halfway + timedelta(seconds=1))
+    assert (found.state, found.error) == ("failed", "KeyError: 'x'")
+
+
+def test_an_error_that_training_survived_is_forgotten(run, halfway):
+    run(0, 0, [*FIRST[0][:-1], "1: KeyError: 'x'"], halfway - timedelta(seconds=20))
+    assert look(run, halfway + timedelta(minutes=6)).error == ""
+
+
+def test_what_was_printed_of_an_earlier_start_is_forgotten(run):
+    """1.log still says that the job was cancelled for the requeue."""
+    text = (REAL / "logs" / "1.log").read_text()
+    assert "JOB 1 ON node1 CANCELLED" in text
+    run(0, 0, FIRST[0], LAST_LINE - timedelta(minutes=1))
+    run(0, 0, text.splitlines(), LAST_LINE - timedelta(seconds=30), log=run.folder.batch_log("1"))
+    run(1, 0, SECOND[0][:12], LAST_LINE)
+    assert (look(run).state, look(run).error) == ("starting", "")
+
+
+def test_a_job_that_was_cancelled(run, halfway):
+    run(0, 0, (REAL / "logs" / "1.log").read_text().splitlines(), halfway, log=run.folder.batch_log("1"))
+    found = look(run, halfway + timedelta(seconds=1))
+    assert (found.state, found.ended) == ("stopped", True)
+    assert found.error == "JOB 1 ON node1 CANCELLED AT 2026-11-22T15:10:33 DUE TO JOB REQUEUE"
+
+
+# ---- with Slurm -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slurm", "state", "why"),
+    [
+        ("RUNNING", "training", ""),
+        ("PENDING", "waiting", ""),
+        ("TIMEOUT", "stopped", "Slurm: TIMEOUT"),
+        ("CANCELLED", "stopped", "Slurm: CANCELLED"),
+        ("NODE_FAIL", "failed", "Slurm: NODE_FAIL"),
+        ("COMPLETED", "stopped", "Slurm: COMPLETED, and the log does not say that training is done"),
+    ],
+)
+def test_what_slurm_says_of_a_run_that_is_halfway(run, halfway, monkeypatch, slurm, state, why):
+    job = slurm_says(monkeypatch, state=slurm, restarts=3)
+    found = look(run, halfway + timedelta(seconds=10))
+    assert (found.state, found.why, found.slurm, found.restarts) == (state, why, job, 3)
+    assert found.ended == (slurm not in ("RUNNING", "PENDING"))
+    assert (found.seconds_left is None) == (state != "training")
+
+
+def test_a_job_that_slurm_has_started_again_has_no_logs_of_that_start_yet(run, halfway, monkeypatch):
+    slurm_says(monkeypatch, start=halfway + timedelta(seconds=5))
+    assert look(run, halfway + timedelta(seconds=8)).state == "starting"
+
+
+def test_a_job_leads_to_its_folder(run, halfway, monkeypatch):
+    run.folder.script.touch()
+    slurm_says(monkeypatch, command=f"{run.folder.script} --flag")
+    reader = RunReader("1")
+    found = reader.look(halfway + timedelta(seconds=10))
+    assert (found.path, found.iteration, found.state) == (str(run.folder.path), 28, "training")
+    monkeypatch.setattr(status, "ask_slurm", lambda job_id: (_ for _ in ()).throw(ConfigError("forgotten")))
+    assert reader.look(halfway + timedelta(seconds=10)).slurm is None  # it is known where the logs are
+
+
+def test_a_job_of_another_script_leads_to_its_output(tmp_path, monkeypatch):
+    output = tmp_path / "slurm-1.out"
+    output.write_text("\n".join(FIRST[1]) + "\n")
+    slurm_says(monkeypatch, command="/somewhere/train.sh", output=str(output))
+    found = RunReader("1").look(LAST_LINE)
+    assert (found.path, found.iteration) == (str(output), 28)
+
+
+@pytest.mark.parametrize(
+    ("slurm", "state", "why"),
+    [
+        ("PENDING", "waiting", ""),
+        ("RUNNING", "starting", "there is no log yet"),
+        ("FAILED", "failed", "Slurm: FAILED; its logs were not found"),
+        ("CANCELLED", "stopped", "Slurm: CANCELLED; its logs were not found"),
+    ],
+)
+def test_a_job_without_logs(monkeypatch, slurm, state, why):
+    slurm_says(monkeypatch, state=slurm, output="logs/1.log")
+    found = RunReader("1").look()
+    assert (found.state, found.why, found.path, found.iteration) == (state, why, "logs/1.log", 0)
+
+
+def test_a_path_comes_before_a_job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "12").mkdir()
+    (tmp_path / "12" / "train.log").write_text("\n".join(FIRST[1]) + "\n")
+    assert RunReader("12").look(LAST_LINE).iteration == 28
+    with pytest.raises(ConfigError, match="job 13: unknown"):
+        RunReader("13").look()
+
+
+@pytest.mark.parametrize("target", ["runs", "12abc", "x12"])
+def test_what_is_neither_a_path_nor_a_job(target):
+    with pytest.raises(ConfigError, match=f"^{target}: no such file or folder"):
+        RunReader(target).look()
+
+
+def test_parts_of_a_job_are_asked_for_and_refused():
+    with pytest.raises(ConfigError, match=r"job 12_3: unknown"):
+        RunReader("12_3").look()
+
+
+def test_a_log_that_can_not_be_read(run, halfway, monkeypatch):
+    def forbidden(self, mode):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    with pytest.raises(ConfigError, match=r"node-0.log: it can't be read: Permission denied"):
+        look(run)
+
+
+# ---- skipped iterations, and how light it is --------------------------------------------------------
+
+
+def test_skipped_iterations_and_losses_that_are_none(run):
+    def line(iteration, told, skipped, nan):
+        return (
+            f" [2026-11-22 15:10:{iteration:02d}.000000] iteration {iteration:8d}/      60 | consumed samples: 4 |"
+            f" elapsed time per iteration (ms): 500.0 | global batch size:     4 |{told} loss scale: 1.0 |"
+            f" number of skipped iterations: {skipped:3d} | number of nan iterations: {nan:3d} |"
+        )
+
+    # fp16: the first is skipped, and is counted again in the second line, which it has no loss in.
+    lines = [line(1, "", 1, 1), line(2, " lm loss: 4.0E+00 |", 1, 1), line(3, " lm loss: 0.0E+00 |", 1, 1)]
+    run(0, 0, lines, LAST_LINE)
+    found = look(run)
+    assert (found.skipped, found.nan, found.loss, found.grad_norm) == (2, 2, 4.0, None)
+    assert found.trend == ((2, 4.0),)
+    assert (found.gpus, found.tokens_per_second, found.samples_per_second) == (None, None, 8.0)
+    run(0, 0, [*lines, line(4, "", 0, 0)], LAST_LINE)
+    assert str(look(run).loss) == "nan"
+
+
+def test_nothing_heavy_is_imported():
+    code = (
+        "import sys; from megasched import cli\n"
+        "try: cli.main(['status', sys.argv[1]])\n"
+        "finally: print([m for m in ('torch', 'transformers', 'megatron', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, REAL], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert "60 of 60" in done.stdout
