@@ -51,7 +51,12 @@ STUB = """#!/usr/bin/env bash
 """
 STUBS = {
     "srun": """env -0 >"$CALLS.env"
-if [[ -e $CALLS.slow ]]; then touch "$CALLS.begun"; sleep 1; fi
+for word in "$@"; do [[ $word == --output=* ]] && log=${word#--output=}; done
+if [[ -e $CALLS.slow ]]; then
+    touch "$CALLS.begun"
+    sleep 1
+    cat "$CALLS.slow" >"${log/\\%n/0}"
+fi
 exit "${STATUS:-0}"
 """,
     "scontrol": 'if [[ $1 == show ]]; then printf "node3\\nnode4\\n"; fi\n',
@@ -190,17 +195,23 @@ def test_what_ends_how_is_requeued_or_not(bench, status, requeued):
     assert f"status {status}" in said
 
 
-@pytest.mark.parametrize(("signal", "requeued"), [("USR1", True), ("TERM", False)])
-def test_signals(bench, signal, requeued):
-    """USR1 is the time limit's: the ranks are told, and it goes on. TERM: somebody else has decided."""
-    (bench.folder / "calls.slow").touch()
+SAVED = "0: [exiting program after receiving SIGTERM.] datetime: 2026-11-22 15:42:53"
+
+
+@pytest.mark.parametrize(
+    ("signal", "printed", "requeued"), [("USR1", SAVED, True), ("USR1", "0: done", False), ("TERM", SAVED, False)]
+)
+def test_signals(bench, signal, printed, requeued):
+    """USR1 is the time limit's: the ranks are told, and it goes on, unless that was its end. TERM: somebody else
+    has decided."""
+    (bench.folder / "calls.slow").write_text(printed)
     process = bench.begin(bench.job())
     while not (bench.folder / "calls.begun").exists():
         assert process.poll() is None
     process.send_signal(getattr(__import__("signal"), f"SIG{signal}"))
     process.communicate(timeout=30)
     assert process.returncode == 0
-    assert bench.called("scancel") == ([["--signal=URG", "77"]] if requeued else [])
+    assert bench.called("scancel") == ([["--signal=URG", "77"]] if signal == "USR1" else [])
     assert (["requeue", "77"] in bench.called("scontrol")) == requeued
 
 
