@@ -120,10 +120,12 @@ def _no_room(save: Path, size: int) -> list[str]:
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK):
         return [f"--save {save}: {place} can't be written to"]
+    from rich.filesize import decimal
+
     free = shutil.disk_usage(place).free
     if free >= CHECKPOINTS * size:
         return []
     return [
-        f"--save {save}: a checkpoint takes {size / GIB:.1f} GiB, and two of them must find room while an old one "
-        f"is replaced; {free / GIB:.1f} GiB are free at {place}"
+        f"--save {save}: a checkpoint takes {decimal(size)}, and two of them must find room while an old one is "
+        f"replaced; {decimal(free)} are free at {place}"
     ]

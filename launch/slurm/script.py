@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from megasched.errors import ConfigError
@@ -85,7 +86,7 @@ class SlurmJob:
 def value_of(flag: str, flags: Sequence[str]) -> str:
     """What argparse would take for a flag's value: the last one given; empty without one."""
     found = ""
-    for word, following in zip(flags, [*flags[1:], ""], strict=True):
+    for word, following in pairwise([*flags, ""]):
         if word == flag:
             found = following
         elif word.startswith(f"{flag}="):

@@ -51,6 +51,8 @@ def launch_slurm(
 
 def _tell(script: str, world_size: int, checked: Checked) -> None:
     """What the check has found, on stderr: stdout is for the script, or JSON."""
+    from rich.filesize import decimal
+
     facts = checked.facts
     lines = [
         f"megasched: {script} on {world_size} GPUs: {facts['layout']}, {facts['microbatches']} micro-batches, "
@@ -59,6 +61,6 @@ def _tell(script: str, world_size: int, checked: Checked) -> None:
     if "memory" in facts:
         lines.append(f"  memory of the fullest rank: {max(facts['memory']) / GIB:.1f} GiB")
     if facts["save"]:
-        lines.append(f"  a checkpoint: {facts['checkpoint_bytes'] / GIB:.1f} GiB in {facts['save']}")
+        lines.append(f"  a checkpoint: {decimal(facts['checkpoint_bytes'])} in {facts['save']}")
     lines += [f"  mind: {warning}" for warning in checked.warnings]
     print("\n".join(lines), file=sys.stderr)

@@ -270,6 +270,7 @@ def test_variables_are_given_by_name(word):
 def test_the_last_value_of_a_flag_counts():
     assert value_of("--save", ["--save", "a", "--save=b", "--savex", "c"]) == "b"
     assert value_of("--save", ["--load"]) == ""
+    assert value_of("--save", []) == ""
 
 
 @pytest.mark.parametrize("name", templates())

@@ -12,6 +12,16 @@ from tests import tiny
 from tests.slurm.lab import Lab
 from tests.slurm.training import ITERATIONS, SAVE_INTERVAL, Training
 
+# As `auto`, and a step takes a second more.
+SLOW = """
+import time
+
+from megasched.model_adapters.default_schedule import schedule as auto
+
+def schedule(sch, layout):
+    auto(sch, layout)
+    sch["model.layers.0"].hook("fw_pre", lambda module, inputs: time.sleep(0.2))
+"""
 # A first start on two loaded cores.
 LONG = 300
 
@@ -79,8 +89,14 @@ def test_requeued_by_hand(lab, night, undisturbed):
 
 
 def test_the_signal_before_the_time_limit(lab, night, undisturbed):
-    """Slurm's own, by the limit of the job: it saves at once, off the interval, and goes on from there."""
-    night.changes = {"time": "1", "minutes_to_save": 1}
+    """Slurm's own, by the limit of the job: it saves at once, off the interval, and goes on from there.
+
+    It comes 30 to 60 seconds after the start: Slurm looks twice a minute, and half a minute ahead.
+    """
+    schedule = night.folder.path / "slow.py"
+    schedule.write_text(SLOW)
+    night.options = ("--model-schedule", str(schedule), "--allow-unverified")
+    night.changes = {"time": "2", "minutes_to_save": 1}
     job = night.submit()
     lab.wait(job, "COMPLETED", seconds=LONG)
     said = night.folder.batch_log(str(job)).read_text()
