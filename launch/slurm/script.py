@@ -18,6 +18,8 @@ from megasched.errors import ConfigError
 TEMPLATE = Path(__file__).with_name("job.sbatch.jinja")
 # Of #SBATCH values. A path with a blank or a % would be read as something else.
 HARMLESS = re.compile(r"[\w./:,=+@\[\]()*&|!-]*", re.ASCII)
+TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
+NO_LIMIT = ("", "INFINITE", "UNLIMITED")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 # How a run begins that a restart must not begin again with: flag -> whether a value follows.
 START_FLAGS = {
@@ -185,6 +187,22 @@ def _options(job: SlurmJob) -> list[tuple[str, str]]:
     ]
 
 
+def seconds_of(time: str) -> int | None:
+    """Seconds of Slurm's ``--time``; None where it is no time of Slurm's.
+
+    ``minutes``, ``minutes:seconds``, ``hours:minutes:seconds``, ``days-hours`` and what may follow (sbatch(1)).
+    """
+    match = TIME.fullmatch(time)
+    if match is None:
+        return None
+    days, first, second, third = (int(found or 0) for found in match.groups())
+    if match[1] is not None:
+        return ((days * 24 + first) * 60 + second) * 60 + third
+    if match[4] is not None:
+        return (first * 60 + second) * 60 + third
+    return first * 60 + second
+
+
 def _srun_options(job: SlurmJob) -> list[str]:
     found = []
     if job.container:
@@ -221,3 +239,13 @@ def _refuse_odd(job: SlurmJob, options: Sequence[tuple[str, str]]) -> None:
                 f"sbatch would misread `{option}`: an option of a batch script is of the form --name=value, "
                 "without blanks, quotes, % or $"
             )
+    limit = seconds_of(job.time)
+    if job.time and limit is None:
+        raise ConfigError(
+            f"--time {job.time}: Slurm takes minutes, hours:minutes:seconds or days-hours:minutes:seconds"
+        )
+    if limit is not None and limit <= 60 * job.minutes_to_save:
+        raise ConfigError(
+            f"--time {job.time} is over before the {job.minutes_to_save} minutes begin in which the run is to save: "
+            "give it more time, or less by --minutes-to-save"
+        )

@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasched.errors import ConfigError
-from megasched.launch.slurm.script import TEMPLATE, SlurmJob, environment_of, flag_lines, render, value_of
+from megasched.launch.slurm.script import (
+    TEMPLATE,
+    SlurmJob,
+    environment_of,
+    flag_lines,
+    render,
+    seconds_of,
+    value_of,
+)
 from megasched.launch.slurm.templates import templates
 
 JOB = SlurmJob(
@@ -253,7 +261,6 @@ def test_what_begins_a_run_does_not_begin_its_restart(bench, saved):
         {"sbatch_options": ("--account=x; id",)},
         {"sbatch_options": ("account",)},
         {"run_folder": Path("/runs/100%")},
-        {"time": "1 hour"},
     ],
 )
 def test_what_sbatch_would_misread_is_refused(changes):
@@ -277,3 +284,22 @@ def test_the_last_value_of_a_flag_counts():
 def test_the_plain_scripts_are_what_the_tool_writes(name, tmp_path):
     """`python -m megasched.launch.slurm.templates` writes them anew."""
     assert (TEMPLATE.parent / name).read_text(encoding="utf-8") == templates()[name]
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        *(("90", 5400), ("90:30", 5430), ("1:30:05", 5405), ("2-3", 183600), ("2-3:04", 183840)),
+        *(("2-3:04:05", 183845), ("", None), ("1 hour", None), ("INFINITE", None)),
+    ],
+)
+def test_slurms_times(time, seconds):
+    assert seconds_of(time) == seconds
+
+
+@pytest.mark.parametrize(
+    ("time", "said"), [("1hour", "Slurm takes minutes"), ("10", "is over before the 10 minutes")]
+)
+def test_a_time_that_leaves_none_to_train_is_refused(time, said):
+    with pytest.raises(ConfigError, match=said):
+        render(replace(JOB, time=time))
