@@ -240,12 +240,11 @@ def _refuse_odd(job: SlurmJob, options: Sequence[tuple[str, str]]) -> None:
                 "without blanks, quotes, % or $"
             )
     limit = seconds_of(job.time)
-    if job.time and limit is None:
-        raise ConfigError(
-            f"--time {job.time}: Slurm takes minutes, hours:minutes:seconds or days-hours:minutes:seconds"
-        )
+    if limit is None and job.time not in NO_LIMIT:
+        what = "Slurm takes minutes, hours:minutes:seconds or days-hours:minutes:seconds"
+        raise ConfigError(f"--time {job.time}: {what}")
     if limit is not None and limit <= 60 * job.minutes_to_save:
         raise ConfigError(
-            f"--time {job.time} is over before the {job.minutes_to_save} minutes begin in which the run is to save: "
-            "give it more time, or less by --minutes-to-save"
+            f"--time {job.time} leaves no time to train: {job.minutes_to_save} minutes before its end the run is to "
+            "save; give it more time, or less of it by --minutes-to-save"
         )

@@ -67,7 +67,7 @@ def tiny_parameters():
 def test_a_gpu_that_is_too_small(flags, tmp_path):
     folder = Path(load_hardware.__code__.co_filename).parent / "gpus"
     text = (folder / "h100-80gb.toml").read_text()
-    small = text.replace("memory_gib = 79.1", "memory_gib = 4.0005")
+    small = text.replace("memory_gib = 79.1", "memory_gib = 4.00001")
     assert small != text
     (tmp_path / "small.toml").write_text(small)
     limit = load_hardware(str(tmp_path / "small.toml"))
