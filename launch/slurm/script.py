@@ -245,6 +245,6 @@ def _refuse_odd(job: SlurmJob, options: Sequence[tuple[str, str]]) -> None:
         raise ConfigError(f"--time {job.time}: {what}")
     if limit is not None and limit <= 60 * job.minutes_to_save:
         raise ConfigError(
-            f"--time {job.time} leaves no time to train: {job.minutes_to_save} minutes before its end the run is to "
-            "save; give it more time, or less of it by --minutes-to-save"
+            f"--time {job.time} leaves no time to train: {job.minutes_to_save} minutes before its end the run "
+            "is to save; give it more time, or less of it by --minutes-to-save"
         )

@@ -197,21 +197,9 @@ def run_words(report: PlanReport, candidate: Candidate) -> list[str]:
 
 
 def slurm_words(report: PlanReport, candidate: Candidate) -> list[str]:
-    """The whole command inside an allocation of Slurm's: one launcher on each node."""
+    """The command that submits it to Slurm; what is missing is data, learning rate, and where to save."""
     job = report.job
     each = min(job.gpus, job.hardware.gpus_per_node)
-    nodes = job.gpus // each
-    launcher = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(each)]
-    if nodes > 1:
-        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "$HEAD:29500"]
-    script = [
-        "-m",
-        "megasched",
-        "pretrain_gpt.py",
-        "--model-schedule",
-        report.schedule,
-        "--hf-model",
-        report.hf_model,
-    ]
-    srun = ["srun", "--nodes", str(nodes), "--ntasks-per-node", "1", "--gpus-per-node", str(each)]
-    return [*srun, *launcher, *script, *run_words(report, candidate)]
+    launch = ["megasched", "launch", "slurm", "--nodes", str(job.gpus // each), "--gpus-per-node", str(each)]
+    script = ["pretrain_gpt.py", "--model-schedule", report.schedule, "--hf-model", report.hf_model]
+    return [*launch, "--", *script, *run_words(report, candidate)]

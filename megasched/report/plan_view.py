@@ -37,8 +37,8 @@ def print_plan(report: PlanReport, console: Console, top: int) -> None:
         console.print(_memory(best.fullest))
         console.print(Text("\nits flags", "bold"))
         console.print(shlex.join(run_words(report, best)), soft_wrap=True)
-        console.print(Text("\nin an allocation of Slurm's, HEAD being its first node", "bold"))
-        console.print(_shell(slurm_words(report, best)), soft_wrap=True)
+        console.print(Text("\nby Slurm, with your data, learning rate and --save", "bold"))
+        console.print(shlex.join(slurm_words(report, best)), soft_wrap=True)
     console.print(Text(f"\n{len(report.out)} layouts are out", "bold"))
     for reason, count in report.reasons():
         console.print(f"  {count}: {reason}", soft_wrap=True, markup=False)
@@ -77,8 +77,3 @@ def _recompute(candidate: Candidate) -> str:
 def _memory(memory: RankMemory) -> str:
     parts = ", ".join(f"{name} {getattr(memory, name) / GIB:.2f}" for name in _PARTS)
     return f"{memory.total / GIB:.2f} GiB: {parts}"
-
-
-def _shell(words: list[str]) -> str:
-    """Quoted, but for the one variable of the shell's in it."""
-    return " ".join(f'"{word}"' if word.startswith("$HEAD") else shlex.quote(word) for word in words)

@@ -141,7 +141,9 @@ def test_the_command_has_megatrons_flags(planned):
     assert words[:2] == ["--pipeline-model-parallel-size", "2"]
     assert words[words.index("--global-batch-size") + 1] == "8"
     assert ("--use-distributed-optimizer" in words) == (one.layout.data_parallel_size > 1)
-    assert slurm_words(report, one)[:3] == ["srun", "--nodes", "1"]
+    launch = slurm_words(report, one)
+    assert launch[:7] == ["megasched", "launch", "slurm", "--nodes", "1", "--gpus-per-node", "2"]
+    assert launch[-len(words) :] == words
 
 
 def test_the_tuner_begins_with_what_was_planned(planned, tmp_path):
