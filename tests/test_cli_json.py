@@ -45,6 +45,10 @@ CASES = {
     ),
     "tune": (["tune", "printing_space.py", "--trials", "1"], {"points", "best", "trials", "plots"}),
     "status": (["status", "run"], {"state", "iteration", "loss", "tokens_per_second", "saved", "slurm", "error"}),
+    "launch slurm": (
+        ["launch", "slurm", "--nodes", "1", "--no-check", "--dry-run", "--", "pretrain_gpt.py"],
+        {"facts", "warnings", "script"},
+    ),
     "doctor": (["doctor"], {"runnable", "packages", "devices", "patches", "problems"}),
     "quickstart": (["quickstart", "--dir", "q"], {"machine", "script", "last_loss", "checkpoints", "next"}),
     "quickstart --dry-run": (["quickstart", "--dir", "q", "--dry-run"], {"machine", "layout", "script"}),
@@ -52,7 +56,12 @@ CASES = {
 
 
 def commands():
-    return typer.main.get_command(cli.app).commands
+    """Name -> command; of groups those in it, e.g. ``launch slurm``."""
+    found = {}
+    for name, command in typer.main.get_command(cli.app).commands.items():
+        below = getattr(command, "commands", None)
+        found |= {name: command} if below is None else {f"{name} {own}": one for own, one in below.items()}
+    return found
 
 
 def flags(name):
@@ -101,10 +110,16 @@ def run(folder, monkeypatch, capfd):
     return run
 
 
+def with_json(words):
+    """With the flag among the command's own, before what is handed on."""
+    at = words.index("--") if "--" in words else len(words)
+    return [*words[:at], "--json", *words[at:]]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_one_object_and_nothing_else(case, run):
     words, keys = CASES[case]
-    status, out, err = run(*words, "--json")
+    status, out, err = run(*with_json(words))
     found = json.loads(out)
     assert status == 0
     assert keys <= set(found), set(found)

@@ -33,7 +33,7 @@ FENCE = re.compile(r"^```([a-z]*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*\*?")
 
 # Of other people's programs, as far as the pages show them.
-OTHER_FLAGS = {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # sbatch
+OTHER_FLAGS = {"--ntasks-per-node", "--test-only", "--qos", "--kill-on-bad-exit"}  # Slurm's
 # Of the scripts in bench/, which are no package.
 BENCH_FLAGS = {
     flag
@@ -124,6 +124,13 @@ def training_parser() -> argparse.ArgumentParser:
     return megatron_parser()
 
 
+def every_command(command):
+    """A command, and all below it."""
+    yield command
+    for below in getattr(command, "commands", {}).values():
+        yield from every_command(below)
+
+
 @pytest.fixture(scope="module")
 def known_flags(training_parser) -> set[str]:
     import typer
@@ -138,7 +145,7 @@ def known_flags(training_parser) -> set[str]:
         | options(get_args_parser())
         | options(quickstart._parser())
     )
-    for command in [typer.main.get_command(cli.app), *typer.main.get_command(cli.app).commands.values()]:
+    for command in every_command(typer.main.get_command(cli.app)):
         found.update(option for parameter in command.params for option in parameter.opts)
         found.update(command.context_settings.get("help_option_names", ["--help"]))
     return found
