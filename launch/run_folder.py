@@ -13,11 +13,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megasched.errors import ConfigError
+from megasched.files import write_whole
 
 ATTEMPT = re.compile(r"(?P<name>.+)-(?P<restart>\d+)")
 NODE = re.compile(r"node-(?P<node>\d+)\.log")
@@ -55,6 +59,22 @@ class RunFolder:
     def description(self) -> Path:
         """What the launcher knew, as JSON."""
         return self.path / "job.json"
+
+    def describe(self, known: Mapping[str, Any]) -> None:
+        """Writes down what the launcher knows: how the job was asked for, and under which ids it runs (``jobs``)."""
+        write_whole(self.description, [json.dumps(known, indent=2), "\n"])
+
+    def described(self) -> dict[str, Any]:
+        """What the launcher knew; nothing where no launcher has made the folder."""
+        if not self.description.is_file():
+            return {}
+        try:
+            found = json.loads(self.description.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.description}: it is no JSON: {error}; status works without the file"
+            ) from error
+        return found if isinstance(found, dict) else {}
 
     @property
     def logs(self) -> Path:

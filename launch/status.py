@@ -132,6 +132,8 @@ class RunReader:
             if self.path is None:
                 folder = str(job.script.parent) if job.script else job.output
                 return RunStatus(folder, *_state_without_logs(job), slurm=job)
+        elif (queued := _queued(self.path)) is not None:
+            return RunStatus(str(self.path), *_state_without_logs(queued), slurm=queued)
         try:
             logs = find_logs(self.path)
             for path in logs.paths:
@@ -148,6 +150,15 @@ def _logs_of(job: SlurmJob) -> Path | None:
         return job.script.parent
     output = Path(job.output)
     return output if job.output and output.is_file() else None
+
+
+def _queued(path: Path) -> SlurmJob | None:
+    """The job of a run's folder that has left no logs yet."""
+    folder = RunFolder(path)
+    if not path.is_dir() or folder.attempts():
+        return None
+    jobs = folder.described().get("jobs") or []
+    return _quietly(str(jobs[0])) if jobs else None
 
 
 def _quietly(job_id: str) -> SlurmJob | None:

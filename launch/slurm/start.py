@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -72,19 +71,22 @@ def write(prepared: Prepared) -> Path:
     folder.script.chmod(0o755)
     job = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(prepared.job).items()}
     facts = prepared.checked.facts if prepared.checked else {}
-    known = {"written": datetime.now(UTC).isoformat(timespec="seconds"), "job": job, "facts": facts}
-    write_whole(folder.description, [json.dumps(known, indent=2), "\n"])
+    written = datetime.now(UTC).isoformat(timespec="seconds")
+    folder.describe({"written": written, "job": job, "facts": facts, "jobs": []})
     return folder.script
 
 
-def enqueue(script: Path, times: int = 1) -> list[str]:
-    """Submits a script; returns the ids of the jobs.
+def enqueue(folder: RunFolder, times: int = 1) -> list[str]:
+    """Submits a run's script; returns the ids of the jobs.
 
     Args:
+        folder: in which the script was written.
         times: how often; of several, each begins when the one before has ended, whatever its end (singleton).
 
     Raises:
         ConfigError: Slurm refuses it.
     """
     options = ["--dependency=singleton"] if times > 1 else []
-    return [submit(script, *options) for _ in range(times)]
+    jobs = [submit(folder.script, *options) for _ in range(times)]
+    folder.describe(folder.described() | {"jobs": jobs})
+    return jobs

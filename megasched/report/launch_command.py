@@ -27,6 +27,7 @@ def launch_slurm(
     Raises:
         ConfigError: whatever is wrong; nothing is written or submitted then.
     """
+    from megasched.launch.run_folder import RunFolder
     from megasched.launch.slurm.start import enqueue, prepare, write
 
     prepared = prepare(job, gpu=gpu, check_run=check_run, ask_slurm=not dry_run)
@@ -41,7 +42,7 @@ def launch_slurm(
             print(prepared.text, end="")
         return
     script = write(prepared)
-    jobs = enqueue(script, times)
+    jobs = enqueue(RunFolder(job.run_folder), times)
     if as_json:
         print_json({**found, "run_folder": str(job.run_folder), "script": str(script), "jobs": jobs})
         return

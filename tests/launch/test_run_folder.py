@@ -25,6 +25,16 @@ def test_names():
     assert run.node_log("12", 1, 3) == Path("runs/llama/logs/12-1/node-3.log")
 
 
+def test_what_the_launcher_knew(tmp_path):
+    run = RunFolder(tmp_path)
+    assert run.described() == {}
+    run.describe({"jobs": ["7"]})
+    assert run.described() == {"jobs": ["7"]}
+    run.description.write_text("{")
+    with pytest.raises(ConfigError, match=r"job\.json: it is no JSON "):
+        run.described()
+
+
 def test_attempts_come_in_the_order_of_their_last_lines(tmp_path):
     run = RunFolder(tmp_path)
     # Job 9 came after job 12 here.

@@ -359,6 +359,15 @@ def test_a_job_without_logs(monkeypatch, slurm, state, why):
     assert (found.state, found.why, found.path, found.iteration) == (state, why, "logs/1.log", 0)
 
 
+def test_the_folder_of_a_job_that_waits_leads_to_the_job(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    folder.describe({"jobs": ["1", "2"]})
+    job = slurm_says(monkeypatch, state="PENDING")
+    found = RunReader(str(tmp_path)).look()
+    assert (found.state, found.path, found.slurm) == ("waiting", str(tmp_path), job)
+
+
 def test_a_path_comes_before_a_job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "12").mkdir()
