@@ -61,7 +61,7 @@ class RunFolder:
         return self.path / "job.json"
 
     def describe(self, known: Mapping[str, Any]) -> None:
-        """Writes down what the launcher knows: how the job was asked for, and under which ids it runs (``jobs``)."""
+        """Writes down what the launcher knows: how the job was asked for, and the ids it has (``jobs``)."""
         write_whole(self.description, [json.dumps(known, indent=2), "\n"])
 
     def described(self) -> dict[str, Any]:
