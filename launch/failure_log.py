@@ -26,11 +26,13 @@ SLURM = re.compile(r"^(?:srun|slurmstepd|slurmd|sbatch)(?:-\S+)?: error: (?P<wha
 TASK_ENDED = re.compile(r"\btasks? [\d,-]+: ")
 # A step is cancelled when one of its tasks fails; a job, when somebody or something ends it.
 CANCELLED = re.compile(r"\*\*\* (?P<what>JOB \d+ .*CANCELLED AT .*?) \*\*\*")
+# What the launchers write when Ctrl-C or SIGTERM has ended them, and with them the run.
+ENDED_BY = "megasched: ended by "
 
 # Each line that is read here has one of these in it; what has none need not be looked at.
 MARKS = (
     b"rror", b"xception", b"Interrupt", b"emory", b"ALLOC_FAILED", b"bad_alloc", b"oom", b"OOM", b"xitcode",
-    b"Signal 9", b"validate_args", b"  - ",
+    b"Signal 9", b"validate_args", b"  - ", ENDED_BY.encode(),
 )  # fmt: skip
 
 
@@ -44,7 +46,7 @@ class FailureLog:
         refused: why flags were turned down before anything ran.
         exception: with its message.
         aftermath: an exception that follows from another rank's failure.
-        cancelled: by whom or what Slurm's job was ended.
+        cancelled: by whom or what the job was ended.
         task_ended: what srun says of a task that ended badly.
     """
 
@@ -60,6 +62,8 @@ class FailureLog:
     def read(self, line: str) -> None:
         """Take in one line."""
         line = LABEL.sub("", line.rstrip("\n"))
+        if line.startswith(ENDED_BY):
+            self.cancelled = line.removeprefix("megasched: ")
         if OUT_OF_MEMORY.search(line):
             self.out_of_memory = self.out_of_memory or line.strip()
         if KILLED.search(line):

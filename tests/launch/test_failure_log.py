@@ -35,6 +35,10 @@ def test_a_cause_comes_before_what_follows_from_it():
     )
 
 
+def test_what_ended_a_run_of_a_launcher_comes_before_what_the_ranks_say_then():
+    assert reason("RuntimeError: aborted", "megasched: ended by Ctrl-C or SIGTERM") == "ended by Ctrl-C or SIGTERM"
+
+
 def test_torchruns_report_of_a_rank_that_was_killed():
     told = ["Root Cause (first observed failure):", "  exitcode  : -9 (pid: 14018)  (SIGKILL)"]
     assert reason("torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ", *told).startswith(
