@@ -66,6 +66,12 @@ def check(script: str, flags: Sequence[str], world_size: int, gpu: str | None = 
     return Checked(tuple(problems), tuple(warnings), facts)
 
 
+def told(problems: Sequence[str], intent: str = "started") -> str:
+    """All that is wrong with a job, in one text; ``intent`` is what was not done."""
+    head = f"this job would fail, and was not {intent}:"
+    return "\n".join([head, *(f"  - {one}".replace("\n", "\n    ") for one in problems)])
+
+
 def _hardware(gpu: str | None) -> Any:
     if gpu is None:
         return None
@@ -91,12 +97,12 @@ def _run(script: str, flags: Sequence[str], world_size: int) -> dict[str, Any]:
                 timeout=SECONDS,
             )
         except subprocess.TimeoutExpired as error:
-            what = f"the check of the command took more than {SECONDS} s; --no-check submits without"
+            what = f"the check of the command took more than {SECONDS} s; --no-check starts it without"
             raise ConfigError(what) from error
         if not out.is_file():
             raise ConfigError(
                 f"the check of the command ended with status {done.returncode} and without a result; --no-check "
-                f"submits without. The last it said:\n{_last_lines(done.stderr)}"
+                f"starts it without. The last it said:\n{_last_lines(done.stderr)}"
             )
         found = json.loads(out.read_text(encoding="utf-8"))
     found["problems"] = [problem or _usage_error(done.stderr) for problem in found["problems"]]

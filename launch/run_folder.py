@@ -3,12 +3,14 @@
 ::
 
     RUN/
-      job.sbatch                              the batch script
+      job.sbatch                              the batch script of Slurm
+      job.sh                                  what torchrun's launcher runs on each host
       job.json                                what the launcher knew
       logs/<name>.log                         what the batch script printed, all restarts of it
       logs/<name>-<restart>/node-<n>.log      what the ranks of one node printed
 
-``<name>`` is Slurm's job id, or what another launcher calls itself; ``<restart>`` counts from 0.
+``<name>`` is Slurm's job id, or what another launcher calls itself (``torchrun``, ``local``); ``<restart>`` counts
+from 0.
 """
 
 from __future__ import annotations
@@ -56,6 +58,11 @@ class RunFolder:
         return self.path / "job.sbatch"
 
     @property
+    def host_script(self) -> Path:
+        """What runs on each host where there is no Slurm."""
+        return self.path / "job.sh"
+
+    @property
     def description(self) -> Path:
         """What the launcher knew, as JSON."""
         return self.path / "job.json"
@@ -91,6 +98,19 @@ class RunFolder:
     def node_log(self, name: str, restart: int, node: int) -> Path:
         """What the ranks of one node print; ``node`` counts the job's nodes from 0."""
         return self.attempt_folder(name, restart) / f"node-{node}.log"
+
+    def begin_attempt(self, name: str) -> int:
+        """Makes the folder of the next start of a job; returns the start's number."""
+        found = [ATTEMPT.fullmatch(folder.name) for folder in self.logs.glob("*-*/")]
+        numbers = [int(match["restart"]) for match in found if match and match["name"] == name]
+        restart = max(numbers, default=-1) + 1
+        while True:  # two may begin at once
+            try:
+                self.attempt_folder(name, restart).mkdir(parents=True)
+            except FileExistsError:
+                restart += 1
+            else:
+                return restart
 
     def attempts(self) -> list[Attempt]:
         """The starts that have left logs, the oldest first; of jobs, the one that wrote last comes last."""

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -33,28 +34,37 @@ def run_watched(
     Returns:
         The exit code; `INTERRUPTED` (130) after Ctrl-C or SIGTERM.
     """
+    with sigterm_as_interrupt():
+        # A session of its own: Ctrl-C reaches this process only, which then ends the launcher in good order.
+        process = subprocess.Popen(
+            list(command),
+            env=dict(env),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            with log_path.open("w") as log:
+                for line in process.stdout:
+                    log.write(line)
+                    log.flush()
+                    on_line(line.rstrip("\n"))
+            return process.wait()
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        finally:
+            stop(process)
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM raises ``KeyboardInterrupt`` in the main thread, as Ctrl-C does."""
     previous = signal.signal(signal.SIGTERM, _as_interrupt)
-    # A session of its own: Ctrl-C reaches this process only, which then ends the launcher in good order.
-    process = subprocess.Popen(
-        list(command),
-        env=dict(env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
     try:
-        with log_path.open("w") as log:
-            for line in process.stdout:
-                log.write(line)
-                log.flush()
-                on_line(line.rstrip("\n"))
-        return process.wait()
-    except KeyboardInterrupt:
-        return INTERRUPTED
+        yield
     finally:
-        stop(process)
         signal.signal(signal.SIGTERM, previous)
 
 

@@ -26,6 +26,11 @@ Interface = Annotated[str, typer.Option(metavar="NAME", help="Network interface 
 Environment = Annotated[
     list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A variable of the ranks; several times.")
 ]
+Gpu = Annotated[
+    str | None,
+    typer.Option("--gpu", metavar="TYPE", help="Refuse what does not fit in its memory; as `megasched plan`."),
+]
+Check = Annotated[bool, typer.Option(help="Begin the run here once, up to training.")]
 MaxRestarts = Annotated[int, typer.Option(min=0, help="In a row that bring no new checkpoint.")]
 
 
@@ -62,11 +67,8 @@ def slurm(
     chain: Annotated[
         int, typer.Option(min=1, metavar="N", help="Submit N of it, which run one after the other.")
     ] = 1,
-    gpu: Annotated[
-        str | None,
-        typer.Option(metavar="TYPE", help="Refuse what does not fit in its memory; as `megasched plan`."),
-    ] = None,
-    check: Annotated[bool, typer.Option(help="Begin the run here once, up to training.")] = True,
+    gpu: Gpu = None,
+    check: Check = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and submit nothing.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -74,7 +76,8 @@ def slurm(
 
     The script stays in the run's folder: edit it and submit it again as you like.
     """
-    from megasched.launch.slurm.script import SlurmJob, environment_of
+    from megasched.launch.job_script import environment_of
+    from megasched.launch.slurm.script import SlurmJob
     from megasched.report.launch_command import launch_slurm
 
     options = [
@@ -83,7 +86,7 @@ def slurm(
     ]
     job = SlurmJob(
         name=job_name,
-        run_folder=(folder or Path("runs") / job_name).absolute(),
+        run_folder=_run_folder(folder, job_name),
         directory=Path.cwd(),
         nodes=nodes,
         gpus_per_node=gpus_per_node,
@@ -102,6 +105,79 @@ def slurm(
         torchrun=torchrun,
     )
     launch_slurm(job, gpu=gpu, check_run=check, dry_run=dry_run, times=chain, as_json=as_json)
+
+
+@launch.command(
+    epilog="E.g. megasched launch torchrun --hosts node1,node2 --interface bond0 -- pretrain_gpt.py "
+    "--model-schedule auto --hf-model ./Qwen3-8B ..."
+)
+def torchrun(
+    command: Command,
+    hosts: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Started on them by ssh; this machine without it.")
+    ] = "",
+    gpus_per_node: GpusPerNode = 8,
+    job_name: JobName = "megasched",
+    folder: Folder = None,
+    interface: Interface = "",
+    env: Environment = None,
+    max_restarts: MaxRestarts = 3,
+    gpu: Gpu = None,
+    check: Check = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and start nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check a job, write its script, and run it by torchrun, here or on hosts, with restarts.
+
+    The hosts share the folders of the run, the checkpoints and the software. Ctrl-C ends it on all of them;
+    SIGUSR1 lets it save first.
+    """
+    from megasched.launch.job_script import environment_of
+    from megasched.launch.torchrun.script import TorchrunJob, hosts_of
+    from megasched.report.launch_command import launch_torchrun
+
+    job = TorchrunJob(
+        run_folder=_run_folder(folder, job_name),
+        directory=Path.cwd(),
+        hosts=hosts_of(hosts),
+        gpus_per_node=gpus_per_node,
+        script=command[0],
+        flags=tuple(command[1:]),
+        python=sys.executable,
+        interface=interface,
+        environment=environment_of(env or ()),
+        max_restarts=max_restarts,
+    )
+    raise typer.Exit(launch_torchrun(job, gpu=gpu, check_run=check, dry_run=dry_run, as_json=as_json))
+
+
+@launch.command(
+    epilog="E.g. megasched launch local --ranks 4 -- pretrain_gpt.py --model-schedule auto --hf-model ./Qwen3-8B "
+    "--hf-override num_hidden_layers=4 ..."
+)
+def local(
+    command: Command,
+    ranks: Annotated[int, typer.Option(min=1, help="Of the job.")],
+    job_name: JobName = "megasched",
+    folder: Folder = None,
+    check: Check = True,
+    as_json: Json = False,
+) -> None:
+    """Rehearse a job on this machine's CPU.
+
+    The losses are real; times and memory say nothing about a GPU.
+    """
+    from megasched.launch.local import LocalJob
+    from megasched.report.launch_command import launch_local
+
+    job = LocalJob(
+        run_folder=_run_folder(folder, job_name), ranks=ranks, script=command[0], given=tuple(command[1:])
+    )
+    raise typer.Exit(launch_local(job, check_run=check, as_json=as_json))
+
+
+def _run_folder(folder: Path | None, job_name: str) -> Path:
+    return (folder or Path("runs") / job_name).absolute()
 
 
 def status(

@@ -49,6 +49,17 @@ CASES = {
         ["launch", "slurm", "--nodes", "1", "--no-check", "--dry-run", "--", "pretrain_gpt.py"],
         {"facts", "warnings", "script"},
     ),
+    "launch torchrun": (
+        ["launch", "torchrun", "--hosts", "a,b", "--no-check", "--dry-run", "--", "pretrain_gpt.py"],
+        {"facts", "warnings", "script"},
+    ),
+    "launch local": (
+        [
+            *("launch", "local", "--ranks", "1", "--no-check", "--", "./printing.py"),
+            *("--model-schedule", "auto", "--hf-model", "llama"),
+        ],
+        {"facts", "warnings", "run_folder", "log", "status"},
+    ),
     "doctor": (["doctor"], {"runnable", "packages", "devices", "patches", "problems"}),
     "quickstart": (["quickstart", "--dir", "q"], {"machine", "script", "last_loss", "checkpoints", "next"}),
     "quickstart --dry-run": (["quickstart", "--dir", "q", "--dry-run"], {"machine", "layout", "script"}),

@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ("megasched/report/page_template", "megasched/planner/gpus")
+# Of jobs, and what they are made of.
+SCRIPTS = ("*.jinja", "*.sbatch")
 FOLDERS = {
     "patches": "megasched/patches",
     "launch": "megasched/launch",
@@ -53,6 +55,9 @@ def test_the_wheel_holds_every_module_under_one_top_level_name(wheel):
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     data = {"megasched/py.typed", "megasched/compatibility.json"}
     data |= {f"{folder}/{path.name}" for folder in DATA for path in (ROOT / folder).iterdir()}
+    data |= {
+        f"megasched/{path.relative_to(ROOT)}" for ending in SCRIPTS for path in (ROOT / "launch").rglob(ending)
+    }
     expected = modules_of(ROOT / "megasched", "megasched") | data
     for folder, place in FOLDERS.items():
         expected |= modules_of(ROOT / folder, place)

@@ -10,26 +10,16 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 from megasched.errors import ConfigError
+from megasched.launch.job_script import render_template, value_of
 
-TEMPLATE = Path(__file__).with_name("job.sbatch.jinja")
+TEMPLATE = "slurm/job.sbatch.jinja"
 # Of #SBATCH values. A path with a blank or a % would be read as something else.
 HARMLESS = re.compile(r"[\w./:,=+@\[\]()*&|!-]*", re.ASCII)
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
 NO_LIMIT = ("", "INFINITE", "UNLIMITED")
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-# How a run begins that a restart must not begin again with: flag -> whether a value follows.
-START_FLAGS = {
-    "--load": True,
-    "--finetune": False,
-    "--no-load-optim": False,
-    "--no-load-rng": False,
-    "--pretrained-checkpoint": True,
-}
-LONGEST_LINE = 100
 HEAD = "Look at it with `megasched status {run_folder}`; change what you like and submit it again with `sbatch`."
 
 
@@ -85,32 +75,6 @@ class SlurmJob:
         return value_of("--save", self.flags)
 
 
-def value_of(flag: str, flags: Sequence[str]) -> str:
-    """What argparse would take for a flag's value: the last one given; empty without one."""
-    found = ""
-    for word, following in pairwise([*flags, ""]):
-        if word == flag:
-            found = following
-        elif word.startswith(f"{flag}="):
-            found = word.partition("=")[2]
-    return found
-
-
-def environment_of(words: Sequence[str]) -> dict[str, str]:
-    """Variables of words ``NAME=VALUE``.
-
-    Raises:
-        ConfigError: a word is something else.
-    """
-    found = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not VARIABLE.fullmatch(name):
-            raise ConfigError(f"--env {word}: a variable is given as NAME=VALUE")
-        found[name] = value
-    return found
-
-
 def render(job: SlurmJob, head: str = "") -> str:
     """The batch script.
 
@@ -120,50 +84,27 @@ def render(job: SlurmJob, head: str = "") -> str:
     Raises:
         ConfigError: a value that sbatch would read as something else.
     """
-    from jinja2 import Environment, StrictUndefined
-
     options = _options(job)
     _refuse_odd(job, options)
-    start, rest = _start(job.flags)
-    # Nothing here is HTML: bash is what reads it, and every value goes through the filter `quote`.
-    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
-    environment.filters["quote"] = lambda value: shlex.quote(str(value))
     per = "torchrun on each node" if job.torchrun else "one task a GPU"
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    return render_template(
+        TEMPLATE,
+        script=job.script,
+        flags=job.flags,
         title=f"{job.world_size} GPUs on {job.nodes} nodes, {per}: {job.script}",
-        head=(head or HEAD.format(run_folder=job.run_folder)).splitlines(),
+        head=head or HEAD.format(run_folder=job.run_folder),
+        environment=job.environment,
         options=options,
         width=max(len(option) for option, why in options if why),
         run_folder=job.run_folder,
-        save=job.save,
         python=job.python,
         max_restarts=job.max_restarts,
-        command=['"$PYTHON" -u -m megasched ' + shlex.quote(job.script), *flag_lines(rest)],
-        start=shlex.join(start),
         torchrun=job.torchrun,
         interface=job.interface,
         threads=job.cpus_per_gpu or 1,
-        environment=[f"{name}={shlex.quote(value)}" for name, value in job.environment.items()],
         srun_options="".join(f" \\\n    {option}" for option in _srun_options(job)),
         gpus=job.gpus_per_node,
     )
-
-
-def flag_lines(flags: Sequence[str]) -> list[str]:
-    """Flags as lines of a bash array: each begins with a flag, short ones share a line."""
-    groups: list[list[str]] = []
-    for word in flags:
-        if word.startswith("--") or not groups:
-            groups.append([])
-        groups[-1].append(shlex.quote(word))
-    lines: list[str] = []
-    for group in groups:
-        text = " ".join(group)
-        if lines and len(lines[-1]) + 1 + len(text) <= LONGEST_LINE:
-            lines[-1] += f" {text}"
-        else:
-            lines.append(text)
-    return lines
 
 
 def _options(job: SlurmJob) -> list[tuple[str, str]]:
@@ -211,24 +152,6 @@ def _srun_options(job: SlurmJob) -> list[str]:
         found.append(f"--container-workdir={job.directory}")
     # srun does not take this over from sbatch since Slurm 22.05.
     return [*map(shlex.quote, found), *(['--cpus-per-task="$SLURM_CPUS_PER_TASK"'] if job.cpus_per_gpu else [])]
-
-
-def _start(flags: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The flags that only a run's first start has, and the rest."""
-    start: list[str] = []
-    rest: list[str] = []
-    taken = False
-    for word in flags:
-        name, equals, _ = word.partition("=")
-        if taken or name in START_FLAGS:
-            start.append(word)
-            taken = not taken and START_FLAGS[name] and not equals
-        else:
-            rest.append(word)
-    save = value_of("--save", flags)
-    if save and start in (["--load", save], [f"--load={save}"]):  # what a restart does anyway
-        return [], rest
-    return start, rest
 
 
 def _refuse_odd(job: SlurmJob, options: Sequence[tuple[str, str]]) -> None:

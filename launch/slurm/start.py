@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 
 from megasched.errors import ConfigError
-from megasched.files import write_whole
-from megasched.launch.checks import Checked, check
+from megasched.launch.checks import Checked, check, told
+from megasched.launch.job_script import write_script
 from megasched.launch.run_folder import RunFolder
 from megasched.launch.slurm.script import SlurmJob, render
 from megasched.launch.slurm.submit import refused_by_slurm, submit
@@ -50,29 +49,16 @@ def prepare(job: SlurmJob, *, gpu: str | None = None, check_run: bool = True, as
             if why := refused_by_slurm(script):
                 problems.append(f"Slurm: {why}")
     if problems:
-        raise ConfigError(told(problems))
+        raise ConfigError(told(problems, "submitted"))
     return Prepared(job, text, checked)
-
-
-def told(problems: list[str]) -> str:
-    """All that is wrong with a job, in one text."""
-    head = "this job would fail, and was not submitted:"
-    return "\n".join([head, *(f"  - {one}".replace("\n", "\n    ") for one in problems)])
 
 
 def write(prepared: Prepared) -> Path:
     """Puts the script into the run's folder; returns its path. A script that was there is kept beside it."""
     folder = RunFolder(prepared.job.run_folder)
     folder.logs.mkdir(parents=True, exist_ok=True)
-    if folder.script.exists() and folder.script.read_text(encoding="utf-8") != prepared.text:
-        number = 1 + sum(1 for _ in folder.path.glob(f"{folder.script.name}.*"))
-        folder.script.rename(folder.script.with_name(f"{folder.script.name}.{number}"))
-    write_whole(folder.script, [prepared.text])
-    folder.script.chmod(0o755)
-    job = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(prepared.job).items()}
     facts = prepared.checked.facts if prepared.checked else {}
-    written = datetime.now(UTC).isoformat(timespec="seconds")
-    folder.describe({"written": written, "job": job, "facts": facts, "jobs": []})
+    write_script(folder.script, prepared.text, prepared.job, facts)
     return folder.script
 
 

@@ -19,6 +19,7 @@ def write(path, modified):
 def test_names():
     run = RunFolder(Path("runs/llama"))
     assert run.script == Path("runs/llama/job.sbatch")
+    assert run.host_script == Path("runs/llama/job.sh")
     assert run.description == Path("runs/llama/job.json")
     assert run.batch_log("12") == Path("runs/llama/logs/12.log")
     assert run.attempt_folder("12", 1) == Path("runs/llama/logs/12-1")
@@ -33,6 +34,14 @@ def test_what_the_launcher_knew(tmp_path):
     run.description.write_text("{")
     with pytest.raises(ConfigError, match=r"job\.json: it is no JSON "):
         run.described()
+
+
+def test_each_attempt_has_a_number_of_its_own(tmp_path):
+    run = RunFolder(tmp_path)
+    for other in ("local-x", "my-local-7", "12-3", "local-10"):
+        run.logs.joinpath(other).mkdir(parents=True)
+    assert [run.begin_attempt("local"), run.begin_attempt("local"), run.begin_attempt("x*")] == [11, 12, 0]
+    assert run.attempt_folder("local", 12).is_dir()
 
 
 def test_attempts_come_in_the_order_of_their_last_lines(tmp_path):

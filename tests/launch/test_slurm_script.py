@@ -14,16 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasched.errors import ConfigError
-from megasched.launch.slurm.script import (
-    TEMPLATE,
-    SlurmJob,
-    environment_of,
-    flag_lines,
-    render,
-    seconds_of,
-    value_of,
-)
-from megasched.launch.slurm.templates import templates
+from megasched.launch.job_script import environment_of, flag_lines, value_of
+from megasched.launch.slurm.script import SlurmJob, render, seconds_of
+from megasched.launch.slurm.templates import FOLDER, templates
 
 JOB = SlurmJob(
     name="llama",
@@ -283,7 +276,7 @@ def test_the_last_value_of_a_flag_counts():
 @pytest.mark.parametrize("name", templates())
 def test_the_plain_scripts_are_what_the_tool_writes(name, tmp_path):
     """`python -m megasched.launch.slurm.templates` writes them anew."""
-    assert (TEMPLATE.parent / name).read_text(encoding="utf-8") == templates()[name]
+    assert (FOLDER / name).read_text(encoding="utf-8") == templates()[name]
 
 
 @pytest.mark.parametrize(

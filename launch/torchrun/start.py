@@ -1,0 +1,227 @@
+"""From a job to its ranks on every host, and to new starts of them after failures."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from threading import Event, Thread
+
+from megasched.errors import ConfigError
+from megasched.launch.checks import Checked, check, told
+from megasched.launch.failure_log import ENDED_BY
+from megasched.launch.job_script import write_script
+from megasched.launch.run_folder import RunFolder
+from megasched.launch.torchrun.nodes import CERTAIN, Nodes
+from megasched.launch.torchrun.script import TorchrunJob, render
+from megasched.launch.watched_run import INTERRUPTED, sigterm_as_interrupt, tail
+
+NAME = "torchrun"
+# A host that has gone is noticed after three of ServerAliveInterval.
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=30")
+SECONDS_TO_ASK = 60
+# So long times the starts that have brought nothing: a host may be coming up again.
+SECONDS_IN_VAIN = 30
+# Ranks that are still starting do not hear that they are to save.
+SECONDS_TO_SAY_AGAIN = 20
+# Of the log of the host that failed first.
+TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job that can be started.
+
+    Attributes:
+        text: its script.
+        checked: what the check has found; None where there was none.
+    """
+
+    job: TorchrunJob
+    text: str
+    checked: Checked | None = None
+
+
+def prepare(
+    job: TorchrunJob, *, gpu: str | None = None, check_run: bool = True, ask_hosts: bool = True
+) -> Prepared:
+    """Makes the script and looks everything over; nothing is written.
+
+    Args:
+        gpu: for the memory check, as ``megasched plan --gpu`` takes it.
+        check_run: begin the run once here, up to training.
+        ask_hosts: whether each can be reached and has what the script names.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    text = render(job)
+    checked = check(job.script, job.flags, job.world_size, gpu) if check_run else None
+    problems = list(checked.problems) if checked else []
+    if ask_hosts and job.hosts:
+        with ThreadPoolExecutor(len(job.hosts)) as pool:
+            problems += filter(None, pool.map(lambda host: _refused_by_host(job, host), job.hosts))
+    if problems:
+        raise ConfigError(told(problems))
+    return Prepared(job, text, checked)
+
+
+def _refused_by_host(job: TorchrunJob, host: str) -> str:
+    """Why a host can't run the script; empty if it can."""
+    command = over_ssh(host, ["ls", "-d", str(job.directory), job.python])
+    try:
+        found = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=SECONDS_TO_ASK
+        )
+    except OSError as error:
+        return f"ssh can't be started: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return f"host {host}: no answer within {SECONDS_TO_ASK} s"
+    said = "; ".join(line for line in found.stderr.splitlines() if line)
+    return f"host {host}: {said or f'status {found.returncode}'}" if found.returncode else ""
+
+
+def over_ssh(host: str, words: Sequence[str]) -> list[str]:
+    """A command on another host; ssh hands one string to the shell there."""
+    return [*SSH, "--", host, shlex.join(words)]
+
+
+def write(prepared: Prepared) -> Path:
+    """Puts the script into the run's folder; returns its path."""
+    folder = RunFolder(prepared.job.run_folder)
+    write_script(
+        folder.host_script, prepared.text, prepared.job, prepared.checked.facts if prepared.checked else {}
+    )
+    return folder.host_script
+
+
+@dataclass
+class Supervisor:
+    """Starts a job whose script is written, and starts it again after failures.
+
+    Attributes:
+        say: called with what the launcher itself has to say.
+        on_line: called with each line of the ranks, in a thread of its own.
+        starts: the numbers of the starts so far.
+    """
+
+    job: TorchrunJob
+    say: Callable[[str], None]
+    on_line: Callable[[bytes], None]
+    starts: list[int] = field(default_factory=list)
+    _asked_to_save: bool = False
+    _ended: Event = field(default_factory=Event)
+    _nodes: Nodes | None = None
+
+    def run(self) -> int:
+        """To its end; returns the status.
+
+        Ctrl-C and SIGTERM end the ranks; at SIGUSR1 they save and end. None of them is followed by a restart.
+        """
+        # In a thread: a handler that prints may have interrupted a print.
+        previous = signal.signal(signal.SIGUSR1, lambda *_: Thread(target=self._save_and_end, daemon=True).start())
+        try:
+            with sigterm_as_interrupt():
+                return self._run()
+        except KeyboardInterrupt:
+            self._say("ended by Ctrl-C or SIGTERM, and with it the ranks")
+            if self.starts:
+                with self._folder.node_log(NAME, self.starts[-1], 0).open("a") as log:
+                    log.write(f"{ENDED_BY}Ctrl-C or SIGTERM\n")
+            return INTERRUPTED
+        finally:
+            self._ended.set()
+            signal.signal(signal.SIGUSR1, previous)
+
+    def _run(self) -> int:
+        in_vain = 0
+        saved = self._last_saved()
+        while True:
+            status = self._start(saved)
+            if status == 0 or self._asked_to_save:
+                self._say(f"ended with status {status}")
+                return status
+            why = f"it ended with status {status}"
+            if status in CERTAIN:
+                self._say(f"{why}: the command or the numbers are wrong, and a restart mends neither")
+                return status
+            before, saved = saved, self._last_saved()
+            in_vain = in_vain + 1 if saved == before else 0
+            if in_vain > self.job.max_restarts:
+                self._say(f"{why}; {self.job.max_restarts} restarts have brought no checkpoint after {_of(saved)}")
+                return status
+            pause = SECONDS_IN_VAIN * in_vain
+            self._say(f"{why}: it is started again" + (f" in {pause} s" if pause else ""))
+            time.sleep(pause)
+            if self._asked_to_save:
+                return status
+
+    def _start(self, saved: str) -> int:
+        folder, job = self._folder, self.job
+        restart = folder.begin_attempt(NAME)
+        self.starts.append(restart)
+        place = ", ".join(job.hosts) or "this machine"
+        self._say(f"on {place}, last checkpoint: {_of(saved)}; logs: {folder.attempt_folder(NAME, restart)}")
+        env = {**os.environ} if job.hosts else {**os.environ, "MASTER_PORT": str(free_port())}
+        commands = [
+            (self._command(node, restart), folder.node_log(NAME, restart, node)) for node in range(job.nodes)
+        ]
+        with Nodes(commands, env=env, on_line=self.on_line) as self._nodes:
+            self._nodes.wait()
+            if self._nodes.failed and job.hosts:
+                node, status = self._nodes.failed
+                self._say(f"{job.hosts[node]} ended with status {status}: the others are ended")
+        if self._nodes.failed and job.hosts:
+            self.say(tail(folder.node_log(NAME, restart, self._nodes.failed[0]), TAIL_LINES))
+        return self._nodes.status
+
+    def _command(self, node: int, restart: int) -> list[str]:
+        words = ["bash", str(self._folder.host_script), str(node), str(restart)]
+        return over_ssh(self.job.hosts[node], words) if self.job.hosts else words
+
+    def _save_and_end(self) -> None:
+        self._asked_to_save = True
+        self._say("SIGUSR1: the ranks save and end" + ("" if self.job.save else ", if there were a --save"))
+        while not self._ended.is_set():
+            if self._nodes is not None:
+                self._nodes.ask_to_save()
+            self._ended.wait(SECONDS_TO_SAY_AGAIN)
+
+    def _last_saved(self) -> str:
+        """Megatron's own word on the newest checkpoint; empty without one."""
+        if self.job.save is None:
+            return ""
+        try:
+            return (self.job.save / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8").strip()
+        except OSError:
+            return ""
+
+    def _say(self, text: str) -> None:
+        start = f", restart {self.starts[-1]}" if self.starts else ""
+        line = f"{datetime.now():%Y-%m-%d %H:%M:%S} megasched: {NAME}{start}: {text}"
+        self.say(line)
+        with self._folder.batch_log(NAME).open("a") as log:
+            log.write(f"{line}\n")
+
+    @property
+    def _folder(self) -> RunFolder:
+        return RunFolder(self.job.run_folder)
+
+
+def _of(saved: str) -> str:
+    return f"iteration {saved}" if saved else "none"
+
+
+def free_port() -> int:
+    """A TCP port that nobody here listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]

@@ -1,0 +1,95 @@
+"""A rehearsal on this machine: its command, what it warns of, and its ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megasched.launch import local
+from megasched.launch.local import LocalJob, narrow
+from megasched.launch.status import RunReader
+from tests import tiny
+
+ROOT = Path(__file__).parents[2]
+JOB = LocalJob(run_folder=Path("/runs/llama"), ranks=2, script="pretrain_gpt.py", given=("--lr", "1e-3"))
+# In the place of training.
+SCRIPT = """
+import os, sys, time
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "a b" in sys.argv, flush=True)
+print({name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")})
+END
+"""
+
+
+def begin(folder: Path, end: str, *flags: str, **variables: str) -> subprocess.Popen[str]:
+    (folder / "pretrain_gpt.py").write_text(SCRIPT.replace("END", end))
+    model = tiny.save("llama", folder / "model")
+    command = [sys.executable, "-m", "megasched", "launch", "local", "--ranks", "2", "--no-check", "--dir", "run"]
+    command += ["--", "./pretrain_gpt.py", "--model-schedule", "auto", "--hf-model", model, *flags]
+    unset = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
+    env = {name: value for name, value in os.environ.items() if name not in unset}
+    env |= {"PYTHONPATH": str(ROOT), **variables}
+    return subprocess.Popen(
+        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_rehearsal_says_so_once():
+    assert JOB.flags == ["--rehearse", "--lr", "1e-3"]
+    assert replace(JOB, given=("--lr", "1", "--rehearse")).flags == ["--lr", "1", "--rehearse"]
+
+
+def test_the_output_goes_to_the_log_and_on_and_the_status_is_the_ranks(tmp_path):
+    process = begin(tmp_path, "sys.exit(17 * int(os.environ['RANK']))", "a b", OMP_NUM_THREADS="3")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 17, err
+    log = (tmp_path / "run" / "logs" / "local-0" / "node-0.log").read_text()
+    assert log == out
+    assert {"rank 0 of 2 True", "rank 1 of 2 True"} <= set(log.splitlines())
+    assert "{'OMP_NUM_THREADS': '3', 'GLOO_SOCKET_IFNAME': 'lo', 'CUDA_VISIBLE_DEVICES': ''}" in log
+    assert "REHEARSAL: no GPU is used" in log
+    assert "exitcode  : 17" in log
+
+
+def test_sigterm_ends_all_ranks(tmp_path):
+    process = begin(tmp_path, "print(os.getpid(), flush=True); time.sleep(200)")
+    ranks = []
+    while len(ranks) < 2:
+        line = process.stdout.readline()
+        assert line
+        ranks += [int(line)] if line.strip().isdecimal() else []
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert not any(psutil.pid_exists(rank) for rank in ranks)
+    found = RunReader(str(tmp_path / "run")).look()
+    assert (found.state, found.error) == ("stopped", "ended by Ctrl-C or SIGTERM")
+
+
+def test_each_start_has_a_log_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "run_watched", lambda command, *, env, log_path, on_line: log_path.write_text("x"))
+    logs = []
+    for _ in range(2):
+        local.run(replace(JOB, run_folder=tmp_path), on_start=logs.append, on_line=print)
+    assert logs == [tmp_path / "logs" / f"local-{restart}" / "node-0.log" for restart in (0, 1)]
+
+
+def test_what_a_machine_has_too_little_of(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert narrow(2, {}) == []
+    assert narrow(3, {}) == ["3 ranks share 2 cores: they take turns, and may be slow"]
+    (found,) = narrow(2, {"checkpoint_bytes": psutil.virtual_memory().total * 1000})
+    assert "GiB of memory are free" in found
+
+
+@pytest.mark.parametrize("ranks", ["0", "-1"])
+def test_there_is_a_rank(ranks):
+    command = [sys.executable, "-m", "megasched", "launch", "local", "--ranks", ranks, "--", "pretrain_gpt.py"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False, timeout=60).returncode == 2
