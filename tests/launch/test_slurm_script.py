@@ -156,7 +156,7 @@ def test_torchrun_meets_at_the_first_node_and_not_where_an_earlier_start_did(ben
     for restart in ("0", "1"):
         bench.run(bench.job(torchrun=True), SLURM_RESTART_COUNT=restart)
         (words,) = bench.called("srun")
-        at = words.index("torch.distributed.run")
+        at = words.index("megasched.launch.torchrun.node")
         assert words[at - 2 : at] == ["python", "-m"]
         assert {"--nnodes=2", "--nproc-per-node=8", f"--rdzv-id=77-{restart}", "--no-python"} <= set(words)
         (endpoint,) = [word for word in words if word.startswith("--rdzv-endpoint=node3:")]

@@ -154,3 +154,16 @@ def test_restarts_that_bring_nothing_end(lab, night):
     said = night.folder.batch_log(str(job)).read_text()
     assert [restart for _, restart in night.starts(job)] == [0, 1, 2]
     assert "1 restarts have brought no checkpoint after iteration 0: given up" in said
+
+
+def test_by_torchrun(lab, night, undisturbed):
+    """One task a node; the ranks meet over the nodes' own addresses, and the signal does torchrun no harm."""
+    night.changes = {"torchrun": True}
+    job = night.submit()
+    night.reach(job, SAVE_INTERVAL + 1)
+    lab.run("scancel", "--batch", "--signal=USR1", str(job), check=True)
+    lab.wait(job, "COMPLETED", seconds=LONG)
+    assert "it has saved before the time limit: requeued" in night.folder.batch_log(str(job)).read_text()
+    assert night.starts(job) == [(job, 0), (job, 1)]
+    night.check_equal(undisturbed, job)
+    night.check_saved()
