@@ -55,7 +55,7 @@ CASES = {
     ),
     "launch local": (
         [
-            *("launch", "local", "--ranks", "1", "--no-check", "--", "./printing.py"),
+            *("launch", "local", "--ranks", "1", "--no-check", "--", "./trains_nothing.py"),
             *("--model-schedule", "auto", "--hf-model", "llama"),
         ],
         {"facts", "warnings", "run_folder", "log", "status"},
@@ -99,6 +99,7 @@ def folder(tmp_path_factory):
     (folder / "empty").mkdir()
     (folder / "run").mkdir()
     (folder / "run" / "train.log").write_text(TRAINED)
+    (folder / "trains_nothing.py").touch()
     (folder / "printing.py").write_text(SCHEDULE)
     (folder / "printing_space.py").write_text(SPACE)
     return folder
