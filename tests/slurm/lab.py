@@ -44,8 +44,11 @@ LAST_STATES = frozenset(
     ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"]
 )
 UP_STATES = frozenset(["allocated", "completing", "idle", "mixed"])
-# Variables that Slurm's commands read, and pytest's own: a job must not find those of the tests.
-OTHERS = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SCANCEL|SCONTROL|SINFO|SQUEUE|PYTEST)_")
+# Variables that Slurm's commands read, pytest's own, and the network of the machine: a job must not find those of the
+# tests.
+OTHERS = re.compile(
+    r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SCANCEL|SCONTROL|SINFO|SQUEUE|PYTEST)_|(GLOO|NCCL)_SOCKET_IFNAME$"
+)
 BRIDGE = "nodes"
 TAIL = 20  # lines of each log in an error
 
