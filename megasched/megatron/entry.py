@@ -29,6 +29,8 @@ BUILDER = "megasched.megatron.builder.ScheduledModelBuilder"
 SUPPORTED_MEGATRON = ">=0.19,<0.20"
 TRACEBACK = "MEGASCHED_TRACEBACK"
 
+# Exit status of what megasched raises on purpose.
+REFUSED = 2
 # How long a rank other than 0 holds its message back: mostly the fault is everybody's, rank 0 has said it
 # and the launcher ends this process meanwhile. Staggered, so that of several such ranks one speaks.
 GRACE_SECONDS = 4.0
@@ -54,8 +56,9 @@ def run_script(script: str, argv: Sequence[str]) -> None:
 
     It returns when the script does. On a failure the process ends here, without clean-up of threads and
     process groups that could hang: status 1, or what the script passed to ``sys.exit``. What megasched
-    raises on purpose is one message on stderr (with the traceback if MEGASCHED_TRACEBACK=1), anything else
-    a traceback.
+    raises on purpose is one message on stderr (with the traceback if MEGASCHED_TRACEBACK=1) and status 2, as
+    argparse has it: the same command would fail again, so launchers do not restart it. Anything else is a
+    traceback.
 
     Args:
         script: path of the user's script, or the name of one that megasched brings along.
@@ -254,7 +257,7 @@ def _fail(error: MegaschedError) -> NoReturn:
     if os.environ.get(TRACEBACK) == "1":
         traceback.print_exception(error)
     print(f"megasched: error{where}: {error}", file=sys.stderr)
-    _end(1)
+    _end(REFUSED)
 
 
 def _end(status: int) -> NoReturn:

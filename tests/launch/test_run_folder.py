@@ -32,7 +32,7 @@ def test_what_the_launcher_knew(tmp_path):
     run.describe({"jobs": ["7"]})
     assert run.described() == {"jobs": ["7"]}
     run.description.write_text("{")
-    with pytest.raises(ConfigError, match=r"job\.json: it is no JSON "):
+    with pytest.raises(ConfigError, match=r"job\.json: it is no JSON:"):
         run.described()
 
 

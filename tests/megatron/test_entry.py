@@ -96,7 +96,7 @@ def test_bad_input_is_one_message(tmp_path: Path, hf_model: str, name: str, flag
     script(tmp_path, "raise SystemExit('the script must not run')")
     start = time.monotonic()
     done = run(name, *flags.format(hf=hf_model).split(), cwd=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("megasched: error: ")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
@@ -105,14 +105,14 @@ def test_bad_input_is_one_message(tmp_path: Path, hf_model: str, name: str, flag
 
 def test_traceback_when_asked_for(tmp_path: Path) -> None:
     done = run("absent.py", cwd=tmp_path, MEGASCHED_TRACEBACK="1")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "Traceback" in done.stderr
     assert "absent.py: no such script" in done.stderr
 
 
 def test_a_rank_of_slurm_names_itself(tmp_path: Path) -> None:
     done = run("absent.py", cwd=tmp_path, SLURM_PROCID="1", SLURM_LOCALID="1")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == "megasched: error on rank 1: absent.py: no such script\n"
 
 
@@ -250,7 +250,7 @@ def test_a_rehearsal_refuses_what_the_cluster_would(tmp_path: Path, hf_model: st
     path = script(tmp_path, "raise SystemExit('the script must not run')")
     flags = f"--model-schedule auto --hf-model {hf_model} --rehearse --fp4-format e2m1"
     done = run(path, *flags.split())
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "--fp4-format e2m1: 4-bit training is not available" in done.stderr
 
 

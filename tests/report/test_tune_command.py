@@ -1,7 +1,6 @@
 """The command ``megasched tune``, on a stand-in for the trainer."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -93,8 +92,8 @@ def test_ctrl_c_ends_the_trial_and_leaves_nothing_behind(run, tmp_path):
         (["--slurm"], None, "sbatch: no such program"),
     ],
 )
-def test_what_can_not_be_used_is_one_message(run, options, command, message, monkeypatch):
-    monkeypatch.setenv("PATH", os.defpath)
+def test_what_can_not_be_used_is_one_message(run, options, command, message, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
     status, _, err = run(*options, command=command or [sys.executable, TRAINER])
     assert status == 1
     assert err.startswith("megasched: error: ")

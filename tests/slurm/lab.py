@@ -44,8 +44,7 @@ LAST_STATES = frozenset(
     ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"]
 )
 UP_STATES = frozenset(["allocated", "completing", "idle", "mixed"])
-# Variables that Slurm's commands read, pytest's own, and the network of the machine: a job must not find those of the
-# tests.
+# Variables that Slurm's commands read, pytest's own, and the machine's network: jobs must not find those of tests.
 OTHERS = re.compile(
     r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SCANCEL|SCONTROL|SINFO|SQUEUE|PYTEST)_|(GLOO|NCCL)_SOCKET_IFNAME$"
 )

@@ -22,6 +22,17 @@ def schedule(sch, layout):
     auto(sch, layout)
     sch["model.layers.0"].hook("fw_pre", lambda module, inputs: time.sleep(0.2))
 """
+# As `auto`, and the first step fails.
+BROKEN = """
+from megasched.model_adapters.default_schedule import schedule as auto
+
+def fail(module, inputs):
+    raise RuntimeError("a GPU has fallen off the bus")
+
+def schedule(sch, layout):
+    auto(sch, layout)
+    sch["model.layers.0"].hook("fw_pre", fail)
+"""
 # A first start on two loaded cores.
 LONG = 300
 
@@ -147,13 +158,23 @@ def test_two_jobs_in_a_chain(lab, night, undisturbed):
 
 
 def test_restarts_that_bring_nothing_end(lab, night):
+    schedule = night.folder.path / "broken.py"
+    schedule.write_text(BROKEN)
+    night.options = ("--model-schedule", str(schedule), "--allow-unverified")
     night.changes = {"max_restarts": 1}
-    night.options = ("--hf-override", "no_such_field=1")
     job = night.submit()
     lab.wait(job, "FAILED", seconds=LONG)
     said = night.folder.batch_log(str(job)).read_text()
     assert [restart for _, restart in night.starts(job)] == [0, 1, 2]
     assert "1 restarts have brought no checkpoint after iteration 0: given up" in said
+
+
+def test_a_refused_command_is_not_restarted(lab, night):
+    night.options = ("--hf-override", "no_such_field=1")
+    job = night.submit()
+    lab.wait(job, "FAILED", seconds=LONG)
+    assert [restart for _, restart in night.starts(job)] == [0]
+    assert "a restart mends neither" in night.folder.batch_log(str(job)).read_text()
 
 
 def test_by_torchrun(lab, night, undisturbed):
