@@ -58,6 +58,7 @@ if [[ -e $CALLS.slow ]]; then
     sleep 1
     cat "$CALLS.slow" >"${log/\\%n/0}"
 fi
+printf "%s" "${TOLD:-}" >&2
 exit "${STATUS:-0}"
 """,
     "scontrol": 'if [[ $1 == show ]]; then printf "node3\\nnode4\\n"; fi\n',
@@ -197,6 +198,19 @@ def test_what_ends_how_is_requeued_or_not(bench, status, requeued):
 
 
 SAVED = "0: [exiting program after receiving SIGTERM.] datetime: 2026-11-22 15:42:53"
+
+
+@pytest.mark.parametrize(("first", "requeued"), [(2, False), (1, True)])
+def test_the_status_is_of_the_task_that_failed_first(bench, first, requeued):
+    """The others are ended by srun, and its own status is the highest."""
+    told = (
+        f"srun: error: node3: tasks 0,2: Exited with exit code {first}\nsrun: error: node4: task 9: Terminated\n"
+        "srun: error: node4: task 1: Exited with exit code 9\n"
+    )
+    process = bench.begin(bench.job(), STATUS="143", TOLD=told)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (first, told)
+    assert (["requeue", "77"] in bench.called("scontrol")) == requeued
 
 
 @pytest.mark.parametrize(
