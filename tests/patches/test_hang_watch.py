@@ -39,7 +39,7 @@ FLAGS = """--rehearse --hf-random-init --tensor-model-parallel-size 2 --seq-leng
 
 def run(tmp_path, limit):
     (tmp_path / "schedule.py").write_text(SCHEDULE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     command += ["-m", "megasched", "pretrain_gpt.py", "--model-schedule", str(tmp_path / "schedule.py")]
     command += ["--hf-model", tiny.save("llama", tmp_path / "model"), *FLAGS.split(), limit]
     command += ["--data-cache-path", str(tmp_path / "cache")]
