@@ -33,7 +33,7 @@ class _Stopped(SystemExit):
 
 def main() -> None:
     out, script, *flags = sys.argv[1:]
-    found: dict[str, Any] = {"problems": []}
+    found: dict[str, Any] = {"problems": [], "warnings": []}
     try:
         _begin(script, flags, found)
     except _Stopped:
@@ -62,11 +62,7 @@ def _begin(script: str, flags: list[str], found: dict[str, Any]) -> None:
 
     path, bundled = entry.find_script(script)
     entry.check_inputs(script, entry.own_flags(flags))
-    if not bundled:
-        entry.put_first(path.parent)
-    entry.find_megatron()
-    entry._apply_patches("force")
-    entry._set_builder()
+    entry.arrange_process(path, bundled, "force")
     if find_spec("transformer_engine") is None or rehearsal_mode(flags):
         entry.refuse_unsupported(flags)
         fit = rehearsal_flags(flags)
@@ -101,6 +97,11 @@ def _look(config: Any, found: dict[str, Any]) -> None:
     layout = session.plan.layout
     microbatches = args.global_batch_size // (args.micro_batch_size * layout.data_parallel_size)
     found["problems"] += [*_interleaving(args, layout, microbatches), *_data(args)]
+    if args.log_straggler and find_spec("pynvml") is None:
+        found["warnings"].append(
+            "--log-straggler asks for the temperature and power of GPUs, by nvidia-ml-py, which is not installed "
+            "here; where it is missing the run fails at the first log interval: pip install nvidia-ml-py"
+        )
     numbers = sum(p.numel() for p in session.definition.parameters())
     trained = sum(p.numel() for p in session.definition.parameters() if p.requires_grad)
     of_optimizer = 0 if args.no_save_optim else trained * _OF_OPTIMIZER

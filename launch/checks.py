@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megasched.errors import ConfigError
+from megasched.planner.hardware import GIB, Hardware, load_hardware
 
 SECONDS = 600
-GIB = 1 << 30
 # Megatron writes a checkpoint before it removes an older one.
 CHECKPOINTS = 2
 
@@ -45,16 +45,15 @@ def check(script: str, flags: Sequence[str], world_size: int, gpu: str | None = 
     Raises:
         ConfigError: no such GPU; the process did not come to an end.
     """
-    hardware = _hardware(gpu)
+    hardware: Hardware | None = load_hardware(gpu) if gpu is not None else None
     facts = _run(script, flags, world_size)
-    problems, warnings = list(facts.pop("problems")), []
+    problems, warnings = list(facts.pop("problems")), list(facts.pop("warnings"))
     if "memory" in facts and hardware is not None:
-        most, limit = max(facts["memory"]) / GIB, hardware.memory_gib - hardware.reserved_gib
+        most, limit = max(facts["memory"]), hardware.usable_bytes
         if most > limit:
-            rank = facts["memory"].index(max(facts["memory"]))
             problems.append(
-                f"pipeline rank {rank} needs {most:.1f} GiB, and {limit:.1f} GiB of a {hardware.name} fit one; "
-                "`megasched plan` finds layouts that fit"
+                f"pipeline rank {facts['memory'].index(most)} needs {most / GIB:.1f} GiB, and "
+                f"{limit / GIB:.1f} GiB of a {hardware.name} fit one; `megasched plan` finds layouts that fit"
             )
     warnings += [f"not checked without a GPU's software: {flag}" for flag in facts.pop("unchecked", ())]
     if why := facts.get("memory_unknown"):
@@ -70,14 +69,6 @@ def told(problems: Sequence[str], intent: str = "started") -> str:
     """All that is wrong with a job, in one text; ``intent`` is what was not done."""
     head = f"this job would fail, and was not {intent}:"
     return "\n".join([head, *(f"  - {one}".replace("\n", "\n    ") for one in problems)])
-
-
-def _hardware(gpu: str | None) -> Any:
-    if gpu is None:
-        return None
-    from megasched.planner.hardware import load_hardware
-
-    return load_hardware(gpu)
 
 
 def _run(script: str, flags: Sequence[str], world_size: int) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from typing import Any
 
 import psutil
 
-from megasched.launch.failure_log import ENDED_BY
 from megasched.launch.run_folder import RunFolder
+from megasched.launch.status.failure_log import ENDED_BY
 from megasched.launch.torchrun.start import free_port
 from megasched.launch.watched_run import INTERRUPTED, run_watched
+from megasched.planner.hardware import GIB
 
 NAME = "local"
-GIB = 1 << 30
 # Ranks share the cores, and gloo must not look for them by this machine's name. What the user has set stays.
 DEFAULTS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -44,7 +44,7 @@ class LocalJob:
 
 
 def run(job: LocalJob, *, on_start: Callable[[Path], None], on_line: Callable[[str], None]) -> int:
-    """Runs it to its end; Ctrl-C and SIGTERM end it, and its ranks.
+    """Runs it to its end; Ctrl-C, SIGTERM and SIGKILL end it, and its ranks.
 
     Args:
         on_start: called with the log.
@@ -57,6 +57,7 @@ def run(job: LocalJob, *, on_start: Callable[[Path], None], on_line: Callable[[s
     log = folder.node_log(NAME, folder.begin_attempt(NAME), 0)
     on_start(log)
     command = [
+        *(sys.executable, "-m", "megasched.launch.with_parent", str(os.getpid())),
         *(sys.executable, "-m", "megasched.launch.torchrun.node", f"--nproc-per-node={job.ranks}"),
         *("--master-addr=127.0.0.1", f"--master-port={free_port()}", "--no-python"),
         *(sys.executable, "-u", "-m", "megasched", job.script, *job.flags),

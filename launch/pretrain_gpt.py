@@ -24,6 +24,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import (
     StragglerDetector,
+    flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
@@ -31,21 +32,25 @@ from megatron.core.utils import (
 from megatron.training import get_args, get_timers, inprocess_restart, pretrain, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megasched.errors import ConfigError
+from megasched.launch.sft import PACKED_FIELDS, packed_seq_params
 
 Batch = dict[str, torch.Tensor | None]
 LossReport = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 BATCH_FIELDS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
 
+# Made once: Megatron's class has one object, and each call of the class switches it off again.
+straggler = StragglerDetector()
+
 # A loss this many times the largest one seen so far counts as a spike (--check-for-spiky-loss).
 SPIKE_FACTOR = 10
 
 # Megatron's flag (its name in `args`) -> why this script can't serve it.
 UNSUPPORTED = {
-    "sft": "fine-tuning data arrives as packed sequences",
     "fim_data": "fill-in-the-middle data needs Megatron-LM's own dataset",
     "dataloader_inter_document_masking": "it packs documents into one sequence",
     "hybrid_context_parallel": "it packs sequences of different lengths",
@@ -72,9 +77,14 @@ def refuse_unsupported(args: Namespace) -> None:
 # ---- data -------------------------------------------------------------------------------------------
 
 
+def uses_batches(vp_stage: int | None) -> bool:
+    """Whether a stage needs anything of a batch: tokens (first), labels (last), or where sequences begin (all)."""
+    return get_args().sft or is_first_or_last_pipeline_stage(vp_stage)
+
+
 def holds_data(vp_stage: int | None) -> bool:
-    """Whether this rank reads samples: TP rank 0 of the stages that see tokens (first) or labels (last)."""
-    return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+    """Whether this rank reads samples: TP rank 0 of the stages that use them."""
+    return mpu.get_tensor_model_parallel_rank() == 0 and uses_batches(vp_stage)
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
@@ -121,7 +131,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     args = get_args()
     print_rank_0("> building train, validation and test datasets ...")
     datasets = BlendedMegatronDatasetBuilder(
-        MockGPTDataset if args.mock_data else GPTDataset,
+        SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset,
         num_samples,
         partial(holds_data, vp_stage),
         dataset_config(args),
@@ -144,19 +154,22 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage:
     Returns:
         ``tokens``, ``position_ids``, ``labels`` (int64) and ``loss_mask`` (float32), each
         [micro_batch_size, seq_length / CP], and ``attention_mask`` (bool, True = masked) or None. A stage
-        gets what it uses: the first no labels, the last no tokens, one in between nothing at all.
+        gets what it uses: the first no labels, the last no tokens, one in between nothing at all. Under ``--sft``
+        all rows are one, [1, micro_batch_size * seq_length], and every stage gets ``cu_seqlens`` [1, n + 1]
+        (int32) and ``max_seqlen`` [1].
     """
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return dict.fromkeys(BATCH_FIELDS)
     args = get_args()
+    fields = (*BATCH_FIELDS, *PACKED_FIELDS) if args.sft else BATCH_FIELDS
+    if not uses_batches(vp_stage):
+        return dict.fromkeys(fields)
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch: Batch = {}
     if tp_rank == 0:
         sample = next(data_iterator)
-        batch = {name: sample[name].cuda(non_blocking=True) for name in BATCH_FIELDS if name in sample}
+        batch = {name: sample[name].cuda(non_blocking=True) for name in fields if name in sample}
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=args.sft,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -171,7 +184,10 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage:
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
     # CP cuts whatever is there, so what belongs to no field must not be in it.
-    batch = {name: batch.get(name) for name in BATCH_FIELDS}
+    used = fields if is_first_or_last_pipeline_stage(vp_stage) else PACKED_FIELDS
+    batch = {name: batch.get(name) if name in used else None for name in fields}
+    if args.sft:  # CP is refused with it
+        return flatten_batch_for_packed_sequences(batch)
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
 
 
@@ -221,11 +237,11 @@ def forward_step(
     data_iterator: Iterator[dict[str, torch.Tensor]] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossReport]]:
     """Run one model chunk on one micro-batch; what it returns goes over the wire or into the loss."""
-    straggler = StragglerDetector()
     timer = get_timers()("batch-generator", log_level=2)
     timer.start()
     with straggler(bdata=True):
         batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    packed = packed_seq_params(batch.get("cu_seqlens"), batch.get("max_seqlen"), get_args().seq_length)
     timer.stop()
     with straggler:
         output_tensor = model(
@@ -234,6 +250,7 @@ def forward_step(
             batch["attention_mask"],
             labels=batch["labels"],
             loss_mask=batch["loss_mask"],
+            packed_seq_params=packed,
         )
     return output_tensor, partial(loss_func, batch["loss_mask"])
 

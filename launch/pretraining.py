@@ -17,13 +17,12 @@ import torch
 from megatron.core import mpu
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel import broadcast_data
-from megatron.core.utils import StragglerDetector
 from megatron.training import get_args, get_timers, inprocess_restart, pretrain, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megasched.launch.pretrain_gpt import LossReport, get_embedding_ranks, loss_func
+from megasched.launch.pretrain_gpt import LossReport, get_embedding_ranks, loss_func, straggler
 from megasched.objectives import Objective
 
 Batch = dict[str, torch.Tensor]
@@ -91,7 +90,6 @@ def forward_step(
     data_iterator: Iterator[Batch] | None, model: torch.nn.Module, *, objective: Objective
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossReport]]:
     """Run one model chunk on one micro-batch; what it returns goes over the wire or into the loss."""
-    straggler = StragglerDetector()
     timer = get_timers()("batch-generator", log_level=2)
     timer.start()
     with straggler(bdata=True):

@@ -192,7 +192,7 @@ def status(
 
     It needs no GPU, and reads nothing but the logs.
     """
-    from megasched.launch.status import RunReader
+    from megasched.launch.status.run_status import RunReader
 
     if watch and as_json:
         raise typer.BadParameter("--json prints one object, and --watch prints again and again: pass one of them")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from megasched.patches.attributes import Undo, resolve, set_attribute, undo_all
+from megasched.patches.attributes import Undo, call_after, resolve, set_attribute, undo_all
 from megasched.patches.registry import Patch
 
 _STEP = "megatron.training.training:train_step"
@@ -14,7 +14,7 @@ _watches: list[Any] = []
 
 
 def _change() -> Undo:
-    train_step, pretrain = resolve(_STEP), resolve(_PRETRAIN)
+    train_step = resolve(_STEP)
 
     @wraps(train_step)
     def watched(*given: Any, **named: Any) -> Any:
@@ -32,19 +32,16 @@ def _change() -> Undo:
         _watches[0].step()
         return result
 
-    @wraps(pretrain)
-    def ended(*given: Any, **named: Any) -> Any:
-        try:
-            return pretrain(*given, **named)
-        finally:
-            while _watches:
-                _watches.pop().end()
-
     undos = [
         set_attribute(_STEP, watched),
-        set_attribute(_PRETRAIN, ended, rebind=("megatron", "megasched")),
+        call_after(_PRETRAIN, _end, rebind=("megatron", "megasched")),
     ]
     return lambda: undo_all(undos)
+
+
+def _end() -> None:
+    while _watches:
+        _watches.pop().end()
 
 
 PATCH = Patch(

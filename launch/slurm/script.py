@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megasched.errors import ConfigError
-from megasched.launch.job_script import render_template, value_of
+from megasched.launch.job_script import render_template
 
 TEMPLATE = "slurm/job.sbatch.jinja"
 # Of #SBATCH values. A path with a blank or a % would be read as something else.
@@ -68,11 +68,6 @@ class SlurmJob:
     @property
     def world_size(self) -> int:
         return self.nodes * self.gpus_per_node
-
-    @property
-    def save(self) -> str:
-        """The ``--save`` folder; empty without one."""
-        return value_of("--save", self.flags)
 
 
 def render(job: SlurmJob, head: str = "") -> str:

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from megasched.errors import ConfigError
-from megasched.launch.checks import Checked, check, told
 from megasched.launch.job_script import write_script
+from megasched.launch.prepared import Prepared, look_over
 from megasched.launch.run_folder import RunFolder
 from megasched.launch.slurm.script import SlurmJob, render
 from megasched.launch.slurm.submit import refused_by_slurm, submit
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A job that can be submitted.
-
-    Attributes:
-        text: its script.
-        checked: what the check has found; None where there was none.
-    """
-
-    job: SlurmJob
-    text: str
-    checked: Checked | None = None
-
-
-def prepare(job: SlurmJob, *, gpu: str | None = None, check_run: bool = True, ask_slurm: bool = True) -> Prepared:
+def prepare(
+    job: SlurmJob, *, gpu: str | None = None, check_run: bool = True, ask_slurm: bool = True
+) -> Prepared[SlurmJob]:
     """Makes the script and looks everything over; nothing is written.
 
     Args:
@@ -40,25 +28,24 @@ def prepare(job: SlurmJob, *, gpu: str | None = None, check_run: bool = True, as
         ConfigError: with everything that is wrong.
     """
     text = render(job)
-    checked = check(job.script, job.flags, job.world_size, gpu) if check_run else None
-    problems = list(checked.problems) if checked else []
-    if ask_slurm:
-        with tempfile.TemporaryDirectory() as folder:
-            script = Path(folder) / "job.sbatch"
-            script.write_text(text, encoding="utf-8")
-            if why := refused_by_slurm(script):
-                problems.append(f"Slurm: {why}")
-    if problems:
-        raise ConfigError(told(problems, "submitted"))
-    return Prepared(job, text, checked)
+    ask = partial(_refused, text) if ask_slurm else None
+    return look_over(job, text, gpu=gpu, check_run=check_run, ask=ask, intent="submitted")
 
 
-def write(prepared: Prepared) -> Path:
+def _refused(text: str) -> Iterator[str]:
+    """Why the cluster can't run a script."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "job.sbatch"
+        script.write_text(text, encoding="utf-8")
+        if why := refused_by_slurm(script):
+            yield f"Slurm: {why}"
+
+
+def write(prepared: Prepared[SlurmJob]) -> Path:
     """Puts the script into the run's folder; returns its path. A script that was there is kept beside it."""
     folder = RunFolder(prepared.job.run_folder)
     folder.logs.mkdir(parents=True, exist_ok=True)
-    facts = prepared.checked.facts if prepared.checked else {}
-    write_script(folder.script, prepared.text, prepared.job, facts)
+    write_script(folder.script, prepared.text, prepared.job, prepared.facts)
     return folder.script
 
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 
-from megasched.errors import ConfigError
-from megasched.launch.checks import Checked, check, told
-from megasched.launch.failure_log import ENDED_BY
 from megasched.launch.job_script import write_script
+from megasched.launch.prepared import Prepared, look_over
 from megasched.launch.run_folder import RunFolder
+from megasched.launch.status.failure_log import ENDED_BY
 from megasched.launch.torchrun.nodes import CERTAIN, Nodes
 from megasched.launch.torchrun.script import TorchrunJob, render
 from megasched.launch.watched_run import INTERRUPTED, sigterm_as_interrupt, tail
@@ -36,23 +36,9 @@ SECONDS_TO_SAY_AGAIN = 20
 TAIL_LINES = 20
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A job that can be started.
-
-    Attributes:
-        text: its script.
-        checked: what the check has found; None where there was none.
-    """
-
-    job: TorchrunJob
-    text: str
-    checked: Checked | None = None
-
-
 def prepare(
     job: TorchrunJob, *, gpu: str | None = None, check_run: bool = True, ask_hosts: bool = True
-) -> Prepared:
+) -> Prepared[TorchrunJob]:
     """Makes the script and looks everything over; nothing is written.
 
     Args:
@@ -63,15 +49,14 @@ def prepare(
     Raises:
         ConfigError: with everything that is wrong.
     """
-    text = render(job)
-    checked = check(job.script, job.flags, job.world_size, gpu) if check_run else None
-    problems = list(checked.problems) if checked else []
-    if ask_hosts and job.hosts:
-        with ThreadPoolExecutor(len(job.hosts)) as pool:
-            problems += filter(None, pool.map(lambda host: _refused_by_host(job, host), job.hosts))
-    if problems:
-        raise ConfigError(told(problems))
-    return Prepared(job, text, checked)
+    ask = partial(_refused, job) if ask_hosts and job.hosts else None
+    return look_over(job, render(job), gpu=gpu, check_run=check_run, ask=ask, intent="started")
+
+
+def _refused(job: TorchrunJob) -> list[str]:
+    """Why hosts can't run the script."""
+    with ThreadPoolExecutor(len(job.hosts)) as pool:
+        return [*filter(None, pool.map(partial(_refused_by_host, job), job.hosts))]
 
 
 def _refused_by_host(job: TorchrunJob, host: str) -> str:
@@ -94,12 +79,10 @@ def over_ssh(host: str, words: Sequence[str]) -> list[str]:
     return [*SSH, "--", host, shlex.join(words)]
 
 
-def write(prepared: Prepared) -> Path:
+def write(prepared: Prepared[TorchrunJob]) -> Path:
     """Puts the script into the run's folder; returns its path."""
     folder = RunFolder(prepared.job.run_folder)
-    write_script(
-        folder.host_script, prepared.text, prepared.job, prepared.checked.facts if prepared.checked else {}
-    )
+    write_script(folder.host_script, prepared.text, prepared.job, prepared.facts)
     return folder.host_script
 
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
 from megasched.json_output import print_json
+from megasched.report.amounts import format_bytes, format_count
 
 if TYPE_CHECKING:
     from megasched.launch.checks import Checked
     from megasched.launch.local import LocalJob
     from megasched.launch.slurm.script import SlurmJob
     from megasched.launch.torchrun.script import TorchrunJob
-
-GIB = 1 << 30
 
 
 def launch_slurm(
@@ -39,10 +38,7 @@ def launch_slurm(
     prepared = prepare(job, gpu=gpu, check_run=check_run, ask_slurm=not dry_run)
     found = _found(job.script, f"{job.world_size} GPUs", prepared.checked)
     if dry_run:
-        if as_json:
-            print_json({**found, "script": prepared.text})
-        else:
-            print(prepared.text, end="")
+        _print_script(prepared.text, found, as_json)
         return
     script = write(prepared)
     jobs = enqueue(RunFolder(job.run_folder), times)
@@ -71,10 +67,7 @@ def launch_torchrun(job: TorchrunJob, *, gpu: str | None, check_run: bool, dry_r
     prepared = prepare(job, gpu=gpu, check_run=check_run, ask_hosts=not dry_run)
     found = _found(job.script, f"{job.world_size} GPUs", prepared.checked)
     if dry_run:
-        if as_json:
-            print_json({**found, "script": prepared.text})
-        else:
-            print(prepared.text, end="")
+        _print_script(prepared.text, found, as_json)
         return 0
     script = write(prepared)
     _say(f"script: {script}; `megasched status {job.run_folder} --watch` follows it")
@@ -116,6 +109,14 @@ def launch_local(job: LocalJob, *, check_run: bool, as_json: bool) -> int:
     return status
 
 
+def _print_script(text: str, found: dict[str, Any], as_json: bool) -> None:
+    """A dry run: the script alone, or with what the check has found."""
+    if as_json:
+        print_json({**found, "script": text})
+    else:
+        print(text, end="")
+
+
 def _say(text: str) -> None:
     """On stderr: stdout is for what was asked for."""
     print(text, file=sys.stderr, flush=True)
@@ -147,10 +148,10 @@ def _tell(script: str, place: str, checked: Checked) -> None:
     facts = checked.facts
     lines = [
         f"megasched: {script} on {place}: {facts['layout']}, {facts['microbatches']} micro-batches, "
-        f"{facts['parameters'] / 1e9:.2f} B parameters"
+        f"{format_count(facts['parameters'])} parameters"
     ]
     if "memory" in facts:
-        lines.append(f"  memory of the fullest rank: {max(facts['memory']) / GIB:.1f} GiB")
+        lines.append(f"  memory of the fullest rank: {format_bytes(max(facts['memory']))}")
     if facts["save"]:
         lines.append(f"  a checkpoint: {decimal(facts['checkpoint_bytes'])} in {facts['save']}")
     lines += [f"  mind: {warning}" for warning in checked.warnings]

@@ -13,8 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megasched.launch.slurm_job import RUNNING, SlurmJob
-from megasched.launch.status import RunStatus
+from megasched.launch.status.run_status import RunStatus
+from megasched.launch.status.slurm_job import RUNNING, SlurmJob
+from megasched.launch.status.training_log import RankTimes
 
 COLOURS = {
     "waiting": "yellow",
@@ -52,6 +53,8 @@ def screen(found: RunStatus, now: datetime) -> RenderableType:
             rows.add_row("gradient norm", f"{found.grad_norm:.3f}")
         if found.seconds:
             rows.add_row("speed", _speed(found))
+        if found.rank_times:
+            rows.add_row("ranks", _ranks(found.rank_times))
         colour = "yellow" if found.skipped or found.nan else ""
         rows.add_row("skipped", Text(f"{found.skipped} iterations, {found.nan} with a loss of NaN", style=colour))
     if found.iteration or found.restarts:
@@ -179,6 +182,13 @@ def _speed(found: RunStatus) -> str:
     if found.tflops is not None:
         told.append(f"{found.tflops:.1f} TFLOP/s a GPU")
     return ", ".join(told)
+
+
+def _ranks(times: RankTimes) -> str:
+    return (
+        f"slowest {times.slowest}: {times.slowest_seconds:.3f} s in the forwards of an iteration; "
+        f"fastest {times.fastest}: {times.fastest_seconds:.3f} s"
+    )
 
 
 def _checkpoint(found: RunStatus, now: datetime) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -105,11 +106,15 @@ def test_the_first_that_megatron_says(flags, more, said):
     assert said in problem
 
 
-def test_nothing_is_kept_without_save(flags):
+def test_what_may_go_wrong_later(flags):
     at = flags.index("--save")
-    found = check("pretrain_gpt.py", [*flags[:at], *flags[at + 2 :]], 64)
+    found = check("pretrain_gpt.py", [*flags[:at], *flags[at + 2 :], "--log-straggler"], 64)
     assert found.problems == ()
-    assert "there is no --save" in found.warnings[0]
+    *of_gpus, last = found.warnings
+    assert [one.endswith("pip install nvidia-ml-py") for one in of_gpus] == (
+        [True] if find_spec("pynvml") is None else []
+    )
+    assert "there is no --save" in last
 
 
 def test_a_script_of_the_users_own(flags, tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megasched.launch.run_folder import RunFolder
-from megasched.launch.status import RunReader
+from megasched.launch.status.run_status import RunReader
 from megasched.launch.torchrun.script import TorchrunJob
 from tests import tiny
 from tests.launch import hosts

@@ -14,7 +14,7 @@ import pytest
 
 from megasched.launch import local
 from megasched.launch.local import LocalJob, narrow
-from megasched.launch.status import RunReader
+from megasched.launch.status.run_status import RunReader
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -61,13 +61,34 @@ def test_the_output_goes_to_the_log_and_on_and_the_status_is_the_ranks(tmp_path)
     assert "exitcode  : 17" in log
 
 
-def test_sigterm_ends_all_ranks(tmp_path):
-    process = begin(tmp_path, "sys.stdout.write(f'{os.getpid()}\\n'); time.sleep(200)")
-    ranks = []
-    while len(ranks) < 2:
+SLEEP = "sys.stdout.write(f'{os.getpid()}\\n'); time.sleep(200)"
+
+
+def pids(process: subprocess.Popen[str]) -> list[int]:
+    """Those of the ranks, as they say them."""
+    found: list[int] = []
+    while len(found) < 2:
         line = process.stdout.readline()
         assert line
-        ranks += [int(line)] if line.strip().isdecimal() else []
+        found += [int(line)] if line.strip().isdecimal() else []
+    return found
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path):
+    process = begin(tmp_path, SLEEP)
+    ranks = [psutil.Process(pid) for pid in pids(process)]
+    (torchrun,) = {rank.parent() for rank in ranks}
+    process.kill()
+    process.communicate(timeout=60)
+    _, alive = psutil.wait_procs([torchrun, *ranks], timeout=20)
+    for one in alive:
+        one.kill()
+    assert alive == []
+
+
+def test_sigterm_ends_all_ranks(tmp_path):
+    process = begin(tmp_path, SLEEP)
+    ranks = pids(process)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 130

@@ -21,18 +21,18 @@ def test_only_entry_scripts_are_found_and_only_by_bare_name():
         path = bundled_script(name)
         assert path.is_file()
         assert path.is_absolute()
-    assert bundled_script("corpus.py") is None
+    assert bundled_script("checks.py") is None
     assert bundled_script("./pretrain_gpt.py") is None
     assert bundled_script("pretrain_vlm.py") is None
 
 
 def test_every_flag_it_refuses_is_named_at_once(script):
-    args = Namespace(**dict.fromkeys(script.UNSUPPORTED, None) | {"sft": True, "mtp_num_layers": 2})
+    args = Namespace(**dict.fromkeys(script.UNSUPPORTED, None) | {"fim_data": True, "mtp_num_layers": 2})
     with pytest.raises(ConfigError) as caught:
         script.refuse_unsupported(args)
-    assert "--sft:" in str(caught.value)
+    assert "--fim-data:" in str(caught.value)
     assert "--mtp-num-layers:" in str(caught.value)
-    assert "--fim-data" not in str(caught.value)
+    assert "--hybrid-context-parallel" not in str(caught.value)
 
 
 def test_the_flags_it_refuses_exist_in_megatron(script):

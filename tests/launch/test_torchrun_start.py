@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megasched.errors import ConfigError
-from megasched.launch.status import RunReader
+from megasched.launch.status.run_status import RunReader
 from megasched.launch.torchrun import start
 from megasched.launch.torchrun.script import TorchrunJob, render
 from megasched.launch.torchrun.start import Prepared, Supervisor, prepare, write

@@ -8,9 +8,9 @@ from datetime import datetime, timedelta
 import pytest
 from rich.console import Console
 
-from megasched.launch.slurm_job import SlurmJob
-from megasched.launch.status import RunStatus
-from megasched.launch.training_log import Checkpoint
+from megasched.launch.status.run_status import RunStatus
+from megasched.launch.status.slurm_job import SlurmJob
+from megasched.launch.status.training_log import Checkpoint, RankTimes
 from megasched.report import status_view
 from megasched.report.status_view import print_status, span, summary, watch
 
@@ -37,6 +37,7 @@ RUN = RunStatus(
     tokens_per_second=809.2,
     tokens_per_gpu=202.3,
     tflops=412.04,
+    rank_times=RankTimes(NOW - timedelta(seconds=2), 13, 0.3112, 0, 0.0988),
     gpus=4,
     skipped=1,
     nan=0,
@@ -70,6 +71,7 @@ def test_one_screen():
         "               █▅▁  4.0000 → 2.0000",
         "gradient norm  0.641",
         "speed          0.316 s an iteration, 809 tokens/s, 202 a GPU (4 GPUs), 412.0 TFLOP/s a GPU",
+        "ranks          slowest 13: 0.311 s in the forwards of an iteration; fastest 0: 0.099 s",
         "skipped        1 iterations, 0 with a loss of NaN",
         "restarts       1",
         "checkpoint     iteration 20, 15:08:05, 3 min ago, in run/checkpoints",

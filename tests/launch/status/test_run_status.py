@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megasched.errors import ConfigError
-from megasched.launch import status
 from megasched.launch.run_folder import RunFolder
-from megasched.launch.slurm_job import SlurmJob
-from megasched.launch.status import RunReader
-from megasched.launch.training_log import Checkpoint
+from megasched.launch.status import run_status
+from megasched.launch.status.run_status import RunReader
+from megasched.launch.status.slurm_job import SlurmJob
+from megasched.launch.status.training_log import Checkpoint, RankTimes
 
 REAL = Path(__file__).with_name("requeued_run")
 FIRST, SECOND = (
@@ -37,12 +37,12 @@ def no_slurm(monkeypatch):
     def ask(job_id):
         raise ConfigError(f"job {job_id}: unknown")
 
-    monkeypatch.setattr(status, "ask_slurm", ask)
+    monkeypatch.setattr(run_status, "ask_slurm", ask)
 
 
 def slurm_says(monkeypatch, **fields):
     job = SlurmJob(**{"job_id": "1", "name": "llama", "state": "RUNNING", **fields})
-    monkeypatch.setattr(status, "ask_slurm", lambda job_id: job)
+    monkeypatch.setattr(run_status, "ask_slurm", lambda job_id: job)
     return job
 
 
@@ -131,6 +131,20 @@ def test_each_look_reads_on(run):
     run(1, 0, SECOND[0], LAST_LINE)
     run(1, 1, SECOND[1], LAST_LINE)
     assert reader.look(LAST_LINE).state == "finished"
+
+
+def test_the_slowest_rank_is_of_the_newest_start(run):
+    told = "[2026-11-22 15:1{}:00] | MnRtt/Rnk: {}0.00ms/2 | MxRtt/Rnk: {}00.00ms/3 | MnPwr/Rnk: 0.00W/0"
+    run(0, 0, [*FIRST[0], told.format(0, 1, 1)], LAST_LINE)
+    run(0, 1, FIRST[1], LAST_LINE)
+    assert look(run).rank_times == RankTimes(datetime(2026, 11, 22, 15, 10), 3, 0.1, 2, 0.01)
+    run(1, 0, [*SECOND[0], told.format(1, 2, 2), told.format(2, 3, 3)], LAST_LINE)
+    assert look(run).rank_times == RankTimes(datetime(2026, 11, 22, 15, 12), 3, 0.3, 2, 0.03)
+    assert look(run).to_dict()["rank_times"] == {
+        "time": "2026-11-22T15:12:00", "slowest": 3, "slowest_seconds": 0.3, "fastest": 2, "fastest_seconds": 0.03,
+    }  # fmt: skip
+    run(1, 0, SECOND[0], LAST_LINE + timedelta(seconds=1))
+    assert look(run).rank_times is None
 
 
 LINES = [line.partition(": ")[2] for line in [*SECOND[0], *SECOND[1]]]
@@ -332,7 +346,7 @@ def test_a_job_leads_to_its_folder(run, halfway, monkeypatch):
     reader = RunReader("1")
     found = reader.look(halfway + timedelta(seconds=10))
     assert (found.path, found.iteration, found.state) == (str(run.folder.path), 28, "training")
-    monkeypatch.setattr(status, "ask_slurm", lambda job_id: (_ for _ in ()).throw(ConfigError("forgotten")))
+    monkeypatch.setattr(run_status, "ask_slurm", lambda job_id: (_ for _ in ()).throw(ConfigError("forgotten")))
     assert reader.look(halfway + timedelta(seconds=10)).slurm is None  # it is known where the logs are
 
 

@@ -4,7 +4,7 @@ import numpy
 import pytest
 
 from megasched.errors import ConfigError
-from megasched.launch.corpus import EOD, prepare_corpus, source_files, stdlib_folder, write_tokenizer
+from megasched.launch.quickstart.corpus import EOD, prepare_corpus, source_files, stdlib_folder, write_tokenizer
 
 FILES = {
     "alpha.py": b"import os\n",

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 from megasched.errors import ConfigError
 from megasched.json_output import print_json
-from megasched.launch import quickstart_plan, quickstart_report
-from megasched.launch.corpus import prepare_corpus, write_tokenizer
-from megasched.launch.quickstart_plan import Plan
-from megasched.launch.training_log import TrainingLog
+from megasched.launch.quickstart import run_plan, run_report
+from megasched.launch.quickstart.corpus import prepare_corpus, write_tokenizer
+from megasched.launch.quickstart.run_plan import Plan
+from megasched.launch.status.training_log import TrainingLog
 from megasched.launch.watched_run import INTERRUPTED, run_watched, tail
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("the loss curve is drawn by matplotlib: pip install 'megasched[quickstart]'")
     # What goes on is not what was asked for with --json.
     console = Console(highlight=False, stderr=args.json)
-    plan = quickstart_plan.detect_plan()
+    plan = run_plan.detect_plan()
     console.print(f"machine: {plan}", soft_wrap=True)
 
     folder: Path = args.dir.resolve()
@@ -60,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         soft_wrap=True,
     )
     model = folder / "model"
-    quickstart_plan.write_model(model)
+    run_plan.write_model(model)
     write_tokenizer(model)
     console.print(f"model: {model}/config.json", soft_wrap=True)
 
     run_folder = _next_run_folder(folder)
-    command = quickstart_plan.training_command(
+    command = run_plan.training_command(
         plan,
         schedule=args.model_schedule,
         model=model,
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoints=run_folder / "checkpoints",
         iters=args.iters,
     )
-    script = quickstart_plan.shell_script(command, quickstart_plan.rank_environment(plan))
+    script = run_plan.shell_script(command, run_plan.rank_environment(plan))
     prepared = {
         "machine": str(plan),
         "ranks": plan.ranks,
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print_json({**prepared, **result.to_dict()})
     else:
-        quickstart_report.print_result(result, console)
+        run_report.print_result(result, console)
     return code
 
 
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--model-schedule",
-        default=quickstart_plan.default_schedule(),
+        default=run_plan.default_schedule(),
         help="schedule file, or `auto` (default: %(default)s)",
     )
     parser.add_argument(
@@ -147,11 +147,11 @@ def _next_run_folder(folder: Path) -> Path:
 
 def _train(
     console: Console, plan: Plan, run_folder: Path, schedule: str, iters: int
-) -> tuple[int, quickstart_report.Result | None]:
+) -> tuple[int, run_report.Result | None]:
     """The exit code, and what came out if it is 0."""
     log, log_path = TrainingLog(), run_folder / "train.log"
     start = time.monotonic()
-    with quickstart_report.progress(console, f"starting {plan.ranks} ranks", iters) as show:
+    with run_report.progress(console, f"starting {plan.ranks} ranks", iters) as show:
 
         def on_line(line: str) -> None:
             if entry := log.read(line):
@@ -168,9 +168,9 @@ def _train(
     if code:
         return code, None
     curve = run_folder / "loss.png"
-    quickstart_report.save_loss_curve(log, curve)
-    return code, quickstart_report.Result(
-        summary=quickstart_report.summarize(log, quickstart_plan.TOKENS_PER_STEP),
+    run_report.save_loss_curve(log, curve)
+    return code, run_report.Result(
+        summary=run_report.summarize(log, run_plan.TOKENS_PER_STEP),
         total_seconds=time.monotonic() - start,
         curve=curve,
         checkpoints=run_folder / "checkpoints",
@@ -183,7 +183,7 @@ def _next_commands(plan: Plan, run_folder: Path, schedule: str, iters: int) -> l
     train, model = run_folder / "train.sh", run_folder.parent / "model"
     resume = ["bash", str(train), "--load", str(run_folder / "checkpoints"), "--train-iters", str(iters + 50)]
     # The learning rate's course is as long as the run, and Megatron asks whether a longer one is meant.
-    resume += ["--override-opt-param-scheduler", *quickstart_plan.other_layout_flags(plan)]
+    resume += ["--override-opt-param-scheduler", *run_plan.other_layout_flags(plan)]
     show = [*("python", "-m", "megasched", "show", schedule), *("--hf-model", str(model))]
     return [
         ("go on from the checkpoint" + ", at another layout" * (plan.ranks > 1), shlex.join(resume)),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasched.launch import bundled_script
-from megasched.launch.corpus import EOD, VOCAB_SIZE
+from megasched.launch.quickstart.corpus import EOD, VOCAB_SIZE
 from megasched.layout import Layout
 
 SEQ_LENGTH = 128
@@ -105,7 +105,7 @@ def write_model(folder: Path) -> None:
 
 def default_schedule() -> str:
     """The example schedule for Llama where the source tree is at hand, else the one megasched derives."""
-    example = Path(__file__).resolve().parents[1] / "examples" / "schedules" / "llama.py"
+    example = Path(__file__).resolve().parents[2] / "examples" / "schedules" / "llama.py"
     return str(example) if example.is_file() else "auto"
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megasched.launch import quickstart_plan
-from megasched.launch.quickstart_plan import Plan, choose_layout
+from megasched.launch.quickstart import run_plan
+from megasched.launch.quickstart.run_plan import Plan, choose_layout
 from megasched.layout import Layout
 
 # devices -> TP, PP, VPP, DP
@@ -23,7 +23,7 @@ LAYOUTS = {
 
 
 def command(plan, iters=400):
-    return quickstart_plan.training_command(
+    return run_plan.training_command(
         plan,
         schedule="auto",
         model=Path("/m"),
@@ -48,12 +48,12 @@ def test_layout_for_a_number_of_devices(devices):
 @pytest.mark.parametrize("devices", LAYOUTS)
 def test_the_layout_fits_model_and_batch(devices, tmp_path):
     layout = choose_layout(devices)
-    quickstart_plan.write_model(tmp_path)
+    run_plan.write_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["num_key_value_heads"] % layout.tp == 0
     assert config["num_hidden_layers"] % (layout.pp * layout.vpp) == 0
-    per_replica = quickstart_plan.GLOBAL_BATCH_SIZE // layout.data_parallel_size
-    micro_batches = per_replica // quickstart_plan.MICRO_BATCH_SIZE
+    per_replica = run_plan.GLOBAL_BATCH_SIZE // layout.data_parallel_size
+    micro_batches = per_replica // run_plan.MICRO_BATCH_SIZE
     assert micro_batches % layout.pp == 0
 
 
@@ -61,7 +61,7 @@ def test_the_model_is_a_stock_llama_of_five_to_ten_million_parameters(tmp_path):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    quickstart_plan.write_model(tmp_path)
+    run_plan.write_model(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     assert type(model).__name__ == "LlamaForCausalLM"
@@ -79,12 +79,12 @@ def test_the_model_is_a_stock_llama_of_five_to_ten_million_parameters(tmp_path):
 )
 def test_the_machine_decides_ranks_and_precision(monkeypatch, gpus, engine, ranks, flags):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    monkeypatch.setattr(quickstart_plan.importlib.util, "find_spec", lambda name: engine or None)
-    plan = quickstart_plan.detect_plan()
+    monkeypatch.setattr(run_plan.importlib.util, "find_spec", lambda name: engine or None)
+    plan = run_plan.detect_plan()
     words = command(plan)
     assert value(words, "--nproc-per-node") == str(ranks)
     assert {"--bf16", "--rehearse", "--transformer-impl"}.intersection(words) == flags
-    assert ("OMP_NUM_THREADS" in quickstart_plan.rank_environment(plan)) == (gpus == 0)
+    assert ("OMP_NUM_THREADS" in run_plan.rank_environment(plan)) == (gpus == 0)
 
 
 def test_the_model_is_told_by_its_config_alone():
@@ -105,14 +105,14 @@ def test_validation_falls_inside_training_and_not_on_its_end(iters):
 def test_the_script_runs_the_command_and_takes_more_flags(tmp_path):
     script = tmp_path / "train.sh"
     words = ["printf", "%s\\n", "--save", "a folder/$HOME", "--save-interval", "4"]
-    script.write_text(quickstart_plan.shell_script(words, {"OMP_NUM_THREADS": "1"}))
+    script.write_text(run_plan.shell_script(words, {"OMP_NUM_THREADS": "1"}))
     done = subprocess.run(["bash", str(script), "--train-iters", "5"], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:-1] == [*words[2:], "--train-iters", "5"]
 
 
 def test_the_other_layout_uses_the_same_ranks():
     plan = Plan(layout=choose_layout(8), on_gpus=True, transformer_engine=True)
-    assert quickstart_plan.other_layout_flags(plan) == [
+    assert run_plan.other_layout_flags(plan) == [
         *("--tensor-model-parallel-size", "1"),
         *("--pipeline-model-parallel-size", "4"),
         *("--num-virtual-stages-per-pipeline-rank", "1"),

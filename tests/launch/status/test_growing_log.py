@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megasched.launch import growing_log
-from megasched.launch.growing_log import GrowingLog
-from tests.launch.test_training_log import line
+from megasched.launch.status import growing_log
+from megasched.launch.status.growing_log import GrowingLog
+from tests.launch.status.test_training_log import line
 
 
 @pytest.fixture

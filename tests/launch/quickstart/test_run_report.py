@@ -5,8 +5,8 @@ import io
 import pytest
 
 from megasched.errors import MegaschedError
-from megasched.launch.quickstart_report import progress, result_table, save_loss_curve, summarize
-from megasched.launch.training_log import Iteration, TrainingLog
+from megasched.launch.quickstart.run_report import progress, result_table, save_loss_curve, summarize
+from megasched.launch.status.training_log import Iteration, TrainingLog
 
 
 def log_of(losses, seconds=0.5):

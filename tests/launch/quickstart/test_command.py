@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
-from megasched.launch import quickstart, quickstart_plan
-from megasched.launch.corpus import Corpus
-from tests.launch.test_training_log import line
+from megasched.launch.quickstart import command as quickstart
+from megasched.launch.quickstart import run_plan
+from megasched.launch.quickstart.corpus import Corpus
+from tests.launch.status.test_training_log import line
 
 OUTPUT = line(1, 900.0, 5.6) + line(2, 700.0, 5.5) + line(3, 500.0, 5.2)
 
@@ -21,7 +22,7 @@ def quick(monkeypatch, tmp_path):
 
 
 def train_by(monkeypatch, code):
-    monkeypatch.setattr(quickstart_plan, "training_command", lambda plan, **kwargs: [sys.executable, "-c", code])
+    monkeypatch.setattr(run_plan, "training_command", lambda plan, **kwargs: [sys.executable, "-c", code])
 
 
 def test_dry_run_prints_the_command_and_trains_nothing(tmp_path, capsys):

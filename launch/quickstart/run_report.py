@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import MegaschedError
-from megasched.launch.training_log import Iteration, TrainingLog
+from megasched.launch.status.training_log import Iteration, TrainingLog
 
 if TYPE_CHECKING:
     from rich.console import Console

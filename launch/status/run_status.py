@@ -12,11 +12,11 @@ from statistics import fmean
 from typing import Any
 
 from megasched.errors import ConfigError
-from megasched.launch.growing_log import GrowingLog
 from megasched.launch.run_folder import RunFolder, RunLogs, find_logs
-from megasched.launch.run_state import ENDED, State, find_failure, judge
-from megasched.launch.slurm_job import FAILED, JOB_ID, PART_OF_A_JOB, RUNNING, WAITING, SlurmJob, ask_slurm
-from megasched.launch.training_log import Checkpoint, Iteration, TrainingLog, merge
+from megasched.launch.status.growing_log import GrowingLog
+from megasched.launch.status.run_state import ENDED, State, find_failure, judge
+from megasched.launch.status.slurm_job import FAILED, JOB_ID, PART_OF_A_JOB, RUNNING, WAITING, SlurmJob, ask_slurm
+from megasched.launch.status.training_log import Checkpoint, Iteration, RankTimes, TrainingLog, merge
 
 # Speed is a mean over so many lines.
 RECENT_LINES = 20
@@ -41,6 +41,7 @@ class RunStatus:
         tokens_per_second: of the whole job; None where the log does not tell sequence length and batch size.
         tokens_per_gpu: the same by GPU.
         tflops: of one GPU; None without ``--log-throughput``.
+        rank_times: of the slowest and the fastest rank, newest; None without ``--log-straggler``.
         gpus: of the job.
         skipped, nan: iterations that were skipped, or whose loss was no number, since the beginning.
         restarts: how often its processes were started again.
@@ -68,6 +69,7 @@ class RunStatus:
     tokens_per_second: float | None = None
     tokens_per_gpu: float | None = None
     tflops: float | None = None
+    rank_times: RankTimes | None = None
     gpus: int | None = None
     skipped: int = 0
     nan: int = 0
@@ -90,9 +92,9 @@ class RunStatus:
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON; times as ISO 8601."""
         found = asdict(self)
-        for name in ("saved", "saving"):
-            checkpoint = getattr(self, name)
-            found[name] = checkpoint and checkpoint._asdict()
+        for name in ("saved", "saving", "rank_times"):
+            told = getattr(self, name)
+            found[name] = told and told._asdict()
         return {name: _plain(value) for name, value in found.items()}
 
 
@@ -205,6 +207,7 @@ def summarize(logs: RunLogs, read: Mapping[Path, GrowingLog], job: SlurmJob | No
         loss=_newest_loss(steps),
         grad_norm=newest.grad_norm,
         **_speed(current or steps, training.arguments),
+        rank_times=attempt.rank_times[-1] if attempt.rank_times else None,
         skipped=sum(step.skipped for step in steps),
         nan=sum(step.nan for step in steps),
         restarts=max(len(logs.attempts) - 1, len(training.starts) - 1, job.restarts if job else 0),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megasched.launch.failure_log import FailureLog
+from megasched.launch.status.failure_log import FailureLog
 
 
 def reason(*lines):

@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megasched.launch import failure_log, training_log
-from megasched.launch.failure_log import FailureLog
-from megasched.launch.training_log import TrainingLog
+from megasched.launch.status import failure_log, training_log
+from megasched.launch.status.failure_log import FailureLog
+from megasched.launch.status.training_log import TrainingLog
 
 BLOCK_BYTES = 2**20
 # What ended a run stands at the end of its log; that much of what is there at the first look is searched for it.

@@ -5,7 +5,7 @@ from datetime import datetime
 
 import pytest
 
-from megasched.launch.training_log import Checkpoint, Milestone, merge, read_log
+from megasched.launch.status.training_log import Checkpoint, Milestone, RankTimes, merge, read_log
 
 LINE = (
     " [2026-11-20 10:{m:02d}:{s:02d}.686823] iteration {i:8d}/     160 | consumed samples:          424 |"
@@ -164,3 +164,13 @@ def test_logs_are_merged_by_their_times():
     assert [step.iteration for step in merged.printed] == [1, 2, 3]
     assert merged.arguments == {"seq_length": 32}
     assert merge([second, first]).printed == merged.printed
+
+
+def test_the_slowest_and_the_fastest_rank():
+    # As a rehearsal printed it, less what has to do with GPUs.
+    told = (
+        "[default0]:INFO:megatron.core.utils:[2026-11-22 19:50:47] | MnRtt/Rnk: 8.80ms/0 |"
+        " MxRtt/Rnk: 1511.25ms/13 | MnPwr/Rnk: 0.00W/0\n"
+    )
+    when = datetime(2026, 11, 22, 19, 50, 47)
+    assert read_log([told]).rank_times == [RankTimes(when, 13, 1.51125, 0, 0.0088)]

@@ -21,6 +21,10 @@ SAVED = re.compile(
     r"(?P<iteration>\d+)(?: to (?P<where>.*?))?(?: \[ t .*| in \w+ format)?$"
 )
 MILESTONE = re.compile(rf"\[(?P<what>[^\]]+)\] datetime: (?P<time>{TIME})")
+RANK_TIMES = re.compile(
+    rf"\[(?P<time>{TIME})\] \| MnRtt/Rnk: (?P<least>[\d.]+)ms/(?P<fastest>\d+)"
+    r" \| MxRtt/Rnk: (?P<most>[\d.]+)ms/(?P<slowest>\d+) \|"
+)
 ARGUMENT = re.compile(r"  (?P<name>seq_length|world_size) \.+ (?P<value>\d+)$")
 
 # What is trained on, by the names that Megatron's scripts print; routers and heads have losses too.
@@ -32,6 +36,7 @@ EXIT = "exiting program"
 # Each line that is read here has one of these in it; what has none need not be looked at.
 MARKS = (
     b"elapsed time per iteration (ms)", b"validation loss at ", b" checkpoint ", b"] datetime: ", b" .......",
+    b"] | MnRtt/Rnk: ",
 )  # fmt: skip
 
 
@@ -70,6 +75,22 @@ class Checkpoint(NamedTuple):
     where: str
 
 
+class RankTimes(NamedTuple):
+    """How long the forwards of one iteration take, on the ranks where it is longest and shortest.
+
+    A mean over the iterations since the line before (``--log-straggler``).
+
+    Attributes:
+        slowest, fastest: the ranks.
+    """
+
+    time: datetime
+    slowest: int
+    slowest_seconds: float
+    fastest: int
+    fastest_seconds: float
+
+
 class Milestone(NamedTuple):
     """How training ended: ``after training is done``, or ``exiting program ...`` with the reason."""
 
@@ -88,6 +109,7 @@ class TrainingLog:
         saving: checkpoints begun.
         saved: checkpoints complete.
         ends: how training ended, each time.
+        rank_times: of the slowest and the fastest rank.
         arguments: those of Megatron's arguments that `ARGUMENT` names, as last printed.
     """
 
@@ -97,6 +119,7 @@ class TrainingLog:
     saving: list[Checkpoint] = field(default_factory=list)
     saved: list[Checkpoint] = field(default_factory=list)
     ends: list[Milestone] = field(default_factory=list)
+    rank_times: list[RankTimes] = field(default_factory=list)
     arguments: dict[str, int] = field(default_factory=dict)
     _first: int = 0  # of the lines of the processes that print now
 
@@ -114,6 +137,10 @@ class TrainingLog:
                 self.starts.append(_time(found["time"]))
             elif found["what"] == DONE or found["what"].startswith(EXIT):
                 self.ends.append(Milestone(_time(found["time"]), found["what"]))
+        elif found := RANK_TIMES.search(line):
+            slowest, fastest = int(found["slowest"]), int(found["fastest"])
+            most, least = float(found["most"]) / 1000.0, float(found["least"]) / 1000.0
+            self.rank_times.append(RankTimes(_time(found["time"]), slowest, most, fastest, least))
         elif found := ARGUMENT.search(line.rstrip()):
             self.arguments[found["name"]] = int(found["value"])
         return None
@@ -168,6 +195,7 @@ def merge(logs: Iterable[TrainingLog]) -> TrainingLog:
         merged.saving += log.saving
         merged.saved += log.saved
         merged.ends += log.ends
+        merged.rank_times += log.rank_times
         merged.validation |= log.validation
         merged.arguments |= log.arguments
     merged.printed.sort(key=lambda step: step.time)
@@ -175,6 +203,7 @@ def merge(logs: Iterable[TrainingLog]) -> TrainingLog:
     for checkpoints in (merged.saving, merged.saved):
         checkpoints.sort(key=lambda checkpoint: checkpoint.time)
     merged.ends.sort()
+    merged.rank_times.sort()
     return merged
 
 

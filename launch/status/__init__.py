@@ -1,0 +1,1 @@
+"""How a run is doing: its logs read back, Slurm asked. Nothing here needs torch."""

@@ -1,0 +1,29 @@
+"""A command that gets SIGTERM when the process that started it is gone, were it by SIGKILL. Linux.
+
+    python -m megasched.launch.with_parent PARENT_PID COMMAND ...
+
+A process of its own, which becomes the command: between a fork and the program no Python can run safely where the
+parent has threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    parent, *command = sys.argv[1:]
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() == int(parent):  # it may be gone already
+        os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main()
