@@ -71,10 +71,24 @@ def measure_one(shape: str, layers: int, tp: int, pp: int, pp_rank: int, values:
     found["plan_bytes"] = memory.peak_resident_bytes() - base
     if values == "none":
         return found
-    return {**found, "values": values, **_build(session, counts, shape, layout, pp_rank, values)}
+    from megasched.weights.random_init import RandomInit
+
+    source = RandomInit(session.definition, 1234) if values == "random" else Zeros()
+    return {**found, "values": values, **build_stage(session, counts, shape, layout, pp_rank, source)}
 
 
-def _build(session: Any, counts: list[int], shape: str, layout: Any, pp_rank: int, values: str) -> dict[str, Any]:
+def build_stage(
+    session: Any, counts: list[int], shape: str, layout: Any, pp_rank: int, source: Any
+) -> dict[str, Any]:
+    """Builds stage ``pp_rank`` of TP rank 0 in bf16, in this process.
+
+    Args:
+        counts: layers of each stage.
+        source: of the weights.
+
+    Returns:
+        CPU seconds, seconds on the clock, and bytes; ``build_peak_bytes`` are above what was resident before.
+    """
     import torch
 
     from megasched import patches
@@ -87,7 +101,6 @@ def _build(session: Any, counts: list[int], shape: str, layout: Any, pp_rank: in
 
     from megasched.megatron.scheduled_model import ScheduledModel
     from megasched.megatron.stage import Stage
-    from megasched.weights.random_init import RandomInit
 
     tp, pp = layout.tp, layout.pp
     # Megatron's ranks are laid out TP first, PP last.
@@ -107,7 +120,7 @@ def _build(session: Any, counts: list[int], shape: str, layout: Any, pp_rank: in
         bf16=True,
     )
     memory.reset_peak()
-    base, start = memory.resident_bytes(), time.process_time()
+    base, start, clock = memory.resident_bytes(), time.process_time(), time.perf_counter()
     first = sum(counts[:pp_rank])
     chunk = ScheduledModel(
         config,
@@ -115,7 +128,7 @@ def _build(session: Any, counts: list[int], shape: str, layout: Any, pp_rank: in
         session.schedule,
         session.plan,
         Stage(first, first + counts[pp_rank], pp_rank == 0, pp_rank == len(counts) - 1),
-        RandomInit(session.definition, 1234) if values == "random" else Zeros(),
+        source,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
     shards = sum(p.numel() * p.element_size() for p in chunk.parameters())
@@ -126,6 +139,7 @@ def _build(session: Any, counts: list[int], shape: str, layout: Any, pp_rank: in
         "stage": pp_rank,
         "stage_layers": counts[pp_rank],
         "build_seconds": time.process_time() - start,
+        "build_clock_seconds": time.perf_counter() - clock,
         "build_peak_bytes": memory.peak_resident_bytes() - base,
         "shard_bytes": shards,
         "largest_parameter_bytes_float32": max(whole) * 4,

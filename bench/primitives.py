@@ -53,7 +53,7 @@ def _fuse(mlp: Any) -> None:
 
 
 NORMS = "input_layernorm post_attention_layernorm"
-# Primitive -> calls of it on one layer; sync is asked for on shards, find, fuse and decompose with a trace.
+# Primitive -> calls of it on one layer; sync is asked for on shards, find, fuse and decompose with a trace, unfreeze beside adapt.
 CASES: dict[str, Calls] = {
     "shard": lambda layer: _shard_mlp(layer["mlp"]),
     "replace": _twice(NORMS, lambda node: node.replace(_new_norm)),
@@ -69,6 +69,8 @@ CASES: dict[str, Calls] = {
     "find": lambda layer: layer["mlp"].trace().find(r"act_fn\..*"),
     "fuse": lambda layer: _fuse(layer["mlp"]),
     "decompose": lambda layer: (layer["mlp.up_proj"].decompose(), layer["mlp"].trace())[0],
+    "adapt": _twice("mlp.up_proj mlp.down_proj", lambda node: node.adapt(rank=8)),
+    "unfreeze": lambda layer: (layer["mlp.up_proj"].adapt(rank=8), layer["input_layernorm"].unfreeze())[0],
 }
 
 

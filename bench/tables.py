@@ -48,6 +48,18 @@ def construction(data: dict[str, Any]) -> list[str]:
     return [*_table(head, rows), *notes]
 
 
+def weights(data: dict[str, Any]) -> list[str]:
+    rows = []
+    for row in data["transfers"]:
+        ratio = "" if "ratio_to_copy" not in row else f"{row['ratio_to_copy']:.2f}"
+        read = "" if "read_bytes" not in row else f"{row['read_bytes'] / row['shard_bytes']:.3f}"
+        size = row.get("shard_bytes", data["bytes"])
+        peak = "" if "peak_bytes" not in row else _gb(row["peak_bytes"])
+        rows.append([row["what"], _gb(size), _seconds(row["seconds"]), ratio, peak, read])
+    head = ["", "bytes", "time", "time / `cp`", "peak memory above imports", "bytes read / bytes of the shards"]
+    return _table(head, rows)
+
+
 def primitives(data: dict[str, Any]) -> list[str]:
     rows = []
     for name, row in data["primitives"].items():
@@ -121,6 +133,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "ratio_median": step_time,
     "replays": tune_replay,
     "published": published_runs,
+    "transfers": weights,
 }
 
 

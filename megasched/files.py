@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from megasched.errors import ConfigError
 
 
 def write_whole(path: Path, pieces: Iterable[str]) -> None:
@@ -27,3 +31,35 @@ def write_whole(path: Path, pieces: Iterable[str]) -> None:
     except BaseException:
         Path(beside).unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder to write to, beside ``path``; when all went well it becomes ``path``, else it is removed.
+
+    Raises:
+        ConfigError: there is something at ``path`` already, or it can't be written, now or later.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path}: there is something already; name a folder that is empty or does not exist")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be written: {error}") from error
+    try:
+        yield beside
+        beside.chmod(0o755)
+        os.replace(beside, path)
+    except BaseException as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ConfigError(f"{path}: can't be written: {error}") from error
+        raise
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raises ConfigError when so many bytes do not fit the file system of a folder."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConfigError(f"{folder.parent}: {needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free")

@@ -6,7 +6,9 @@ With torch's AdamW, megatron-core 0.19 can't resume from a torch_dist checkpoint
 * the checkpoint keeps ``step`` once, in the parameter groups; the code that loads parameter states asks
   for it there too (KeyError in ``fully_reshardable``), or writes the fresh one over the loaded one
   (``dp_reshardable``);
-* all parameters get the same ``step`` tensor, so that each in-place ``step += 1`` counts for all of them.
+* all parameters get the same ``step`` tensor, so that each in-place ``step += 1`` counts for all of them;
+* of a pipeline stage without experts, the experts' optimizer has no parameters and so no ``step``, which
+  ``state_dict`` asserts as well; and what rank 0 saves is what every rank loads.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ if TYPE_CHECKING:
     import torch
 
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
+_INIT = f"{_MODULE}:DistributedOptimizer.__init__"
 _STATE_DICT = f"{_MODULE}:DistributedOptimizer.state_dict"
 _LOAD = f"{_MODULE}:DistributedOptimizer.load_state_dict"
+# Stands for a parameter where there is none.
+_NOTHING = "no parameter"
 _SET_STATE = f"{_MODULE}:DistributedOptimizer._set_main_param_and_optimizer_states"
 
 
@@ -34,9 +39,15 @@ def _unneeded() -> str | None:
 def _change() -> Undo:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+    init = DistributedOptimizer.__init__
     state_dict = DistributedOptimizer.state_dict
     load_state_dict = DistributedOptimizer.load_state_dict
     set_state = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if _is_empty(self.optimizer):
+            _count_steps(self.optimizer)
 
     def patched_state_dict(self: Any) -> dict[str, Any]:
         _start_state(self.optimizer)
@@ -47,12 +58,15 @@ def _change() -> Undo:
         for state in self.optimizer.state.values():
             if "step" in state:
                 state["step"] = state["step"].clone()
+        if _NOTHING in self.optimizer.state:
+            self.optimizer.state[_NOTHING]["step"].fill_(float(loaded["optimizer"]["param_groups"][0]["step"]))
 
     def patched_set_state(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
         # Whatever is no tensor is left as it is: `step` was already set from the parameter groups.
         set_state(self, model_param, {**tensors, "step": None})
 
     return _undo_together(
+        set_attribute(_INIT, patched_init),
         set_attribute(_STATE_DICT, patched_state_dict),
         set_attribute(_LOAD, patched_load_state_dict),
         set_attribute(_SET_STATE, patched_set_state),
@@ -61,6 +75,21 @@ def _change() -> Undo:
 
 def _undo_together(*undos: Undo) -> Undo:
     return lambda: undo_all(undos)
+
+
+def _is_empty(optimizer: Any) -> bool:
+    import torch
+
+    adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+    return adam and not any(group["params"] for group in optimizer.param_groups)
+
+
+def _count_steps(optimizer: Any) -> None:
+    """Lets an optimizer without parameters have a ``step`` as the others have."""
+    import torch
+
+    optimizer.state[_NOTHING] = {"step": torch.tensor(0.0)}
+    optimizer.register_step_post_hook(lambda stepped, *_: stepped.state[_NOTHING]["step"].add_(1))
 
 
 def _start_state(optimizer: Any) -> None:
@@ -80,7 +109,7 @@ def _start_state(optimizer: Any) -> None:
 
 PATCH = Patch(
     name="adamw_resume",
-    targets=(_STATE_DICT, _LOAD, _SET_STATE),
+    targets=(_INIT, _STATE_DICT, _LOAD, _SET_STATE),
     versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "with torch's AdamW the distributed optimizer can't resume: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -75,6 +76,27 @@ def set_attribute(target: str, value: Any, *, rebind: tuple[str, ...] = ()) -> U
         _rebind(value, old, rebind)
 
     return undo
+
+
+def call_after(target: str, end: Callable[[], None], *, rebind: tuple[str, ...] = ()) -> Undo:
+    """Has ``end`` called whenever the function ``target`` has ended, by an error too; returns what undoes it.
+
+    Args:
+        rebind: as for `set_attribute`.
+
+    Raises:
+        ConfigError: the target does not exist.
+    """
+    function = resolve(target)
+
+    @wraps(function)
+    def ended(*given: Any, **named: Any) -> Any:
+        try:
+            return function(*given, **named)
+        finally:
+            end()
+
+    return set_attribute(target, ended, rebind=rebind)
 
 
 def undo_all(undos: Iterable[Undo]) -> None:

@@ -17,7 +17,7 @@ What ``install`` does besides the table ``SURFACES`` below:
 * silence for one warning of ``megatron/core/tensor_parallel/random.py:333``: it reports that the CPU's
   random state moved while the device's was forked, and here the two are one.
 
-What it is not: a simulation of memory or speed (all memory figures are 0), of NCCL, of CUDA graphs or of
+What it is not: a simulation of memory, speed or health (all such figures are 0), of NCCL, of CUDA graphs or of
 Transformer Engine. Whatever is not in the table raises torch's own error. A tensor "moved" to the device
 is the same tensor, not a copy.
 """
@@ -99,6 +99,13 @@ SURFACES: dict[str, tuple[Surface, ...]] = {
         Surface("torch.cuda:mem_get_info", "mem_get_info"),
         Surface("torch.cuda:reset_peak_memory_stats", "nothing"),
         Surface("torch.cuda:empty_cache", "nothing"),
+    ),
+    # StragglerDetector (megatron/core/utils.py:1717) reports them; torch asks NVIDIA's library.
+    "temperature and power": (
+        Surface("torch.cuda:temperature", "zero"),
+        Surface("torch.cuda:power_draw", "zero"),
+        Surface("torch.cuda:utilization", "zero"),
+        Surface("torch.cuda:clock_rate", "zero"),
     ),
     # Module.cuda and Module.to end in these and in the rewriting of Tensor.to.
     "tensor movement": (

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from megasched.errors import CheckpointError
 from megasched.placement import Placement
+from megasched.weights.conversions import Conversions
+from megasched.weights.lazy import Box, LazyTensor, Stored, Tied, blocks, whole
 from megasched.weights.names import canonical_names, compare_names
-from megasched.weights.safetensors_files import has_weights, list_tensors, read_local
+from megasched.weights.safetensors_files import has_weights, list_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -33,97 +35,109 @@ class HFFolder:
         definition: the model whose names are asked for; only its names and shapes are read, now.
 
     Raises:
-        CheckpointError: no safetensors weights, a damaged index, a missing shard, or tensors that would
-            have to be merged.
+        CheckpointError: no safetensors weights, a damaged index, or a missing shard.
     """
 
     def __init__(self, folder: str | Path, definition: PreTrainedModel) -> None:
         self._folder = Path(folder)
-        self._files = list_tensors(folder)
+        stored = {key: Stored(path, key) for key, path in list_tensors(folder).items()}
         self._canonical = canonical_names(definition)
         state = definition.state_dict()
         self._buffers = {name: tuple(value.shape) for name, value in state.items() if name not in self._canonical}
         self._ignored = _ignored_patterns(definition)
-        self._stored: dict[str, list[str]] = {}
-        self._unknown: list[str] = []
-        resolver = _Resolver(definition)
-        for key in self._files:
-            name, is_part = resolver.resolve(key)
-            if name is None:
-                self._unknown.append(key)
-            elif is_part:
-                raise CheckpointError(
-                    f"{self._files[key]}: tensor {key} is but a part of {name}; transformers merges such "
-                    "tensors when it loads them, megasched reads them merged: AutoModelForCausalLM"
-                    ".from_pretrained(folder).save_pretrained(new_folder, save_original_format=False)"
-                )
-            else:
-                self._stored.setdefault(self._canonical.get(name, name), []).append(key)
+        self._conversions = Conversions(definition)
+        renamed, self._merges, self._unknown = self._conversions.resolve(stored)
+        self._tensors: dict[str, list[LazyTensor]] = {}
+        for key, name in renamed.items():
+            self._add(name, stored[key])
+        for merge in self._merges.values():
+            for name, tensor in merge.tensors(stored, definition).items():
+                self._add(name, tensor)
+
+    def _add(self, name: str, tensor: LazyTensor) -> None:
+        self._tensors.setdefault(self._canonical.get(name, name), []).append(tensor)
+
+    @property
+    def buffers(self) -> list[str]:
+        """Persistent buffers that the folder has."""
+        return [name for name in self._buffers if name in self._tensors]
+
+    def tensor(self, name: str) -> LazyTensor:
+        """What the folder has for a parameter (a tie by its first name) or a persistent buffer.
+
+        Raises:
+            CheckpointError: it has nothing.
+        """
+        tensors = self._tensors.get(name)
+        if not tensors:
+            raise CheckpointError(f"{self._folder}: no tensor for the parameter {name}")
+        return tensors[0] if len(tensors) == 1 else Tied(tensors)
 
     def local(self, placement: Placement, rank: int, size: int) -> torch.Tensor:
         """See ``WeightSource.local``; the dtype is the file's.
 
         Raises:
-            CheckpointError: no such tensor, another shape, an unreadable file, or tied names that are
-                both stored with different values.
+            CheckpointError: no such tensor, another shape, an unreadable file, a value that is no number, or tied
+                names that are both stored with different values.
         """
-        import torch
-
-        keys = self._stored.get(placement.name)
-        if not keys:
-            raise CheckpointError(f"{self._folder}: no tensor for the parameter {placement.name}")
-        first, *others = [read_local(self._files[key], key, placement, rank, size) for key in keys]
-        for key, other in zip(keys[1:], others, strict=True):
-            if not torch.equal(first, other):
-                raise CheckpointError(
-                    f"{self._folder}: {keys[0]} and {key} are one parameter of the definition but differ in "
-                    "the files; if they should not be tied, set tie_word_embeddings=false in the config"
-                )
-        return first
+        return read_local(self.tensor(placement.name), placement, rank, size)
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """See ``WeightSource.buffer``; None where the folder has no such tensor."""
-        if name not in self._stored or name not in self._buffers:
+        if name not in self._tensors or name not in self._buffers:
             return None
         return self.local(Placement(name, self._buffers[name]), 0, 1)
 
     def check(self, names: Collection[str]) -> None:
         """See ``WeightSource.check``; unexpected names are given as the files have them."""
         wanted = set(names)
-        missing = wanted - set(self._stored)
+        missing = wanted - set(self._tensors)
         unexpected = [key for key in self._unknown if not any(p.search(key) for p in self._ignored)]
-        for name, keys in self._stored.items():
+        for name, tensors in self._tensors.items():
             if name not in wanted and name not in self._buffers:
-                unexpected += keys
+                unexpected += [leaf.key for tensor in tensors for leaf in tensor.leaves()]
+        for merge in self._merges.values():
+            found = {key for keys in merge.stored.values() for key in keys}
+            expected = self._conversions.stored_names(merge)
+            if len(found) != len(expected):
+                missing |= expected - found
+                unexpected += sorted(found - expected)
         compare_names(f"the weights in {self._folder}", missing, unexpected)
 
 
-class _Resolver:
-    """Stored tensor name -> name in the definition, by transformers' own rules.
+def read_local(tensor: LazyTensor, placement: Placement, rank: int, size: int) -> torch.Tensor:
+    """What rank ``rank`` of ``size`` holds of a tensor; reads that part alone.
 
-    These are its renamings of older layouts, and the base model prefix added or taken away where a folder
-    was written by the base model and is read by the model with a head, or the other way round. See
-    ``convert_and_load_state_dict_in_model`` in transformers/core_model_loading.py.
+    Returns:
+        CPU tensor in the stored dtype, contiguous, with memory of its own.
+
+    Raises:
+        CheckpointError: the file can't be read, has the tensor in another shape, or a value is NaN.
     """
+    import torch
 
-    def __init__(self, definition: PreTrainedModel) -> None:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming
+    if tensor.shape != placement.shape:
+        raise CheckpointError(
+            f"{tensor.where} has shape {list(tensor.shape)}, the definition has {list(placement.shape)}"
+        )
+    local = torch.zeros(placement.local_shape(size), dtype=tensor.dtype)  # what is not filled is padding
+    upright = local.t() if placement.transposed else local
+    if placement.axis is None:
+        _fill(upright, tensor, whole(placement.shape))
+        return local
+    before, after = whole(placement.shape[: placement.axis]), whole(placement.shape[placement.axis + 1 :])
+    at = 0
+    for start, stop in placement.ranges(rank, size):
+        _fill(upright.narrow(placement.axis, at, stop - start), tensor, (*before, (start, stop), *after))
+        at += stop - start
+    return local
 
-        self._known = definition.state_dict()
-        self._prefix = definition.base_model_prefix
-        rules = get_model_conversion_mapping(definition)
-        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
 
-    def resolve(self, key: str) -> tuple[str | None, bool]:
-        """The name (None: the definition has no such tensor), and whether the tensor is but a part of it."""
-        from transformers.core_model_loading import rename_source_key
-
-        name, part = rename_source_key(key, self._renamings, self._converters, self._prefix, self._known)
-        if name not in self._known and key in self._known:
-            name, part = key, None
-        return (name, part is not None) if name in self._known else (None, False)
+def _fill(target: torch.Tensor, tensor: LazyTensor, box: Box) -> None:
+    """Copies a box of a tensor, block by block: of a large one, no second copy is held."""
+    for block in blocks(target.shape, target.itemsize):
+        read = tuple((first + start, first + stop) for (first, _), (start, stop) in zip(box, block, strict=True))
+        target[tuple(slice(start, stop) for start, stop in block)] = tensor.read(read)
 
 
 def _ignored_patterns(definition: PreTrainedModel) -> list[re.Pattern[str]]:

@@ -1,10 +1,11 @@
-"""The safetensors files of a folder: which tensor lies in which, and reading a part of one."""
+"""The safetensors files of a folder: which tensor lies in which."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,6 @@ from megasched.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
-
-    from megasched.placement import Placement
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -49,53 +48,94 @@ def list_tensors(folder: str | Path) -> dict[str, Path]:
     )
 
 
-def read_local(path: Path, key: str, placement: Placement, rank: int, size: int) -> torch.Tensor:
-    """What TP rank ``rank`` of ``size`` holds of the tensor ``key``; reads the bytes of that part alone.
-
-    Returns:
-        CPU tensor in the file's dtype, contiguous, with memory of its own.
-
-    Raises:
-        CheckpointError: the file can't be read, lacks the tensor, or has it in another shape.
-    """
+def dtype_names() -> dict[torch.dtype, str]:
+    """What safetensors calls torch's dtypes."""
     import torch
 
-    with opened(path, key) as file:
-        part = file.get_slice(key)
-        shape = tuple(part.get_shape())
-        if shape != placement.shape:
-            raise CheckpointError(
-                f"{path}: tensor {key} has shape {list(shape)}, the definition has {list(placement.shape)}"
-            )
-        if placement.axis is None:
-            pieces = [file.get_tensor(key)]
-        else:
-            before = (slice(None),) * placement.axis
-            pieces = [part[(*before, slice(start, stop))] for start, stop in placement.ranges(rank, size)]
-        # The pieces are views of the mapped file: a copy lets go of it.
-        return placement.assemble(pieces, size).clone(memory_format=torch.contiguous_format)
+    return {
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e5m2: "F8_E5M2",
+        torch.int64: "I64",
+        torch.int32: "I32",
+        torch.int16: "I16",
+        torch.int8: "I8",
+        torch.uint8: "U8",
+        torch.bool: "BOOL",
+    }
+
+
+def describe(path: Path, key: str) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of a tensor; the header of a file is read once for all of its tensors.
+
+    Raises:
+        CheckpointError: the file can't be read, or has no such tensor.
+    """
+    with _named(path, key):
+        status = path.stat()
+        header = _header(path, status.st_mtime_ns, status.st_size)
+    if key not in header:
+        raise CheckpointError(f"{path}, tensor {key}: the file has no tensor of this name")
+    shape, dtype = header[key]
+    torch_dtype = {name: dtype for dtype, name in dtype_names().items()}.get(dtype)
+    if torch_dtype is None:
+        raise CheckpointError(f"{path}, tensor {key}: values of dtype {dtype} are not read")
+    return shape, torch_dtype
 
 
 @contextmanager
 def opened(path: Path, key: str = "") -> Iterator[Any]:
     """The safetensors file, open; what goes wrong inside is a CheckpointError that names file and tensor."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
+
+    with _named(path, key), safe_open(path, framework="pt") as file:
+        yield file
+
+
+@contextmanager
+def _named(path: Path, key: str) -> Iterator[None]:
+    from safetensors import SafetensorError
 
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
+        yield
     except (SafetensorError, OSError) as error:
         about = f", tensor {key}" if key else ""
         raise CheckpointError(f"{path}{about}: can't be read as safetensors: {error}") from error
 
 
+@lru_cache(maxsize=1024)
+def _header(path: Path, changed: int, size: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Tensor name -> shape and safetensors' name of the dtype, of the file as it was changed last."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        return {key: (tuple(part.get_shape()), part.get_dtype()) for key, part in slices.items()}
+
+
 def _read_index(path: Path) -> dict[str, Path]:
     try:
-        names = json.loads(path.read_text())["weight_map"]
+        names = json.loads(path.read_text(), object_pairs_hook=_without_doubles)["weight_map"]
         files = {key: path.parent / name for key, name in names.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: expected JSON with a weight_map from tensor to file: {error!r}") from error
+    outside = sorted(name for name in set(names.values()) if Path(name).name != name)
+    if outside:
+        raise CheckpointError(f"{path}: names files outside of the folder: {', '.join(outside)}")
     missing = sorted({file.name for file in files.values() if not file.is_file()})
     if missing:
         raise CheckpointError(f"{path}: files that it names are missing: {', '.join(missing)}")
     return files
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What JSON makes of an object; ValueError where it has a key twice, of which the last would count."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        doubles = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"named twice: {', '.join(doubles)}")
+    return found

@@ -184,6 +184,29 @@ def test_what_the_script_ends_with(tmp_path: Path, hf_model: str, text: str, sta
     assert stderr in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:21633", [entry.GRACE_SECONDS]),
+        ("NCCL error: remote process exited or there was a network error", [entry.GRACE_SECONDS]),
+        ("connection to the database closed", []),
+    ],
+)
+def test_a_rank_whose_peer_has_gone_leaves_the_status_to_it(monkeypatch, words: str, seconds: list[float]) -> None:
+    """The launcher looks every 0.1 s; of two ranks that it finds ended it may take either for the first."""
+    slept: list[float] = []
+
+    def fail(*given: object) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(entry, "_run", fail)
+    monkeypatch.setattr(entry.time, "sleep", slept.append)
+    monkeypatch.setattr(entry, "_end", sys.exit)
+    with pytest.raises(SystemExit, match="1"):
+        entry.run_script("pretrain_gpt.py", [])
+    assert slept == seconds
+
+
 # ---- what the script finds --------------------------------------------------------------------------
 
 INSPECT = """

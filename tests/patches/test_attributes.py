@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from megasched.errors import ConfigError
-from megasched.patches.attributes import resolve, set_attribute, undo_all
+from megasched.patches.attributes import call_after, resolve, set_attribute, undo_all
 
 
 class Base:
@@ -84,3 +84,22 @@ def test_undo_all_goes_backwards():
 def test_a_target_that_is_not_there_is_named(house, target, message):
     with pytest.raises(ConfigError, match=message):
         resolve(target)
+
+
+def test_what_comes_after_a_function_comes_after_its_error_too(house):
+    called = []
+
+    def stock():
+        called.append("function")
+        if len(called) > 2:
+            raise ValueError("the second call")
+        return "result"
+
+    house.stock.function = house.rooms.function = stock
+    undo = call_after("house.stock:function", lambda: called.append("end"), rebind=("house",))
+    assert house.rooms.function() == "result"
+    with pytest.raises(ValueError, match="the second call"):
+        house.stock.function()
+    assert called == ["function", "end"] * 2
+    undo()
+    assert house.stock.function is house.rooms.function is stock

@@ -1,4 +1,4 @@
-"""Tiny models of the nine families: sizes that divide by 4, ties and biases as the family has them."""
+"""Tiny models of nine families and three with experts; ties and biases as the family has them."""
 
 import pytest
 import torch
@@ -25,6 +25,17 @@ FAMILIES = {
     # OPT holds two positions more than it is told.
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 16, "max_position_embeddings": 62},
     "gpt_neox": {"intermediate_size": 64},
+    "mixtral": GATED | {"num_local_experts": 16},
+    "qwen3_moe": GATED | {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 16},
+    "deepseek_v3": GATED
+    | {
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 16,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+    | {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
 }
 
 

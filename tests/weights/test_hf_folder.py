@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel
 
 from megasched.definition import build_definition
 from megasched.errors import CheckpointError
@@ -130,8 +130,8 @@ def test_only_the_ranges_of_the_rank_are_read(llama, monkeypatch):
         def __init__(self, part):
             self.part = part
 
-        def get_shape(self):
-            return self.part.get_shape()
+        def __getattr__(self, name):
+            return getattr(self.part, name)
 
         def __getitem__(self, index):
             asked.append(index)
@@ -147,6 +147,9 @@ def test_only_the_ranges_of_the_rank_are_read(llama, monkeypatch):
 
         def __exit__(self, *exception):
             return self.opened.__exit__(*exception)
+
+        def keys(self):
+            return self.file.keys()
 
         def get_slice(self, key):
             return Part(self.file.get_slice(key))
@@ -227,27 +230,95 @@ def test_names_of_older_layouts_are_renamed_as_transformers_does(tiny, trained, 
     assert torch.equal(source.local(Placement("lm_head.weight", (96, 32)), 0, 1), stored["embed_out.weight"])
 
 
-def test_tensors_that_need_merging_are_refused_with_a_remedy_that_works(tmp_path):
-    from transformers import Qwen3MoeConfig
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("original", [True, False])
+def test_experts_that_are_stored_one_by_one_or_merged(tiny, trained, tmp_path, family, original):
+    """As their authors wrote them (experts in files of their own, sixteen of them: order is by number) and as the
+    definition has them."""
+    config = tiny(family)
+    model = trained(config)
+    model.save_pretrained(tmp_path, save_original_format=original, max_shard_size="12KB")
+    names = list(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"])
+    assert any(".experts.15." in name for name in names) is original
+    assert_reads(HFFolder(tmp_path, build_definition(config)), model)
 
-    config = Qwen3MoeConfig(
-        vocab_size=96,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=8,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(tmp_path / "split")
-    with pytest.raises(CheckpointError, match=r"experts\.0\..* is but a part of .*save_original_format=False"):
-        HFFolder(tmp_path / "split", build_definition(config))
-    model.save_pretrained(tmp_path / "merged", save_original_format=False)
-    assert_reads(HFFolder(tmp_path / "merged", build_definition(config)), model)
+
+def test_only_the_experts_of_the_rank_are_read(tiny, trained, tmp_path, monkeypatch):
+    from megasched.weights import lazy
+
+    model = trained(tiny("mixtral"))
+    model.save_pretrained(tmp_path)
+    source = HFFolder(tmp_path, build_definition(tiny("mixtral")))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    full = model.get_parameter(name).detach()
+    read = {}
+    whole_read = lazy.Stored.read
+
+    def counted(self, box):
+        value = whole_read(self, box)
+        read[self.key] = read.get(self.key, 0) + value.numel()
+        return value
+
+    monkeypatch.setattr(lazy.Stored, "read", counted)
+    experts = Placement(name, tuple(full.shape), axis=0, group="ep")
+    assert torch.equal(source.local(experts, 1, 4), full[4:8])
+    kept = "model.layers.0.block_sparse_moe.experts.{}.w{}.weight"
+    assert read == {kept.format(expert, which): 64 * 32 for expert in (4, 5, 6, 7) for which in (1, 3)}
+    read.clear()
+    half = Placement(name, tuple(full.shape), axis=1, components=(64, 64))
+    assert torch.equal(source.local(half, 1, 2), torch.cat([full[:, 32:64], full[:, 96:128]], dim=1))
+    assert sum(read.values()) == full.numel() // 2
+
+
+def test_experts_left_out_or_added_are_named(tiny, trained, tmp_path):
+    config = tiny("mixtral")
+    trained(config).save_pretrained(tmp_path)
+    kept = "model.layers.1.block_sparse_moe.experts.{}.w{}.weight"
+    gone, added = kept.format(5, 3), kept.format(16, 2)
+
+    def change(tensors):
+        del tensors[gone]
+        return tensors | {added: torch.zeros(32, 64)}
+
+    rewrite(tmp_path, change)
+    definition = build_definition(config)
+    with pytest.raises(CheckpointError) as caught:
+        HFFolder(tmp_path, definition).check(set(canonical_names(definition).values()))
+    assert f"missing (1):\n    {gone}\n" in str(caught.value)
+    assert f"unexpected (1):\n    {added}\n" in str(caught.value)
+
+
+def test_an_expert_of_another_shape_is_named(tiny, trained, tmp_path):
+    config = tiny("mixtral")
+    trained(config).save_pretrained(tmp_path)
+    other = "model.layers.1.block_sparse_moe.experts.5.w2.weight"
+    rewrite(tmp_path, lambda tensors: tensors | {other: torch.zeros(32, 60)})
+    name = "model.layers.1.mlp.experts.down_proj"
+    with pytest.raises(CheckpointError, match=rf"tensor {other} has shape \[32, 60\]; .* has \[32, 64\]: "):
+        HFFolder(tmp_path, build_definition(config)).local(Placement(name, (16, 32, 64)), 0, 1)
+
+
+def test_a_conversion_without_boxes_is_transformers_own(tiny, trained, tmp_path, monkeypatch):
+    from megasched.weights.noted import _Notes
+
+    model = trained(tiny("qwen3_moe"))
+    model.save_pretrained(tmp_path)
+    monkeypatch.delattr(_Notes, "_stack")
+    assert_reads(HFFolder(tmp_path, build_definition(tiny("qwen3_moe"))), model)
+
+
+def test_nan_is_refused_with_file_and_tensor(llama):
+    folder, definition, _ = llama
+
+    def change(tensors):
+        tensors[NAME][63, 31] = float("nan")
+        return tensors
+
+    rewrite(folder, change)
+    source = HFFolder(folder, definition)
+    source.local(Placement(NAME, (64, 32), axis=0), 0, 2)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: tensor {NAME} has NaN in it"):
+        source.local(Placement(NAME, (64, 32), axis=0), 1, 2)
 
 
 def test_persistent_buffers_are_read_and_filled(llama):
@@ -318,6 +389,21 @@ def test_missing_shards_and_tensors_are_named(tiny, trained, tmp_path):
         (tmp_path / shard).unlink()
     with pytest.raises(CheckpointError, match=f"are missing: {shards[0]}, {shards[1]}"):
         HFFolder(tmp_path, definition)
+
+
+def test_an_index_that_names_a_tensor_twice_is_refused(tiny, trained, tmp_path):
+    trained(tiny("llama")).save_pretrained(tmp_path, max_shard_size="20KB")
+    path = tmp_path / "model.safetensors.index.json"
+    shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+    path.write_text(path.read_text().replace('"weight_map": {', f'"weight_map": {{"{NAME}": "{shards[-1]}",'))
+    with pytest.raises(CheckpointError, match=rf"index\.json: .*named twice: {NAME}"):
+        HFFolder(tmp_path, build_definition(tiny("llama")))
+
+
+def test_an_index_that_names_files_elsewhere_is_refused(tiny, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"index\.json: names files outside of the folder: \.\./b"):
+        HFFolder(tmp_path, build_definition(tiny("llama")))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])

@@ -1,0 +1,125 @@
+"""Where the weights of a run come from, and what goes with them into its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import ConfigError
+from megasched.weights.torch_dist import HF_FILES, TRACKER
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from megasched.lowering.plan import Plan
+    from megasched.megatron.stage import Stage
+    from megasched.placement import Placement
+    from megasched.schedule import Schedule
+    from megasched.weights.source import WeightSource
+
+
+def weight_source(args: Namespace, definition: PreTrainedModel) -> WeightSource:
+    """Where the run's weights come from: its checkpoint, the HF folder, or an initialisation when asked for.
+
+    Raises:
+        ConfigError: the folder has no weights and ``--hf-random-init`` was not given.
+    """
+    from megasched.weights.hf_folder import HFFolder
+    from megasched.weights.hub import local_folder
+    from megasched.weights.random_init import RandomInit
+    from megasched.weights.safetensors_files import has_weights
+
+    if args.ckpt_format == "torch_dist" and args.load is not None and (Path(args.load) / TRACKER).is_file():
+        return ToBeLoaded()
+    if args.hf_random_init:
+        return RandomInit(definition, args.seed)
+    folder = local_folder(args.hf_model)
+    if not has_weights(folder):
+        raise ConfigError(
+            f"--hf-model {args.hf_model}: no safetensors weights there; pass --hf-random-init to initialise "
+            "them as the HF class would"
+        )
+    return HFFolder(folder, definition)
+
+
+class ToBeLoaded:
+    """A weight source for a model that Megatron fills from a checkpoint: nothing is read or drawn twice.
+
+    The values are NaN, so that one which was not loaded after all can't go unseen.
+    """
+
+    def local(self, placement: Placement, rank: int, size: int) -> torch.Tensor:
+        """See ``WeightSource.local``; float32."""
+        import torch
+
+        return torch.full(placement.local_shape(size), float("nan"))
+
+    def buffer(self, name: str) -> None:
+        """None: the checkpoint has it."""
+        return None
+
+    def check(self, names: Collection[str]) -> None:
+        """What the checkpoint has is checked when it is loaded."""
+
+
+@contextmanager
+def told_source(source: WeightSource, plan: Plan, stage: Stage, dtype: torch.dtype) -> Iterator[WeightSource]:
+    """The source of a run's weights while a stage takes its own; rank 0 shows how far it has come, in bytes of its
+    shards in the run's precision."""
+    import torch
+
+    from megasched.weights.progress import transfer
+
+    assert plan.structure is not None
+    if torch.distributed.get_rank() != 0 or isinstance(source, ToBeLoaded):
+        yield source
+        return
+    held = {
+        canonical
+        for name, canonical in plan.canonical.items()
+        if stage.holds(plan.structure, name.rpartition(".")[0])
+    }
+    count = sum(math.prod(plan.local_shape(plan.placements[name])) for name in held)
+    with transfer("weights of rank 0", count * dtype.itemsize) as advance:
+        yield _Told(source, lambda values: advance(values.numel() * dtype.itemsize))
+
+
+class _Told:
+    """A weight source that tells of what is taken from it."""
+
+    def __init__(self, source: WeightSource, tell: Callable[[torch.Tensor], Any]) -> None:
+        self._source, self._tell = source, tell
+
+    def local(self, placement: Placement, rank: int, size: int) -> torch.Tensor:
+        """See ``WeightSource.local``."""
+        values = self._source.local(placement, rank, size)
+        self._tell(values)
+        return values
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """See ``WeightSource.buffer``."""
+        return self._source.buffer(name)
+
+    def check(self, names: Collection[str]) -> None:
+        """See ``WeightSource.check``."""
+        self._source.check(names)
+
+
+def keep_hf_files(checkpoint: Path, definition: PreTrainedModel, hf_model: Path, schedule: Schedule) -> None:
+    """Writes the model's config and tokenizer into a checkpoint, and PEFT's config of the adapters that a schedule
+    has: ``megasched export`` needs nothing else."""
+    from megasched.weights.hf_files import write_hf_files
+    from megasched.weights.lora import CONFIG, adapter_config
+
+    folder = checkpoint / HF_FILES
+    folder.mkdir(exist_ok=True)
+    write_hf_files(folder, definition.config, hf_model)
+    adapters = adapter_config(schedule, str(hf_model))
+    if adapters is not None:
+        (folder / CONFIG).write_text(json.dumps(adapters, indent=2))

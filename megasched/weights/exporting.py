@@ -1,0 +1,212 @@
+"""From a Megatron checkpoint to an HF folder, in one CPU process.
+
+The checkpoint holds HF's names and shapes already (``megasched/megatron/checkpoint.py``), so nothing is converted
+but what transformers itself converts when it saves. The definition is built on meta, for names alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasched.definition import build_definition, load_config
+from megasched.errors import CheckpointError, ConfigError
+from megasched.files import check_room, whole_folder
+from megasched.lora import A, B, Lora
+from megasched.objectives import find_objective
+from megasched.weights.conversions import Conversions
+from megasched.weights.hf_files import config_of_export, copy_hf_files
+from megasched.weights.hf_writer import Output, write_weights
+from megasched.weights.lazy import LazyTensor, Narrowed
+from megasched.weights.lora import CONFIG as LORA_CONFIG
+from megasched.weights.lora import WEIGHTS as LORA_WEIGHTS
+from megasched.weights.lora import merged, read_adapter_config, save_adapter
+from megasched.weights.names import canonical_names, compare_names
+from megasched.weights.padding import padded_lengths
+from megasched.weights.torch_dist import HF_FILES, TorchDist, checkpoint_folder
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+# Told how many bytes there will be, it gives a function that is told how many more were written.
+Progress = Callable[[int], AbstractContextManager[Callable[[int], Any]]]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        checkpoint: that was read.
+        iteration: of the run, 0 for weights that were imported.
+        architecture: class of the model.
+        adapter: it is a LoRA adapter alone.
+        tensors, bytes: of the weights.
+    """
+
+    checkpoint: Path
+    output: Path
+    iteration: int
+    architecture: str
+    dtype: str
+    tensors: int
+    bytes: int
+    adapter: bool = False
+
+
+def export_weights(
+    load: str | Path,
+    output: str | Path,
+    *,
+    progress: Progress,
+    hf_model: str | Path | None = None,
+    adapter: bool = False,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int,
+    objective: str | None = None,
+    trust_remote_code: bool = False,
+) -> Exported:
+    """Writes an HF folder that ``from_pretrained`` loads.
+
+    Args:
+        load: a ``--save`` folder or one of its checkpoints.
+        hf_model: folder with config and tokenizer; those that the run kept in the checkpoint, if not given.
+        adapter: write what LoRA trained alone, as PEFT has it, instead of the model with it merged.
+        dtype: of the parameters; that of the checkpoint, if not given. Buffers keep theirs.
+        max_shard_size: bytes in a file.
+        objective: what the model was trained to do, if the checkpoint does not say it.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or does not fit the config.
+        ConfigError: there is no config, or the output can't be written.
+    """
+    checkpoint = TorchDist(checkpoint_folder(load))
+    checkpoint.check_files()
+    files = _hf_files(checkpoint.folder, hf_model)
+    config = load_config(files, trust_remote_code=trust_remote_code)
+    trained_for = objective or getattr(checkpoint.common.get("args"), "objective", None)
+    definition = build_definition(config, find_objective(trained_for), trust_remote_code=trust_remote_code)
+    config_of_lora = _lora_config(checkpoint.folder)
+    adapters = read_adapter_config(config_of_lora) if config_of_lora else {}
+    tensors = definition_tensors(checkpoint, definition, adapters)
+    if adapter:
+        return _export_adapter(checkpoint, Path(output), tensors, definition, config_of_lora, dtype)
+    outputs = _outputs(merged(tensors, adapters), definition, dtype)
+    target, size = Path(output), sum(item.nbytes for item in outputs)
+    with whole_folder(target) as folder:
+        check_room(folder, size)
+        written = dtype or _usual_dtype(outputs)
+        exported = config_of_export(config, type(definition).__name__, written)
+        (folder / "config.json").write_text(exported.to_json_string(use_diff=True))
+        copy_hf_files(files, folder)
+        with progress(size) as advance:
+            write_weights(folder, outputs, max_shard_size, advance)
+    return _exported(checkpoint, target, type(definition).__name__, written, len(outputs), size)
+
+
+def definition_tensors(
+    checkpoint: TorchDist, definition: PreTrainedModel, adapters: Mapping[str, Lora]
+) -> dict[str, LazyTensor]:
+    """The tensors of a definition from those of a checkpoint; a tie by the name that transformers keeps.
+
+    Args:
+        adapters: paths of linears that LoRA adapted -> how; what it added is among the tensors.
+
+    Raises:
+        CheckpointError: lists every name that is missing, left over, or of another shape.
+    """
+    stored, holder = checkpoint.model, str(checkpoint.folder)
+    args = checkpoint.common.get("args")
+    canonical = canonical_names(definition)
+    state = definition.state_dict()
+    wanted = {name: tuple(state[name].shape) for name in state if canonical.get(name, name) == name}
+    for path, lora in adapters.items():
+        outputs, inputs = wanted[f"{path}.weight"][:: -1 if lora.fan_in_fan_out else 1]
+        wanted |= {f"{path}.{A}.weight": (lora.rank, inputs), f"{path}.{B}.weight": (outputs, lora.rank)}
+    compare_names(holder, set(wanted) - set(stored), set(stored) - set(wanted))
+    vocabulary = getattr(definition.config.get_text_config(decoder=True), "vocab_size", None)
+    found: dict[str, LazyTensor] = {}
+    wrong = []
+    for name, shape in wanted.items():
+        tensor = stored[name]
+        padded = (
+            tensor.shape != shape
+            and shape[:1] == (vocabulary,)
+            and tensor.shape[1:] == shape[1:]
+            and tensor.shape[0] in padded_lengths(shape[0], args)
+        )
+        if tensor.shape != shape and not padded:
+            wrong.append(f"    {name}: {list(tensor.shape)}, the config makes it {list(shape)}")
+        # Megatron pads the vocabulary, for the TP ranks to have equal parts of it.
+        found[_kept_name(name, definition)] = Narrowed(tensor, 0, 0, shape[0]) if padded else tensor
+    if wrong:
+        raise CheckpointError("\n".join([f"{holder} does not fit the config; of another shape:", *wrong]))
+    return found
+
+
+def _lora_config(checkpoint: Path) -> dict[str, Any] | None:
+    """PEFT's config of the run that wrote the checkpoint; None where it adapted nothing."""
+    path = checkpoint / HF_FILES / LORA_CONFIG
+    try:
+        return json.loads(path.read_text()) if path.is_file() else None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: can't be read as PEFT's config of the adapters: {error}") from error
+
+
+def _export_adapter(
+    checkpoint: TorchDist,
+    output: Path,
+    tensors: Mapping[str, LazyTensor],
+    definition: PreTrainedModel,
+    config: Mapping[str, Any] | None,
+    dtype: torch.dtype | None,
+) -> Exported:
+    if config is None:
+        raise ConfigError(f"{checkpoint.folder}: no LoRA adapters in it; leave --adapter out to export the model")
+    with whole_folder(output) as folder:
+        count = save_adapter(folder, tensors, config, dtype)
+        size = (folder / LORA_WEIGHTS).stat().st_size
+    written = dtype or tensors[next(name for name in tensors if f".{A}." in name)].dtype
+    return replace(_exported(checkpoint, output, type(definition).__name__, written, count, size), adapter=True)
+
+
+def _exported(
+    checkpoint: TorchDist, output: Path, name: str, dtype: torch.dtype, count: int, size: int
+) -> Exported:
+    iteration = int(checkpoint.common.get("iteration", 0))
+    return Exported(checkpoint.folder, output, iteration, name, str(dtype).removeprefix("torch."), count, size)
+
+
+def _kept_name(name: str, definition: PreTrainedModel) -> str:
+    """Under which of its names transformers writes a tied parameter; it leaves the others out."""
+    return definition.all_tied_weights_keys.get(name, name)
+
+
+def _outputs(
+    tensors: Mapping[str, LazyTensor], definition: PreTrainedModel, dtype: torch.dtype | None
+) -> list[Output]:
+    conversions = Conversions(definition)
+    buffers = {name for name, _ in definition.named_buffers()}
+    outputs = []
+    for group in conversions.groups(tensors):
+        keep = dtype is None or buffers.issuperset(group) or not tensors[group[0]].dtype.is_floating_point
+        for name, tensor in conversions.original({name: tensors[name] for name in group}).items():
+            outputs.append(Output(name, tensor, tensor.dtype if keep else dtype))
+    return outputs
+
+
+def _usual_dtype(outputs: list[Output]) -> torch.dtype:
+    return Counter(item.dtype for item in outputs if item.dtype.is_floating_point).most_common(1)[0][0]
+
+
+def _hf_files(checkpoint: Path, hf_model: str | Path | None) -> Path:
+    files = Path(hf_model) if hf_model is not None else checkpoint / HF_FILES
+    if hf_model is None and not (files / "config.json").is_file():
+        raise ConfigError(f"{checkpoint}: no HF config was kept in it; name its HF folder with --hf-model")
+    return files

@@ -1,0 +1,98 @@
+"""From an HF folder to a Megatron checkpoint, in one CPU process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megasched.definition import build_definition, load_config
+from megasched.errors import CheckpointError, ConfigError
+from megasched.files import check_room, whole_folder, write_whole
+from megasched.objectives import find_objective
+from megasched.weights.hf_files import write_hf_files
+from megasched.weights.hf_folder import HFFolder
+from megasched.weights.hub import local_folder
+from megasched.weights.names import canonical_names
+from megasched.weights.torch_dist import HF_FILES, RELEASE, TRACKER
+from megasched.weights.torch_dist_writer import TorchDistWriter
+
+if TYPE_CHECKING:
+    import torch
+
+    from megasched.weights.exporting import Progress
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was written.
+
+    Attributes:
+        checkpoint: for ``--load``.
+        tensors, bytes: of the weights.
+    """
+
+    hf_model: Path
+    checkpoint: Path
+    architecture: str
+    tensors: int
+    bytes: int
+
+
+def import_weights(
+    hf_model: str | Path,
+    save: str | Path,
+    *,
+    progress: Progress,
+    dtype: torch.dtype | None = None,
+    objective: str | None = None,
+    trust_remote_code: bool = False,
+) -> Imported:
+    """Writes a ``release`` checkpoint: Megatron takes its weights and begins at iteration 0.
+
+    Args:
+        hf_model: folder with config and safetensors.
+        save: for ``--load`` of a run.
+        dtype: of the parameters; as the files have them, if not given. Buffers keep theirs.
+        objective: what the model is to be trained to do.
+
+    Raises:
+        CheckpointError: the folder is damaged or does not fit its config.
+        ConfigError: ``save`` has a checkpoint already, or can't be written.
+    """
+    save = Path(save)
+    if (save / TRACKER).exists():
+        raise ConfigError(f"{save}: it has checkpoints already ({TRACKER}); name another folder")
+    config = load_config(hf_model, trust_remote_code=trust_remote_code)
+    definition = build_definition(config, find_objective(objective), trust_remote_code=trust_remote_code)
+    hf_folder = local_folder(hf_model)
+    source = HFFolder(hf_folder, definition)
+    parameters = set(canonical_names(definition).values())
+    source.check(parameters)
+    state = definition.state_dict()
+    names = [name for name in state if name in parameters or name in source.buffers]
+    tensors = {name: source.tensor(name) for name in names}
+    wrong = [
+        f"    {tensor.where} has shape {list(tensor.shape)}, the definition has {list(state[name].shape)}"
+        for name, tensor in tensors.items()
+        if tensor.shape != tuple(state[name].shape)
+    ]
+    if wrong:
+        raise CheckpointError("\n".join([f"the weights in {hf_model} do not fit the definition:", *wrong]))
+    written = {
+        name: dtype if dtype and name in parameters and tensor.dtype.is_floating_point else tensor.dtype
+        for name, tensor in tensors.items()
+    }
+    size = sum(prod(tensor.shape) * written[name].itemsize for name, tensor in tensors.items())
+    with whole_folder(save / RELEASE) as folder:
+        check_room(folder, size)
+        (folder / HF_FILES).mkdir()
+        write_hf_files(folder / HF_FILES, config, hf_folder)
+        with progress(size) as advance:
+            writer = TorchDistWriter(folder, advance)
+            for name, tensor in tensors.items():
+                writer.add(name, tensor, written[name])
+            writer.finish({"checkpoint_version": 3.0, "iteration": 0})
+    write_whole(save / TRACKER, [RELEASE])
+    return Imported(Path(hf_model), save, type(definition).__name__, len(tensors), size)

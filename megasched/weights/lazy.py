@@ -1,0 +1,367 @@
+"""Tensors that are read when asked for, one box at a time: stored ones, and what is put together of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megasched.errors import CheckpointError
+from megasched.weights.safetensors_files import describe, opened
+
+if TYPE_CHECKING:
+    import torch
+
+# A half-open range along each dimension.
+Box = tuple[tuple[int, int], ...]
+
+# Read and written at once. Memory of this size is used again and again; of more, the C library would ask the
+# system for new pages each time, which takes longer than to copy the values.
+BLOCK = 8 << 20
+
+
+class LazyTensor(Protocol):
+    """A tensor of which only what is asked for is read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole; known without reading values, except where an operation has to run for it."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As stored."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """File and name, for messages."""
+        ...
+
+    def read(self, box: Box) -> torch.Tensor:
+        """The part in the box; CPU, the stored dtype. It may be a view of a mapped file.
+
+        Raises:
+            CheckpointError: a file can't be read.
+        """
+        ...
+
+    def leaves(self) -> Iterator[Leaf]:
+        """The stored tensors that it is made of."""
+        ...
+
+
+class Leaf(LazyTensor, Protocol):
+    """One that is stored as it is."""
+
+    @property
+    def key(self) -> str:
+        """Its stored name."""
+        ...
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box of everything."""
+    return tuple((0, length) for length in shape)
+
+
+def blocks(shape: Sequence[int], itemsize: int, limit: int = BLOCK) -> Iterator[Box]:
+    """Boxes that cover a tensor in the order of its values in memory, none of more than ``limit`` bytes."""
+    if prod(shape) * itemsize <= limit or not shape:
+        yield tuple((0, length) for length in shape)
+        return
+    row = prod(shape[1:]) * itemsize
+    if row > limit:
+        for index in range(shape[0]):
+            for box in blocks(shape[1:], itemsize, limit):
+                yield ((index, index + 1), *box)
+        return
+    step = limit // row
+    rest = tuple((0, length) for length in shape[1:])
+    for start in range(0, shape[0], step):
+        yield ((start, min(start + step, shape[0])), *rest)
+
+
+def refuse_nan(values: torch.Tensor, where: str) -> None:
+    """Raises CheckpointError if a value is NaN; ``where`` says what they are."""
+    # The largest is NaN if one is. torch has no order of 8-bit floats.
+    if values.is_floating_point() and values.itemsize > 1 and values.numel() and values.amax().isnan():
+        raise CheckpointError(
+            f"{where} has NaN in it: training would give NaN from its first step on; the file is damaged, or "
+            "comes from a run that diverged"
+        )
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a safetensors file. A file is open only while something is read from it."""
+
+    path: Path
+    key: str
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return describe(self.path, self.key)[0]
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return describe(self.path, self.key)[1]
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}: tensor {self.key}"
+
+    def read(self, box: Box) -> torch.Tensor:
+        slices = [
+            slice(None) if (start, stop) == (0, length) else slice(start, stop)
+            for (start, stop), length in zip(box, self.shape, strict=True)
+        ]
+        while slices and slices[-1] == slice(None):
+            slices.pop()
+        with opened(self.path, self.key) as file:
+            values = file.get_slice(self.key)[tuple(slices)] if slices else file.get_tensor(self.key)
+        refuse_nan(values, self.where)
+        return values
+
+    def leaves(self) -> Iterator[Leaf]:
+        yield self
+
+
+@dataclass(frozen=True)
+class Tied:
+    """Tensors that are stored several times, and must be the same."""
+
+    parts: Sequence[LazyTensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parts[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def where(self) -> str:
+        return self.parts[0].where
+
+    def read(self, box: Box) -> torch.Tensor:
+        """See ``LazyTensor.read``.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        import torch
+
+        first = self.parts[0].read(box)
+        for part in self.parts[1:]:
+            if part.shape != self.shape or not torch.equal(first, part.read(box)):
+                raise CheckpointError(
+                    f"{self.where} and {part.where} are one parameter of the definition but differ; "
+                    "if they should not be tied, set tie_word_embeddings=false in the config"
+                )
+        return first
+
+    def leaves(self) -> Iterator[Leaf]:
+        for part in self.parts:
+            yield from part.leaves()
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Tensors of one shape along a new dimension, as ``torch.stack`` has it."""
+
+    parts: Sequence[LazyTensor]
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.parts[0].shape
+        return (*first[: self.dim], len(self.parts), *first[self.dim :])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def where(self) -> str:
+        return _joint(self.parts)
+
+    def read(self, box: Box) -> torch.Tensor:
+        import torch
+
+        start, stop = box[self.dim]
+        rest = (*box[: self.dim], *box[self.dim + 1 :])
+        if start == stop:  # a rank whose range lies in the padding alone
+            return torch.empty([stop - start for start, stop in box], dtype=self.dtype)
+        return torch.stack([part.read(rest) for part in self.parts[start:stop]], dim=self.dim)
+
+    def leaves(self) -> Iterator[Leaf]:
+        for part in self.parts:
+            yield from part.leaves()
+
+
+@dataclass(frozen=True)
+class Concatenated:
+    """Tensors one after the other, as ``torch.cat`` has it."""
+
+    parts: Sequence[LazyTensor]
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shapes = [part.shape for part in self.parts]
+        length = sum(shape[self.dim] for shape in shapes)
+        return (*shapes[0][: self.dim], length, *shapes[0][self.dim + 1 :])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def where(self) -> str:
+        return _joint(self.parts)
+
+    def read(self, box: Box) -> torch.Tensor:
+        import torch
+
+        lengths = [part.shape[self.dim] for part in self.parts]
+        start, stop = box[self.dim]
+        pieces = []
+        for part, length, end in zip(self.parts, lengths, accumulate(lengths), strict=True):
+            first, last = max(start - (end - length), 0), min(stop - (end - length), length)
+            if first < last:
+                pieces.append(part.read((*box[: self.dim], (first, last), *box[self.dim + 1 :])))
+        if not pieces:  # a rank whose range lies in the padding alone
+            pieces = [self.parts[0].read((*box[: self.dim], (0, 0), *box[self.dim + 1 :]))]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.dim)
+
+    def leaves(self) -> Iterator[Leaf]:
+        for part in self.parts:
+            yield from part.leaves()
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """A range of another tensor along one dimension, as ``torch.narrow`` has it."""
+
+    base: LazyTensor
+    dim: int
+    start: int
+    length: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.base.shape[: self.dim], self.length, *self.base.shape[self.dim + 1 :])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def where(self) -> str:
+        return self.base.where
+
+    def read(self, box: Box) -> torch.Tensor:
+        start, stop = box[self.dim]
+        moved = (start + self.start, stop + self.start)
+        return self.base.read((*box[: self.dim], moved, *box[self.dim + 1 :]))
+
+    def leaves(self) -> Iterator[Leaf]:
+        return self.base.leaves()
+
+
+@dataclass(frozen=True)
+class Squeezed:
+    """Another tensor without one dimension, which is of size 1 there."""
+
+    base: LazyTensor
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.base.shape[: self.dim], *self.base.shape[self.dim + 1 :])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def where(self) -> str:
+        return self.base.where
+
+    def read(self, box: Box) -> torch.Tensor:
+        return self.base.read((*box[: self.dim], (0, 1), *box[self.dim :])).squeeze(self.dim)
+
+    def leaves(self) -> Iterator[Leaf]:
+        return self.base.leaves()
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """Another tensor with two dimensions exchanged."""
+
+    base: LazyTensor
+    dim0: int
+    dim1: int
+
+    def _exchange(self, of: Sequence[Any]) -> tuple[Any, ...]:
+        exchanged = list(of)
+        exchanged[self.dim0], exchanged[self.dim1] = exchanged[self.dim1], exchanged[self.dim0]
+        return tuple(exchanged)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._exchange(self.base.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def where(self) -> str:
+        return self.base.where
+
+    def read(self, box: Box) -> torch.Tensor:
+        return self.base.read(self._exchange(box)).transpose(self.dim0, self.dim1)
+
+    def leaves(self) -> Iterator[Leaf]:
+        return self.base.leaves()
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a function makes of whole tensors: an operation that can't be done box by box.
+
+    Attributes:
+        compute: gives the tensor; it reads everything it needs, each time.
+        sources: what it reads.
+    """
+
+    compute: Callable[[], torch.Tensor]
+    sources: Sequence[LazyTensor]
+    shape: tuple[int, ...]
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return self.compute().dtype
+
+    @property
+    def where(self) -> str:
+        return _joint(self.sources)
+
+    def read(self, box: Box) -> torch.Tensor:
+        return self.compute()[tuple(slice(start, stop) for start, stop in box)]
+
+    def leaves(self) -> Iterator[Leaf]:
+        for source in self.sources:
+            yield from source.leaves()
+
+
+def _joint(parts: Sequence[LazyTensor]) -> str:
+    leaves = [leaf for part in parts for leaf in part.leaves()]
+    return leaves[0].where + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")

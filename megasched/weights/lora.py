@@ -1,0 +1,179 @@
+"""LoRA after the training: merged into the weights, or a folder as PEFT writes and reads it.
+
+All is by HF's names, of whole HF tensors: a checkpoint holds ``PATH.weight`` as it was, ``PATH.lora_A.weight``
+[r, in] and ``PATH.lora_B.weight`` [out, r]. How they are to be added is said in PEFT's ``adapter_config.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import CheckpointError
+from megasched.lora import A, B, Lora, adapted, adapter_names
+from megasched.weights.lazy import Box, LazyTensor, Leaf, whole
+
+if TYPE_CHECKING:
+    import torch
+
+    from megasched.schedule import Schedule
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # PEFT's own modules around the model
+# Objective -> PEFT's name for it; PEFT has a plain model for all others.
+_TASKS = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
+
+
+def adapter_config(schedule: Schedule, base_model: str) -> dict[str, Any] | None:
+    """PEFT's ``adapter_config.json`` of a schedule; None where it adapts nothing.
+
+    Args:
+        schedule: that has been checked; a PEFT adapter has one dropout and one scaling rule for all.
+        base_model: folder or hub id of the model that is adapted (``--hf-model``).
+    """
+    from megasched.graph.intercept import is_conv1d
+    from megasched.objectives import objective_of
+
+    calls = adapted(schedule.records)
+    if not calls:
+        return None
+    path, first = next(iter(calls.items()))
+    rank, alpha = first["rank"], first["alpha"]
+    return {
+        "peft_type": "LORA",
+        "task_type": _TASKS.get(objective_of(schedule.mod).name),
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "bias": "none",
+        "fan_in_fan_out": is_conv1d(schedule[path].mod),
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": first["dropout"],
+        "use_rslora": first["use_rslora"],
+        "target_modules": list(calls),
+        "rank_pattern": {path: call["rank"] for path, call in calls.items() if call["rank"] != rank},
+        "alpha_pattern": {path: call["alpha"] for path, call in calls.items() if call["alpha"] != alpha},
+        "modules_to_save": [r.path for r in schedule.records if r.primitive == "unfreeze"] or None,
+    }
+
+
+def read_adapter_config(config: Mapping[str, Any]) -> dict[str, Lora]:
+    """Path of each adapted linear -> its adapter, from what ``adapter_config`` gave."""
+    return {
+        path: Lora(
+            rank=config["rank_pattern"].get(path, config["r"]),
+            alpha=config["alpha_pattern"].get(path, config["lora_alpha"]),
+            dropout=config["lora_dropout"],
+            use_rslora=config["use_rslora"],
+            fan_in_fan_out=config["fan_in_fan_out"],
+        )
+        for path in config["target_modules"]
+    }
+
+
+def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: Lora) -> torch.Tensor:
+    """The weight of a linear that computes what the adapted one does, in the weight's dtype; added in float32.
+
+    Args:
+        weight: [out, in], or [in, out] with ``lora.fan_in_fan_out``.
+        a: [r, in].
+        b: [out, r].
+    """
+    added = (b.float() @ a.float()) * lora.scaling
+    return (weight.float() + (added.t() if lora.fan_in_fan_out else added)).to(weight.dtype)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The weight of an adapted linear with its adapter merged, as a ``LazyTensor``.
+
+    Attributes:
+        weight, a, b: as ``merge`` takes them.
+    """
+
+    weight: LazyTensor
+    a: LazyTensor
+    b: LazyTensor
+    lora: Lora
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def where(self) -> str:
+        return self.weight.where
+
+    def read(self, box: Box) -> torch.Tensor:
+        outputs, inputs = reversed(box) if self.lora.fan_in_fan_out else box
+        every = (0, self.lora.rank)
+        return merge(self.weight.read(box), self.a.read((every, inputs)), self.b.read((outputs, every)), self.lora)
+
+    def leaves(self) -> Iterator[Leaf]:
+        for part in (self.weight, self.a, self.b):
+            yield from part.leaves()
+
+
+def merged(tensors: Mapping[str, LazyTensor], adapters: Mapping[str, Lora]) -> dict[str, LazyTensor]:
+    """Every tensor of the model by its HF name, adapters merged.
+
+    Args:
+        tensors: of a checkpoint, adapters' among them.
+        adapters: as ``read_adapter_config`` gives them.
+
+    Raises:
+        CheckpointError: adapters are not there.
+    """
+    _check_adapters(tensors, adapters)
+    theirs = set(adapter_names(adapters))
+    found = {name: tensor for name, tensor in tensors.items() if name not in theirs}
+    for path, lora in adapters.items():
+        weight, a, b = (tensors[f"{path}{part}.weight"] for part in ("", f".{A}", f".{B}"))
+        found[f"{path}.weight"] = Merged(weight, a, b, lora)
+    return found
+
+
+def save_adapter(
+    folder: Path, tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], dtype: torch.dtype | None = None
+) -> int:
+    """Writes a folder that ``PeftModel.from_pretrained(model, folder)`` loads.
+
+    Args:
+        folder: exists.
+        tensors: of a checkpoint; only adapters and what was trained beside them are read.
+        config: as ``adapter_config`` gave it.
+        dtype: that is written; that of the tensors, if not given.
+
+    Returns:
+        How many tensors there are.
+
+    Raises:
+        CheckpointError: adapters are not there.
+    """
+    from safetensors.torch import save_file
+
+    adapters = read_adapter_config(config)
+    _check_adapters(tensors, adapters)
+    beside = tuple(f"{path}." for path in config["modules_to_save"] or ())
+    names = [*adapter_names(adapters), *(name for name in tensors if beside and name.startswith(beside))]
+    values = {name: tensors[name].read(whole(tensors[name].shape)).contiguous() for name in names}
+    found = {_PREFIX + name: value.to(dtype or value.dtype) for name, value in values.items()}
+    save_file(found, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n")
+    return len(found)
+
+
+def _check_adapters(names: Collection[str], adapters: Mapping[str, Lora]) -> None:
+    missing = [name for name in adapter_names(adapters) if name not in names]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint has no {missing[0]} (of {len(missing)} that are missing): it was not written by a "
+            "run whose schedule adapts these linears"
+        )

@@ -1,0 +1,178 @@
+"""What a function does to tensors, noted while it runs on some without values, to be done box by box later."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megasched.errors import CheckpointError
+from megasched.weights.lazy import (
+    Box,
+    Computed,
+    Concatenated,
+    LazyTensor,
+    Leaf,
+    Narrowed,
+    Squeezed,
+    Stacked,
+    Transposed,
+    whole,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+# Of tensors that do not fit their like, so many are named.
+NAMED = 3
+
+Function = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+def noted(function: Function, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """What the function gives for these tensors, to be read box by box.
+
+    Where it does something that is not known how to do so, it is run on the whole tensors, each time one is read.
+
+    Args:
+        function: from named tensors to named tensors; it looks at no value.
+
+    Raises:
+        CheckpointError: the function can't do it with tensors of these shapes.
+    """
+    notes = _Notes()
+    given = {name: notes.stand_in(tensor) for name, tensor in tensors.items()}
+    try:
+        with notes:
+            found = function(given)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(_odd_one_out(list(tensors.values()), error)) from error
+    result: dict[str, LazyTensor] = {}
+    for name, stand_in in found.items():
+        made = notes.of(stand_in)
+        if made is None:
+            compute = partial(_compute, function, tensors, name)
+            made = Computed(compute, tuple(tensors.values()), tuple(stand_in.shape))
+        result[name] = made
+    return result
+
+
+def noted_once(function: Function, tensors: Mapping[str, LazyTensor]) -> Callable[[], dict[str, LazyTensor]]:
+    """``noted`` for when it is needed: it needs the shapes of the tensors, so their files are opened."""
+    return cache(partial(noted, function, tensors))
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """One of the results of ``noted_once``.
+
+    Attributes:
+        sources: what all results are made of.
+    """
+
+    found: Callable[[], dict[str, LazyTensor]]
+    name: str
+    sources: Sequence[LazyTensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.found()[self.name].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.found()[self.name].dtype
+
+    @property
+    def where(self) -> str:
+        return self.found()[self.name].where
+
+    def read(self, box: Box) -> torch.Tensor:
+        return self.found()[self.name].read(box)
+
+    def leaves(self) -> Iterator[Leaf]:
+        for source in self.sources:
+            yield from source.leaves()
+
+
+class _Notes(TorchFunctionMode):
+    """Keeps, for each tensor that comes of a stand-in, what it is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[
+            int, tuple[torch.Tensor, LazyTensor]
+        ] = {}  # with the tensor, so that its id stays its own
+
+    def stand_in(self, tensor: LazyTensor) -> torch.Tensor:
+        """A tensor without values in its place."""
+        empty = torch.empty(tensor.shape, device="meta")
+        self._note(empty, tensor)
+        return empty
+
+    def of(self, tensor: Any) -> LazyTensor | None:
+        """What a tensor is made of, if that is known."""
+        return self._made.get(id(tensor), (None, None))[1]
+
+    def _note(self, tensor: torch.Tensor, made: LazyTensor) -> None:
+        self._made[id(tensor)] = (tensor, made)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        note = getattr(self, f"_{getattr(func, '__name__', '')}", None)
+        if note is not None:
+            note(result, *args, **(kwargs or {}))
+        return result
+
+    def _stack(self, result: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0) -> None:
+        self._put_together(Stacked, result, tensors, dim)
+
+    def _cat(self, result: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0) -> None:
+        self._put_together(Concatenated, result, tensors, dim)
+
+    def _put_together(self, kind: Any, result: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int) -> None:
+        parts = [self.of(tensor) for tensor in tensors]
+        if None not in parts:
+            self._note(result, kind(parts, dim % result.ndim))
+
+    def _chunk(self, result: Sequence[torch.Tensor], tensor: torch.Tensor, count: Any, dim: int = 0) -> None:
+        base = self.of(tensor)
+        if base is None:
+            return
+        lengths = [piece.shape[dim] for piece in result]
+        for piece, length, end in zip(result, lengths, accumulate(lengths), strict=True):
+            self._note(piece, Narrowed(base, dim % tensor.ndim, end - length, length))
+
+    _split = _chunk
+
+    def _squeeze(self, result: torch.Tensor, tensor: torch.Tensor, dim: int) -> None:
+        base = self.of(tensor)
+        if base is not None:
+            self._note(result, Squeezed(base, dim % tensor.ndim) if result.ndim < tensor.ndim else base)
+
+    def _transpose(self, result: torch.Tensor, tensor: torch.Tensor, dim0: int, dim1: int) -> None:
+        base = self.of(tensor)
+        if base is not None:
+            self._note(result, Transposed(base, dim0 % tensor.ndim, dim1 % tensor.ndim))
+
+    def _contiguous(self, result: torch.Tensor, tensor: torch.Tensor) -> None:
+        base = self.of(tensor)
+        if base is not None:
+            self._note(result, base)
+
+
+def _odd_one_out(tensors: Sequence[LazyTensor], error: Exception) -> str:
+    usual, _ = Counter(tensor.shape for tensor in tensors).most_common(1)[0]
+    odd = [f"{tensor.where} has shape {list(tensor.shape)}" for tensor in tensors if tensor.shape != usual]
+    like = next(tensor for tensor in tensors if tensor.shape == usual)
+    named = "; ".join([*odd[:NAMED], f"{like.where} has {list(usual)}"])
+    return f"{named}: transformers can't make one parameter of such tensors: {error}"
+
+
+def _compute(function: Function, tensors: Mapping[str, LazyTensor], name: str) -> torch.Tensor:
+    return function({key: tensor.read(whole(tensor.shape)) for key, tensor in tensors.items()})[name]

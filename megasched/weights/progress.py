@@ -1,0 +1,53 @@
+"""How far a transfer of bytes has come: a bar on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+# Between two lines in a log.
+SECONDS = 10.0
+
+
+@contextmanager
+def transfer(title: str, total: int) -> Iterator[Callable[[int], Any]]:
+    """Shows a transfer on standard error.
+
+    Args:
+        title: what is done.
+        total: bytes.
+
+    Yields:
+        A function that is told how many more bytes have come.
+    """
+    if not sys.stderr.isatty():
+        yield _Lines(title, total).advance
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+class _Lines:
+    def __init__(self, title: str, total: int) -> None:
+        self._title, self._total = title, total
+        self._done = 0
+        self._start = self._told = time.monotonic()
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        if now - self._told >= SECONDS or self._done == self._total > self._done - count:
+            self._told = now
+            rate = decimal(int(self._done / max(now - self._start, 1e-9)))
+            done, total = decimal(self._done), decimal(self._total)
+            share = f"{100 * self._done // self._total} %"
+            print(f"megasched: {self._title}: {share}, {done} of {total}, {rate}/s", file=sys.stderr, flush=True)

@@ -1,0 +1,106 @@
+"""Real runs of two ranks that come to harm: how they are started, and how they end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megasched.launch.torchrun.start import free_port
+from megasched.verify.trainer_run import RUN_FLAGS
+
+ROOT = Path(__file__).parents[2]
+SCHEDULE = Path(__file__).with_name("harmful_schedule.py")
+TRACKER = "latest_checkpointed_iteration.txt"
+# Within so many seconds after the fault nothing may be left of a run.
+SECONDS = 30
+TP2 = ["--tensor-model-parallel-size", "2"]
+PP2 = ["--pipeline-model-parallel-size", "2"]
+SAVING = ["--use-distributed-optimizer", "--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable"]
+SAVING += ["--override-opt-param-scheduler"]
+LINE = re.compile(r" iteration\s+(\d+)/\s*\d+ \|.* lm loss: (\S+) \|.* grad norm: (\S+) \|")
+MARK = "FAULT_TIME"
+
+
+@dataclass
+class Ended:
+    """A run that is over.
+
+    Attributes:
+        status: of the launcher, which is that of the rank that failed first.
+        seconds: from the fault to the end of the last rank.
+        log: what all ranks have printed.
+    """
+
+    status: int
+    seconds: float
+    log: str
+
+    @property
+    def grad_norms(self) -> dict[int, float]:
+        """Of the iterations that it has made."""
+        return {int(iteration): float(norm) for iteration, _, norm in LINE.findall(self.log)}
+
+
+def run(folder: Path, model: str, flags: list[str], *, fault: str = "", rank: int = 0, said: str = "") -> Ended:
+    """Starts two ranks and waits until none is left.
+
+    Args:
+        folder: for its files.
+        fault: a function of ``harmful_schedule.py``.
+        rank: which one it harms.
+        said: where no process is harmed, the fault's time is that of this text in the log.
+    """
+    at, log = folder / "fault_time", folder / "log"
+    command = [sys.executable, "-m", "megasched.launch.torchrun.node", "--nproc-per-node=2"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "--no-python"]
+    command += [sys.executable, "-u", "-m", "megasched", "pretrain_gpt.py", "--rehearse", *RUN_FLAGS]
+    command += ["--model-schedule", str(SCHEDULE) if fault else "auto", "--hf-model", model, *flags]
+    command += ["--data-cache-path", str(folder / "cache"), "--allow-unverified"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"CUDA_VISIBLE_DEVICES": "", MARK: str(at), "FAULT": fault, "FAULT_RANK": str(rank) if fault else ""}
+    at.unlink(missing_ok=True)
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            until = time.monotonic() + 300
+            while time.monotonic() < until and (process.poll() is None or _marked(str(at))):
+                time.sleep(0.1)
+                if said and not at.exists() and said in log.read_text(errors="replace"):
+                    at.write_text(str(time.time()))
+                if at.exists():
+                    until = min(until, time.monotonic() + SECONDS)
+            ended = time.time()
+        finally:
+            alive = _marked(str(at))
+            left = [one.cmdline() for one in alive]
+            for one in alive:
+                one.kill()
+            process.wait()
+    text = log.read_text(errors="replace")
+    assert not left, f"{left}\n{text[-5000:]}"
+    assert at.exists(), text[-5000:]
+    return Ended(process.returncode, ended - float(at.read_text()), text)
+
+
+def _marked(at: str) -> list[psutil.Process]:
+    """The processes of a run that live."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == at and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue  # it has ended, or belongs to others
+    return found
+
+
+def tracked(save: Path) -> str:
+    """The last complete checkpoint, as Megatron's tracker has it."""
+    return (save / TRACKER).read_text()

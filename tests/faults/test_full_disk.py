@@ -1,0 +1,38 @@
+"""A disk that fills while a checkpoint is written: what was complete stays, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from megasched.verify.trainer_run import losses, train
+from megasched.weights.inspection import inspect_checkpoint
+from tests import tiny
+from tests.faults.disks import resize
+from tests.faults.runs import SAVING, SECONDS, TP2, run, tracked
+
+FLAGS = [*TP2, *SAVING]
+
+
+def test_a_save_that_finds_no_room_ends_the_run(ranks, disk, tmp_path):
+    model, save = tiny.save("llama", tmp_path / "model"), disk / "ckpt"
+    saving = [*FLAGS, "--save", str(save), "--save-interval", "2"]
+    ranks.run(2, train, model, saving, iterations=2)
+    resize(disk, 200_000)
+    resuming = [*saving, "--load", str(save), "--hf-random-init", "--train-iters", "6"]
+    ended = run(tmp_path, model, resuming, said="No space left on device")
+    assert ended.status == 1
+    assert ended.seconds < SECONDS
+    (said,) = re.findall(r"^SaveError: (.*No space left.*)", ended.log, re.MULTILINE)
+    assert said.startswith(f"{save}/iter_0000004 can't be saved: rank ")
+    assert re.search(r"\[Errno 28\] No space left on device: '.*/iter_0000004/__[01]_\d+\.distcp'", said)
+    assert max(ended.grad_norms) == 4
+    assert tracked(save) == "2"
+    assert [path.name for path in save.glob("iter_*") if any(path.iterdir())] == ["iter_0000002"]
+    assert inspect_checkpoint(save).problems == []
+    resize(disk, 8_000_000)
+    resumed = ranks.run(2, train, model, [*saving, "--load", str(save)], iterations=4)
+    whole = ranks.run(2, train, model, FLAGS, iterations=4)
+    torch.testing.assert_close(losses(resumed), losses(whole)[2:], rtol=2e-6, atol=0)
+    assert tracked(save) == "4"

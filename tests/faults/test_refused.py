@@ -1,0 +1,109 @@
+"""Damage that a run of two ranks meets when it starts: one message, status 2, and no rank that waits for ever."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+from megasched.errors import CheckpointError
+from megasched.verify.rank_pool import RankError
+from megasched.verify.trainer_run import train
+from megasched.weights.torch_dist import RELEASE, TorchDist
+from tests.faults.checkpoints import changed_bytes, flipped, imported, rewritten, weights
+from tests.faults.runs import PP2, SAVING, SECONDS, TP2, Ended, run
+
+NAME = "model.layers.3.mlp.up_proj.weight"
+HASHED = [*TP2, *SAVING, "--verify-integrity"]
+
+
+def refused_once(ended: Ended, *said: str) -> None:
+    assert ended.status == 2
+    assert ended.seconds < SECONDS
+    assert not ended.grad_norms
+    for text in said:
+        assert ended.log.count(text) == 1, ended.log[-5000:]
+
+
+def test_a_truncated_shard_that_one_stage_alone_reads(tmp_path):
+    """The other stage has long read its own, and waits in the first communication."""
+    model = Path(weights("llama", tmp_path / "model", max_shard_size="20KB"))
+    shard = json.loads((model / "model.safetensors.index.json").read_text())["weight_map"][NAME]
+    with changed_bytes(model / shard, lambda content: content[:-100]):
+        ended = run(tmp_path, str(model), [*PP2, "--train-iters", "2"], said="megasched: error")
+    refused_once(ended, f"megasched: error on rank 1: {model / shard}, tensor ", "can't be read as safetensors")
+
+
+def test_a_checkpoint_that_lacks_names(tmp_path):
+    model = weights("llama", tmp_path / "model")
+
+    def change(tensors):
+        return {name: tensor for name, tensor in tensors.items() if ".3.mlp." not in name}
+
+    other = rewritten(imported(model, tmp_path / "good"), tmp_path / "other", change)
+    flags = [*TP2, *SAVING, "--load", str(other), "--train-iters", "2"]
+    ended = run(tmp_path, model, flags, said="megasched: error")
+    names = (f"    model.layers.3.mlp.{part}_proj.weight\n" for part in ("down", "gate", "up"))
+    refused_once(ended, f"megasched: error: the checkpoint {other / RELEASE} does not fit", "missing (3):", *names)
+    assert "Traceback" not in ended.log
+
+
+def test_a_damaged_chunk_is_named_on_every_rank(ranks, tmp_path):
+    """Which Megatron finds while it loads; the metadata alone does not show it."""
+    model = weights("llama", tmp_path / "model")
+    save = imported(model, tmp_path / "ckpt")
+    (chunk,) = TorchDist(save / RELEASE).tensors[NAME].chunks
+    with (
+        changed_bytes(chunk.path, lambda content: flipped(content, chunk.offset)),
+        pytest.raises(RankError) as caught,
+    ):
+        ranks.run(2, train, model, [*TP2, *SAVING, "--load", str(save)], iterations=1, random_init=False)
+    assert str(caught.value).count(f"\n{CheckpointError.__module__}.CheckpointError: {save}") == 2
+    assert f"{chunk.path}, tensor {NAME}: can't be read" in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory) -> tuple[str, Path]:
+    """A model, and the checkpoint of a run that hashed it."""
+    folder = tmp_path_factory.mktemp("saved")
+    model, save = weights("llama", folder / "model"), folder / "ckpt"
+    ranks.run(2, train, model, [*HASHED, "--save", str(save), "--save-interval", "1"], iterations=1)
+    return model, save
+
+
+def test_an_optimizer_state_that_is_missing_is_named(ranks, saved):
+    model, save = saved
+    lacking = f"optimizer.state.exp_avg.{NAME}"
+
+    def change(content: bytes) -> bytes:
+        metadata = pickle.loads(content)
+        del metadata.state_dict_metadata[lacking]
+        return pickle.dumps(metadata)
+
+    with (
+        changed_bytes(save / "iter_0000001" / ".metadata", change),
+        pytest.raises(RankError) as caught,
+    ):
+        ranks.run(2, train, model, [*TP2, *SAVING, "--load", str(save)], iterations=2)
+    said = rf"CheckpointError: {save}: the checkpoint can't be loaded:\n    .*{lacking}"
+    assert len(re.findall(said, str(caught.value))) == 2
+
+
+def test_a_flipped_byte_in_the_values_is_found_by_megatrons_hashes(ranks, saved):
+    """``--verify-integrity`` hashes what is written aside, and it is the same when it is published."""
+    model, save = saved
+    ranks.run(2, train, model, [*HASHED, "--load", str(save)], iterations=2)
+    tensor = TorchDist(save / "iter_0000001").tensors[NAME]
+    chunk = tensor.chunks[0]
+    before = tensor.read(((0, 48), (0, 32)))
+    with changed_bytes(chunk.path, lambda content: flipped(content, chunk.offset + chunk.length // 2)):
+        assert TorchDist(save / "iter_0000001").unreadable() == []
+        assert not tensor.read(((0, 48), (0, 32))).equal(before)
+        with pytest.raises(RankError) as caught:
+            ranks.run(2, train, model, [*HASHED, "--load", str(save)], iterations=2)
+    said = f"CheckpointError: {save}: Checkpoint integrity verification failed for 1 file(s)"
+    assert str(caught.value).count(said) == 2
+    assert f"{chunk.path.name}: hash mismatch" in str(caught.value)

@@ -1,0 +1,44 @@
+"""The process behind the queue of the checkpoint writers, after the rank that started it was killed."""
+
+import os
+import signal
+
+import psutil
+
+from megasched.patches import apply, undo
+
+
+def manager_of_a_killed_process() -> psutil.Process:
+    """What a child of this rank has started for its queue."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        filesystem_async._results_queue = None
+        manager = filesystem_async.get_write_results_queue()._manager
+        os.write(writing, str(manager._process.pid).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        found = psutil.Process(int(said.read(20)))
+    os.waitpid(child, 0)
+    return found
+
+
+def ends(process: psutil.Process, seconds: float) -> bool:
+    _, alive = psutil.wait_procs([process], timeout=seconds)
+    for one in alive:
+        one.kill()
+    return not alive
+
+
+def with_and_without() -> tuple[bool, bool]:
+    undo("results_queue")
+    without = ends(manager_of_a_killed_process(), 2)
+    apply("results_queue")
+    return ends(manager_of_a_killed_process(), 20), without
+
+
+def test_it_ends_with_its_rank_and_would_not_without_the_patch(ranks):
+    assert ranks.run(1, with_and_without) == [(True, False)]

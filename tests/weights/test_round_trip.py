@@ -1,0 +1,338 @@
+"""From an HF folder to a checkpoint and back: the same bits, whatever the family, the dtype and the layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megasched.errors import CheckpointError, ConfigError
+from megasched.layout import Layout
+from megasched.weights.exporting import export_weights
+from megasched.weights.hf_folder import HFFolder
+from megasched.weights.importing import import_weights
+from megasched.weights.inspection import inspect_checkpoint
+from megasched.weights.lazy import whole
+from megasched.weights.torch_dist import RELEASE, TRACKER, TorchDist
+from megasched.weights.torch_dist_writer import TorchDistWriter
+from tests.weights.test_noted import InMemory
+
+GIGABYTE = 10**9
+
+
+def quiet(total):
+    return nullcontext(lambda count: None)
+
+
+def stored(folder):
+    """All tensors in the files of an HF folder."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def assert_same_bits(folder, other):
+    first, second = stored(folder), stored(other)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert value.dtype == second[name].dtype, name
+        assert torch.equal(value, second[name]), name
+
+
+def export(load, output, **options):
+    return export_weights(load, output, progress=quiet, **{"max_shard_size": GIGABYTE, **options})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_import_and_export_keep_every_bit(config, trained, tmp_path, dtype):
+    trained(config, dtype).save_pretrained(tmp_path / "hf", max_shard_size="40KB")
+    imported = import_weights(tmp_path / "hf", tmp_path / "ckpt", progress=quiet)
+    exported = export(tmp_path / "ckpt", tmp_path / "back", max_shard_size=40_000)
+    assert_same_bits(tmp_path / "hf", tmp_path / "back")
+    size = sum(value.nbytes for value in stored(tmp_path / "hf").values())
+    assert exported.bytes == imported.bytes == size
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == str(dtype).removeprefix(
+        "torch."
+    )
+    _, told = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(told.values()), told
+
+
+SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4}
+OTHERS = {
+    "masked_lm": ("AutoModelForMaskedLM", "bert", SMALL),
+    "seq2seq_lm": (
+        "AutoModelForSeq2SeqLM",
+        "t5",
+        {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+    ),
+    "image_classification": (
+        "AutoModelForImageClassification",
+        "vit",
+        SMALL | {"image_size": 32, "patch_size": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize("objective", OTHERS)
+def test_models_of_other_objectives(tmp_path, objective):
+    auto_class, family, sizes = OTHERS[objective]
+    auto_class = getattr(transformers, auto_class)
+    model = auto_class.from_config(transformers.AutoConfig.for_model(family, **sizes))
+    model.save_pretrained(tmp_path / "hf")
+    import_weights(tmp_path / "hf", tmp_path / "ckpt", progress=quiet, objective=objective)
+    export(tmp_path / "ckpt", tmp_path / "back", objective=objective)
+    assert_same_bits(tmp_path / "hf", tmp_path / "back")
+    found, told = auto_class.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(told.values()), told
+    assert type(found) is type(model)
+
+
+def test_what_lies_beside_the_weights_comes_along(tiny, trained, tmp_path):
+    hf = tmp_path / "hf"
+    trained(tiny("llama")).save_pretrained(hf)
+    beside = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"}
+    for name in beside | {"training_args.bin", "notes.txt"}:
+        (hf / name).write_text(name)
+    import_weights(hf, tmp_path / "ckpt", progress=quiet)
+    shutil.rmtree(hf)
+    export(tmp_path / "ckpt", tmp_path / "back")
+    found = {path.name for path in (tmp_path / "back").iterdir()}
+    assert found == beside | {"config.json", "generation_config.json", "model.safetensors"}
+    assert (tmp_path / "back" / "merges.txt").read_text() == "merges.txt"
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_parameters_are_cast_and_buffers_are_not(tiny, trained, tmp_path):
+    model = trained(tiny("deepseek_v3"))
+    model.save_pretrained(tmp_path / "hf")
+    import_weights(tmp_path / "hf", tmp_path / "ckpt", progress=quiet, dtype=torch.bfloat16)
+    assert {group.dtype for group in inspect_checkpoint(tmp_path / "ckpt").tensors} == {"bfloat16", "float32"}
+    export(tmp_path / "ckpt", tmp_path / "back", dtype=torch.float16)
+    before, after = stored(tmp_path / "hf"), stored(tmp_path / "back")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert after[bias].dtype == torch.float32
+    for name, value in before.items():
+        expected = value if name == bias else value.bfloat16().half()
+        assert torch.equal(after[name], expected), name
+
+
+def test_imported_weights_are_inspected(tiny, trained, tmp_path):
+    trained(tiny("mixtral")).save_pretrained(tmp_path / "hf")
+    import_weights(tmp_path / "hf", tmp_path / "ckpt", progress=quiet)
+    found = inspect_checkpoint(tmp_path / "ckpt")
+    assert (found.folder, found.iteration, found.layout) == (tmp_path / "ckpt" / RELEASE, 0, {})
+    assert (found.model_type, found.optimizer, found.problems) == ("mixtral", {}, [])
+    experts = next(group for group in found.tensors if group.name.endswith("experts.gate_up_proj"))
+    assert (experts.name, experts.count) == ("model.layers.*.mlp.experts.gate_up_proj", 2)
+    assert experts.shape == (16, 128, 32)
+    assert found.bytes == sum(value.nbytes for value in stored(tmp_path / "hf").values())
+    json.dumps(found.to_dict())
+
+
+@pytest.fixture
+def checkpoint(tiny, trained, tmp_path):
+    """Of a tiny llama."""
+    trained(tiny("llama")).save_pretrained(tmp_path / "hf")
+    import_weights(tmp_path / "hf", tmp_path / "ckpt", progress=quiet)
+    return tmp_path / "ckpt"
+
+
+def rewritten(checkpoint, change, **common):
+    """The checkpoint with other tensors, and more in its common state."""
+    model = TorchDist(checkpoint / RELEASE).model
+    held = {key: tensor.read(whole(tensor.shape)) for key, tensor in model.items()}
+    beside = checkpoint / RELEASE / "hf_model"
+    files = {path.name: path.read_bytes() for path in beside.iterdir()}
+    shutil.rmtree(checkpoint / RELEASE)
+    beside.mkdir(parents=True)
+    for name, content in files.items():
+        (beside / name).write_bytes(content)
+    writer = TorchDistWriter(checkpoint / RELEASE, lambda count: None)
+    for key, value in change(held).items():
+        writer.add(key, InMemory(value, []), value.dtype)
+    writer.finish({"iteration": 0, **common})
+
+
+NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
+
+
+def test_names_that_do_not_fit_are_listed_and_nothing_is_written(checkpoint, tmp_path):
+    def change(held):
+        del held[NORM]
+        return held | {"model.extra.weight": torch.zeros(2), "model.layers.7.bias": torch.zeros(2)}
+
+    rewritten(checkpoint, change)
+    with pytest.raises(CheckpointError) as caught:
+        export(checkpoint, tmp_path / "back")
+    assert f"missing (1):\n    {NORM}\n" in str(caught.value)
+    assert "unexpected (2):\n    model.extra.weight\n    model.layers.7.bias\n" in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "hf"]
+
+
+def test_shapes_that_do_not_fit_are_listed(checkpoint, tmp_path):
+    rewritten(checkpoint, lambda held: held | {UP: torch.zeros(60, 32), NORM: torch.zeros(33)})
+    with pytest.raises(CheckpointError) as caught:
+        export(checkpoint, tmp_path / "back")
+    assert f"    {UP}: [60, 32], the config makes it [64, 32]" in str(caught.value)
+    assert f"    {NORM}: [33], the config makes it [32]" in str(caught.value)
+
+
+def test_a_padded_vocabulary_is_cut(checkpoint, tmp_path):
+    ends = ("model.embed_tokens.weight", "lm_head.weight")
+    args = Namespace(make_vocab_size_divisible_by=64, tensor_model_parallel_size=2)
+    rewritten(
+        checkpoint, lambda held: held | {n: torch.cat([held[n], torch.zeros(32, 32)]) for n in ends}, args=args
+    )
+    export(checkpoint, tmp_path / "back")
+    assert_same_bits(tmp_path / "hf", tmp_path / "back")
+
+
+def test_what_is_there_is_left_alone(checkpoint, tmp_path):
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "precious").write_text("")
+    with pytest.raises(ConfigError, match="back: there is something already"):
+        export(checkpoint, tmp_path / "back")
+    assert [path.name for path in (tmp_path / "back").iterdir()] == ["precious"]
+    with pytest.raises(ConfigError, match=f"ckpt: it has checkpoints already .{TRACKER}."):
+        import_weights(tmp_path / "hf", checkpoint, progress=quiet)
+
+
+def test_a_folder_that_does_not_fit_its_config_is_not_imported(tiny, trained, tmp_path):
+    trained(tiny("llama")).save_pretrained(tmp_path / "hf")
+    save_file(stored(tmp_path / "hf") | {UP: torch.zeros(60, 32)}, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"tensor {UP} has shape \[60, 32\], the definition has \[64, 32\]"):
+        import_weights(tmp_path / "hf", tmp_path / "ckpt", progress=quiet)
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_checkpoint_without_a_config_asks_for_one(checkpoint, tmp_path):
+    shutil.rmtree(checkpoint / RELEASE / "hf_model")
+    with pytest.raises(ConfigError, match="no HF config was kept in it; name its HF folder with --hf-model"):
+        export(checkpoint, tmp_path / "back")
+    export(checkpoint, tmp_path / "back", hf_model=tmp_path / "hf")
+    assert_same_bits(tmp_path / "hf", tmp_path / "back")
+
+
+# what the ranks of a layout write ---------------------------------------------------------------------
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "opt", "gpt_neox"]
+EXPERTS = ["mixtral", "qwen3_moe", "deepseek_v3"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@st.composite
+def cases(draw):
+    """(family, changes of its config, layout, dtype)."""
+    family = draw(st.sampled_from(FAMILIES + EXPERTS))
+    layers = draw(st.integers(2, 4))
+    changes = {"num_hidden_layers": layers, "vocab_size": draw(st.integers(60, 130))}
+    if family not in ("gpt2", "opt"):
+        changes |= {"tie_word_embeddings": draw(st.booleans()), "intermediate_size": 8 * draw(st.integers(1, 12))}
+    tp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))
+    vpp = 2 if pp == 2 and layers == 4 and draw(st.booleans()) else None
+    ep = draw(st.sampled_from([1, 2, 4])) if family in EXPERTS else 1
+    layout = Layout(
+        tensor_model_parallel_size=tp if ep == 1 else 1,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=ep,
+    )
+    return family, changes, layout, draw(st.sampled_from(DTYPES))
+
+
+@contextmanager
+def groups_of(rank: int, layout: Layout) -> Iterator[None]:
+    """Megatron's groups as one of the TP x EP ranks of a stage sees them; nothing is sent in them."""
+    import torch.testing._internal.distributed.fake_pg
+    from megatron.core import parallel_state
+
+    torch.distributed.init_process_group("fake", rank=rank, world_size=layout.tp * layout.ep)
+    try:
+        parallel_state.initialize_model_parallel(
+            layout.tp, expert_model_parallel_size=layout.ep, create_gloo_process_groups=False
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def entries_of_rank(session, source, stages, dtype):
+    """Every tensor that this rank writes, of all stages."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megasched.megatron.scheduled_model import ScheduledModel
+    from megasched.planner.probe import Setting, _config
+
+    config = _config(session, Setting(1, 16, dtype, None))
+    config.pipeline_model_parallel_size = session.plan.layout.pp
+    for stage in stages:
+        model = ScheduledModel(
+            config,
+            session.copy_of_definition(),
+            session.schedule,
+            session.plan,
+            stage,
+            source,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            stages=stages,
+        )
+        entries = model.sharded_state_dict()
+        apply_factories(entries)
+        for entry in nested_values(entries):
+            assert isinstance(entry, ShardedTensor)
+            if is_main_replica(entry.replica_id):
+                yield entry
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+def test_every_layout_writes_every_value_once(tiny, trained, tmp_path_factory, case):
+    from megasched.megatron.session import open_session
+    from megasched.planner.memory import stages_of
+    from megasched.planner.probe import emulated_cuda
+
+    family, changes, layout, dtype = case
+    folder = tmp_path_factory.mktemp("case")
+    trained(tiny(family, **changes), dtype).save_pretrained(folder / "hf")
+    session = open_session("auto", str(folder / "hf"), layout, make_vocab_size_divisible_by=4)
+    source = HFFolder(folder / "hf", session.definition)
+    stages = stages_of(session, layout, 16)
+    full: dict[str, torch.Tensor] = {}
+    times: dict[str, torch.Tensor] = {}
+    with emulated_cuda():
+        for rank in range(layout.tp * layout.ep):
+            with groups_of(rank, layout):
+                for entry in entries_of_rank(session, source, stages, dtype):
+                    value = full.setdefault(entry.key, torch.zeros(entry.global_shape, dtype=entry.dtype))
+                    ranges = zip(entry.global_offset, entry.local_shape, strict=True)
+                    place = tuple(slice(start, start + length) for start, length in ranges)
+                    value[place] = entry.data.detach()
+                    times.setdefault(entry.key, torch.zeros(entry.global_shape, dtype=torch.int))[place] += 1
+    assert all((count == 1).all() for count in times.values())
+    (folder / "ckpt").mkdir()
+    writer = TorchDistWriter(folder / "ckpt", lambda count: None)
+    for key, value in full.items():
+        writer.add(key, InMemory(value, []), value.dtype)
+    padding = {"make_vocab_size_divisible_by": 4, "tensor_model_parallel_size": layout.tp}
+    writer.finish({"args": Namespace(**padding)})
+    export(folder / "ckpt", folder / "back", hf_model=folder / "hf")
+    assert_same_bits(folder / "hf", folder / "back")
+    shutil.rmtree(folder)
