@@ -20,6 +20,7 @@ from megasched.cli_inspect import explain, primitives, show
 from megasched.cli_launch import launch, status
 from megasched.cli_options import Json
 from megasched.cli_search import plan, tune
+from megasched.cli_weights import export, import_, inspect
 from megasched.errors import MegaschedError
 from megasched.json_output import nothing_but_json, print_json
 
@@ -99,6 +100,9 @@ app.command("new-adapter")(new_adapter)
 app.command()(archs)
 app.command()(plan)
 app.command(epilog="The study is kept in --dir: stopped by Ctrl-C, the same command goes on.")(tune)
+app.command("import")(import_)
+app.command()(export)
+app.command()(inspect)
 app.add_typer(launch, name="launch")
 app.command()(status)
 
@@ -127,6 +131,6 @@ def doctor(as_json: Json = False) -> None:
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def quickstart(context: typer.Context) -> None:
     """Train a small Llama here and now."""
-    from megasched.launch import quickstart
+    from megasched.launch.quickstart.command import main
 
-    raise typer.Exit(quickstart.main(context.args))
+    raise typer.Exit(main(context.args))

@@ -53,6 +53,7 @@ class Layout:
         micro_batch_size: sequences in one forward.
         fp8: 8-bit training, if it was asked for; a schedule may choose by it.
         tp_comm_overlap: communication over TP is to overlap with matrix products, which Megatron's own layers do.
+        packed_sequences: a row of a batch may hold several sequences (``--sft``).
     """
 
     tensor_model_parallel_size: int = 1
@@ -65,6 +66,7 @@ class Layout:
     micro_batch_size: int = 1
     fp8: Fp8 | None = None
     tp_comm_overlap: bool = False
+    packed_sequences: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

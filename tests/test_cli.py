@@ -9,7 +9,7 @@ import pytest
 
 from megasched import cli
 from megasched.records import load_records
-from tests.launch.test_training_log import line
+from tests.launch.status.test_training_log import line
 from tests.report.conftest import SCHEDULE
 
 # Processor seconds that `megasched --help` may take; the wall clock is the machine's other users' as well.
@@ -106,7 +106,7 @@ def test_a_script_gets_its_arguments_untouched(monkeypatch):
 
 def test_quickstart_gets_its_arguments_untouched(run, monkeypatch):
     calls = []
-    monkeypatch.setattr("megasched.launch.quickstart.main", lambda argv: calls.append(argv) or 7)
+    monkeypatch.setattr("megasched.launch.quickstart.command.main", lambda argv: calls.append(argv) or 7)
     assert run("quickstart", "--dir", "x", "--dry-run", "-h", "--iters", "3")[0] == 7
     assert calls == [["--dir", "x", "--dry-run", "-h", "--iters", "3"]]
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import typer
 
 from megasched import cli
 from megasched.json_output import print_json
-from megasched.launch import quickstart, quickstart_plan
-from megasched.launch.corpus import Corpus
-from tests.launch.test_training_log import line
+from megasched.launch.quickstart import command as quickstart
+from megasched.launch.quickstart import run_plan
+from megasched.launch.quickstart.corpus import Corpus
+from tests.launch.status.test_training_log import line
 
 # Command -> why it has no --json.
 WITHOUT: dict[str, str] = {}
@@ -44,6 +46,15 @@ CASES = {
         {"layouts"},
     ),
     "tune": (["tune", "printing_space.py", "--trials", "1"], {"points", "best", "trials", "plots"}),
+    "import": (
+        ["import", "--hf-model", "weights", "--save", "imported"],
+        {"hf_model", "checkpoint", "architecture", "tensors", "bytes"},
+    ),
+    "export": (
+        ["export", "--load", "ckpt", "--output", "exported"],
+        {"checkpoint", "output", "iteration", "architecture", "dtype", "tensors", "bytes", "adapter"},
+    ),
+    "inspect": (["inspect", "ckpt"], {"iteration", "layout", "tensors", "optimizer", "files", "problems", "args"}),
     "status": (["status", "run"], {"state", "iteration", "loss", "tokens_per_second", "saved", "slurm", "error"}),
     "launch slurm": (
         ["launch", "slurm", "--nodes", "1", "--no-check", "--dry-run", "--", "pretrain_gpt.py"],
@@ -91,11 +102,16 @@ def test_every_command_has_it_or_a_reason(name):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Where the commands run: a model, a schedule and a space."""
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from megasched.weights.importing import import_weights
 
     folder = tmp_path_factory.mktemp("json")
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4).save_pretrained(folder / "llama")
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4)
+    config.save_pretrained(folder / "llama")
+    LlamaForCausalLM(config).save_pretrained(folder / "weights")
+    import_weights(folder / "weights", folder / "ckpt", progress=lambda total: nullcontext(lambda count: None))
     (folder / "empty").mkdir()
     (folder / "run").mkdir()
     (folder / "run" / "train.log").write_text(TRAINED)
@@ -112,7 +128,7 @@ def run(folder, monkeypatch, capfd):
     corpus = Corpus(folder=folder / "corpus", documents=3, tokens=1000)
     monkeypatch.setattr(quickstart, "prepare_corpus", lambda folder: corpus)
     training = [sys.executable, "-c", f"print({TRAINED!r})"]
-    monkeypatch.setattr(quickstart_plan, "training_command", lambda plan, **options: training)
+    monkeypatch.setattr(run_plan, "training_command", lambda plan, **options: training)
 
     def run(*words):
         with pytest.raises(SystemExit) as stop:
@@ -152,6 +168,11 @@ def test_one_object_and_nothing_else(case, run):
         ["plan", "--hf-model", "empty", "--gpus", "1", "--seq-length", "64", "--global-batch-size", "1"],
         ["tune", "absent.py"],
         ["status", "empty"],
+        ["import", "--hf-model", "empty", "--save", "nowhere"],
+        ["export", "--load", "empty", "--output", "nowhere"],
+        ["export", "--load", "ckpt", "--output", "nowhere", "--dtype", "int4"],
+        ["export", "--load", "ckpt", "--output", "nowhere", "--max-shard-size", "much"],
+        ["inspect", "empty"],
     ],
     ids=" ".join,
 )
@@ -164,7 +185,7 @@ def test_an_error_is_no_object(words, run):
 
 def test_a_training_that_fails_is_no_object(run, monkeypatch):
     failing = [sys.executable, "-c", "import sys; print('out of memory'); sys.exit(7)"]
-    monkeypatch.setattr(quickstart_plan, "training_command", lambda plan, **options: failing)
+    monkeypatch.setattr(run_plan, "training_command", lambda plan, **options: failing)
     status, out, err = run("quickstart", "--dir", "q", "--json")
     assert (status, out) == (7, "")
     assert "out of memory" in err

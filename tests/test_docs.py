@@ -136,7 +136,7 @@ def known_flags(training_parser) -> set[str]:
     import typer
     from torch.distributed.run import get_args_parser
 
-    from megasched.launch import quickstart
+    from megasched.launch.quickstart import command as quickstart
 
     found = (
         OTHER_FLAGS
@@ -256,6 +256,7 @@ def plan_schedule(code: str) -> int:
     """Plans a schedule for a small Qwen3 at TP 2; returns how many calls it makes."""
     from megasched.definition import build_definition
     from megasched.layout import Layout
+    from megasched.lowering.adapting import adapt_modules
     from megasched.lowering.planning import make_plan
     from megasched.lowering.replacement import replace_modules
     from megasched.model_adapters.registry import roles_of
@@ -268,6 +269,7 @@ def plan_schedule(code: str) -> int:
     sch = create_schedule(definition, Layout(tensor_model_parallel_size=2), roles_of(definition))
     apply_schedule(sch, namespace["schedule"])
     replace_modules(sch, definition)
+    adapt_modules(sch, definition)
     make_plan(sch, model=definition, causal_lm=True)
     return len(sch.records)
 
@@ -287,8 +289,21 @@ def test_every_primitive_has_a_section():
 
 
 def models(folder: Path) -> None:
-    """The model folders that the pages speak of; configs alone."""
-    from transformers import AutoConfig
+    """The model folders that the pages speak of; configs alone, but for the smallest."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    mixtral = AutoConfig.for_model(
+        "mixtral",
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+    )
+    AutoModelForCausalLM.from_config(mixtral, dtype=torch.bfloat16).save_pretrained(folder / "Mixtral-small")
 
     AutoConfig.for_model("falcon").save_pretrained(folder / "falcon")
     AutoConfig.for_model("gpt_neo").save_pretrained(folder / "gpt-neo-1.3B")

@@ -10,10 +10,12 @@ from megasched.layout import Layout
 from megasched.report.show import ShowReport, inspect_schedule
 from tests import tiny
 
-SCHEDULES = Path(__file__).resolve().parents[1] / "examples" / "schedules"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+SCHEDULES = EXAMPLES / "schedules"
 FAMILIES = {
     "llama.py": ("llama", "mistral", "qwen2", "qwen3", "gemma2"),
     "gpt2.py": ("gpt2",),
+    "lora.py": ("llama", "phi3", "gpt2"),
     "blocks.py": ("llama", "qwen2", "qwen3"),
     "recompute_and_cuts.py": ("llama", "qwen3", "phi3"),
 }
@@ -36,9 +38,10 @@ def test_every_example_is_tested_here():
 @pytest.mark.parametrize(("name", "family"), [(name, one) for name, every in FAMILIES.items() for one in every])
 def test_every_matrix_is_cut_at_tp2(name, family, sp, tmp_path):
     report = plan(name, family, tmp_path, tensor_model_parallel_size=2, sequence_parallel=sp)
-    kinds = Counter(module.kind for module in report.modules)
+    modules = [module for module in report.modules if ".lora_" not in module.path]
+    kinds = Counter(module.kind for module in modules)
     assert (kinds["vocab"], kinds["row"], kinds["replicated"]) == (1, 2 * LAYERS, 0)
-    matrices = {m.path: (m, p) for m in report.modules for p in m.parameters if len(p.shape) == 2}
+    matrices = {m.path: (m, p) for m in modules for p in m.parameters if len(p.shape) == 2}
     # A learned table of positions is looked up alike on every rank.
     whole = [path for path, (module, _) in matrices.items() if module.kind == "whole"]
     assert whole == (["transformer.wpe"] if family == "gpt2" else [])
@@ -72,6 +75,17 @@ def test_recompute_and_cuts_follow_the_layout(layout, stages, again, tmp_path):
     assert recomputed(report) == [f"model.layers.{layer}" for layer in again]
 
 
+@pytest.mark.parametrize("family", FAMILIES["lora.py"])
+def test_lora_trains_adapters_of_attention_alone(family, tmp_path):
+    report = plan("lora.py", family, tmp_path)
+    adapted = [m.path for m in report.modules if any(asked.primitive == "adapt" for asked in m.asked)]
+    names = {"llama": "qkvo", "phi3": ("qkv", "o"), "gpt2": ("c_attn", "c_proj")}[family]
+    assert len(adapted) == len(names) * LAYERS
+    assert not any("mlp" in path for path in adapted)
+    sizes = [prod(p.shape) for m in report.modules if ".lora_" in m.path for p in m.parameters]
+    assert report.trained == sum(sizes) < report.parameters
+
+
 @pytest.mark.parametrize("family", FAMILIES["blocks.py"])
 def test_blocks_are_megatrons_layers(family, tmp_path):
     report = plan("blocks.py", family, tmp_path, tensor_model_parallel_size=2)
@@ -83,3 +97,26 @@ def test_the_readme_shows_the_llama_example():
     source = (SCHEDULES / "llama.py").read_text()
     readme = (SCHEDULES.parents[1] / "README.md").read_text()
     assert source[source.index("def schedule") :] in readme
+
+
+def test_the_schedule_for_fine_tuning_recomputes_every_layer(tmp_path):
+    layout = Layout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    report = inspect_schedule(str(EXAMPLES / "sft" / "schedule.py"), tiny.save("llama", tmp_path), layout)
+    assert recomputed(report) == [f"model.layers.{index}" for index in range(LAYERS)]
+    assert Counter(module.kind for module in report.modules)["row"] == 2 * LAYERS
+
+
+def test_the_flags_of_the_script_for_fine_tuning_exist():
+    import argparse
+    import re
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megasched.megatron.arguments import add_megasched_arguments
+
+    parser = add_megasched_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    known = {option for action in parser._actions for option in action.option_strings} | {"--nproc-per-node"}
+    command = (EXAMPLES / "sft" / "train.sh").read_text().partition("set -eu")[2]
+    flags = re.findall(r"--[a-z][a-z0-9-]+", command)
+    assert "--sft" in flags
+    assert set(flags) <= known

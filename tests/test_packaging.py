@@ -26,9 +26,12 @@ FOLDERS = {
 def wheel(tmp_path_factory) -> Path:
     """A wheel built from a copy of the tree, as `pip wheel .` does."""
     copy = tmp_path_factory.mktemp("source") / "megasched"
-    ignored = shutil.ignore_patterns(
-        ".venv", ".git", "build", "*.egg-info", "__pycache__", "quickstart", ".*_cache"
-    )
+    anywhere = shutil.ignore_patterns(".venv", ".git", "build", "*.egg-info", "__pycache__", ".*_cache")
+
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        # What `make quickstart` has left.
+        return anywhere(folder, names) | ({"quickstart"} if Path(folder) == ROOT else set())
+
     shutil.copytree(ROOT, copy, ignore=ignored, symlinks=True)
     command = [
         sys.executable,

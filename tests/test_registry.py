@@ -149,7 +149,7 @@ def test_lowerings_registered_twice():
 
 
 def test_an_unknown_primitive_lists_those_that_exist():
-    with pytest.raises(ConfigError, match=r"no primitive 'scale'; there are: annotate, checkpoint"):
+    with pytest.raises(ConfigError, match=r"no primitive 'scale'; there are: adapt, annotate, checkpoint"):
         registry.get_primitive("scale")
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from megasched.errors import MegaschedError, ScheduleError
 from megasched.lowering.attention_te import TeCore, why_not_te, window_of
 from megasched.lowering.context_masks import in_context, of_queries
+from megasched.lowering.packed import is_packed_mask
 from megasched.lowering.recompute import recompute
 from megasched.lowering.rng import fork_rng
 from megasched.lowering.zigzag import causal_mask
@@ -43,6 +44,7 @@ class AttentionSettings:
         sharded: heads are cut over TP, so that dropout must differ between the ranks.
         te: Transformer Engine's kernels, where they are used.
         context: the ranks that share the sequence of these queries; None where this module has all of it.
+        packed: a row may hold several sequences, which masks keep apart.
         recompute: compute the attention core again in the backward pass (Megatron's ``core_attn``).
         told: why calls stayed with torch where Transformer Engine is there; each reason is logged once.
     """
@@ -53,11 +55,13 @@ class AttentionSettings:
         sharded: bool,
         te: TeCore | None = None,
         context: ContextParallel | None = None,
+        packed: bool = False,
     ) -> None:
         self.local_heads = local_heads
         self.sharded = sharded
         self.te = te
         self.context = context
+        self.packed = packed
         self.recompute = False
         self.told: set[str] = set()
 
@@ -84,6 +88,8 @@ def attention_forward(
     sliding_window: int | None = None,
     indices: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention core in HF's calling convention.
@@ -97,6 +103,8 @@ def attention_forward(
         sinks: [b, heads, s, 1], the same for each query (Inkling).
         indices: [b, s, k] of the keys that each query attends to, of those that the mask leaves it (DeepSeek's
             sparse attention, arXiv 2512.02556); None for all.
+        cu_seq_lens_q: where packed sequences begin in all rows together (``PackedRows``); the mask says it, too.
+        max_length_q: length of the longest of them.
 
     Returns:
         [b, s, heads, value_head_dim] and no attention weights.
@@ -131,12 +139,20 @@ def attention_forward(
     window = window_of(sliding_window, query.shape[2] * (1 if context is None else context.zigzag.size))
     # A causal layer's mask is its window; any other mask is the definition's own and goes to torch.
     windowed = bool(is_causal) and attention_mask is not None and window[0] >= 0
+    packed = None
+    if settings is not None and settings.packed and attention_mask is not None:
+        windowed = False  # it may divide sequences, too
+        if settings.te is not None and is_causal and cu_seq_lens_q is not None and max_length_q is not None:
+            keys = sliding_window if window[0] >= 0 else None
+            known = is_packed_mask(attention_mask, cu_seq_lens_q, keys)
+            packed = (cu_seq_lens_q, max_length_q) if known else None
     reason = why_not_te(
         softcap=softcap,
         dropout=dropout,
         s_aux=s_aux,
         position_bias=position_bias,
-        other_mask=attention_mask is not None and not windowed,
+        other_mask=attention_mask is not None and not windowed and packed is None,
+        packed=packed is not None,
     )
     if not reason and context is not None and settings is not None and settings.te is not None:
         reason = settings.te.why_not_in_context(query, key, windowed=windowed, softcap=softcap, sinks=s_aux)
@@ -156,12 +172,13 @@ def attention_forward(
                 query,
                 key,
                 value,
-                causal=causal or windowed,
+                causal=causal or windowed or packed is not None,
                 window=window,
                 dropout=dropout,
                 scaling=scaling,
                 softcap=softcap,
                 sinks=s_aux,
+                packed=packed,
             )
         if not plain:
             return _spelled_out(
@@ -201,7 +218,10 @@ def _of_all_ranks(
 
 
 # Tensor arguments that say nothing about attention itself.
-HARMLESS = frozenset(["position_ids", "cache_position", "input_ids", "token_type_ids", "labels"])
+HARMLESS = frozenset(
+    # The last is what cu_seq_lens_q is.
+    ["position_ids", "cache_position", "input_ids", "token_type_ids", "labels", "cu_seq_lens_k"]
+)
 
 
 def _refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:

@@ -59,11 +59,13 @@ def why_not_te(
     s_aux: torch.Tensor | None,
     position_bias: torch.Tensor | None,
     other_mask: bool,
+    packed: bool = False,
 ) -> str:
     """Why a call of attention stays with torch; empty where TE takes it.
 
     Args:
         other_mask: there is a mask that is neither causal nor a sliding window.
+        packed: a row holds several sequences.
     """
     if position_bias is not None:
         return "a bias on the logits"
@@ -71,6 +73,8 @@ def why_not_te(
         return "a mask that is neither causal nor a sliding window"
     if s_aux is not None and s_aux.dim() > 1:
         return "sinks of each query's own"
+    if packed and (s_aux is not None or softcap is not None):
+        return "packed sequences with sinks or soft-capped logits"
     if softcap is not None and not te_caps_logits():
         return "soft-capped logits, for which Transformer Engine needs flash-attn 2.6"
     if softcap is not None and dropout:
@@ -169,21 +173,29 @@ class TeCore:
         scaling: float | None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        packed: tuple[torch.Tensor, int] | None = None,
     ) -> torch.Tensor:
         """Attention of [b, heads, s, d] tensors (HF's order); returns [b, heads, s, d].
 
         Args:
             sinks: [heads], logits of a place that is attended to and left out of the result.
+            packed: [n + 1] int32, cumulative lengths of the sequences of all rows, and the longest; causal.
         """
         widths = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
-        form = (*widths, causal, window, dropout, scaling, softcap, sinks is not None)
+        form = (*widths, causal, window, dropout, scaling, softcap, sinks is not None, packed is not None)
         if form not in self._made:
             self._made[form] = self._make(*form)
         core = self._made[form]
         if sinks is not None:  # TE's own parameter gives way to the definition's
             core.softmax_offset = sinks
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        output = core(q, k, v)  # [b, s, heads * d]
+        if packed is None:
+            output = core(q, k, v)  # [b, s, heads * d]
+        else:
+            bounds, longest = packed
+            lengths = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
+            lengths |= {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+            output = core(*(t.flatten(0, 1) for t in (q, k, v)), **lengths)  # [b * s, heads * d]
         return output.view(*q.shape[:3], v.shape[-1]).transpose(1, 2)
 
     def _make(
@@ -198,6 +210,7 @@ class TeCore:
         scaling: float | None,
         softcap: float | None,
         sinks: bool,
+        packed: bool,
     ) -> Any:
         cls = te_attention()
         assert cls is not None
@@ -213,8 +226,8 @@ class TeCore:
             kv_channels=key_width if key_width == value_width else (key_width, value_width),
             num_gqa_groups=groups * self.tp_size,
             attention_dropout=dropout,
-            qkv_format="bshd",
-            attn_mask_type="causal" if causal else "no_mask",
+            qkv_format="thd" if packed else "bshd",
+            attn_mask_type="padding_causal" if packed else "causal" if causal else "no_mask",
             window_size=window if causal else (-1, -1),
             tp_size=self.tp_size,
             tp_group=self.tp_group,

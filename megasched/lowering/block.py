@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_submodules,
     get_gpt_layer_with_transformer_engine_submodules,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -25,6 +26,7 @@ from megasched.lowering.attention_te import uses_transformer_engine
 from megasched.lowering.blocks import assemblies, has_bias
 from megasched.lowering.context import Context
 from megasched.lowering.context_parallel import ContextParallel, comm_type
+from megasched.lowering.packed import packed_mask
 from megasched.lowering.rng import fork_rng
 from megasched.lowering.zigzag import Zigzag, causal_mask
 from megasched.roles import Block
@@ -53,23 +55,43 @@ class MegatronLayer(nn.Module):
         self.slot, self.angles, self.parts, self.zigzag = slot, angles, parts, zigzag
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The hidden state [b, s (/ tp), h] among the arguments goes through the layer; the others (masks,
-        positions) say nothing that Megatron's causal layer does not know."""
-        hidden = self.slot.get(args, kwargs).transpose(0, 1).contiguous()
+        """The hidden state [b, s (/ tp), h] among the arguments goes through the layer. Of the others, the bounds
+        of packed sequences count; masks and positions say nothing that Megatron's causal layer does not know."""
+        hidden, packed = self.slot.get(args, kwargs), _packed_params(kwargs)
+        shape = hidden.shape
+        if packed is not None:  # Megatron's layer knows one row of packed sequences
+            hidden = hidden.flatten(0, 1)[None]
+        hidden = hidden.transpose(0, 1).contiguous()
         length = hidden.shape[0] * self.parts
+        # Of packed sequences, attention sees the distance of two tokens alone, wherever Megatron counts from.
         angles = None if self.angles is None else self._angles_of(length, self.angles, hidden.device)
         try:
-            output, _ = self.layer(hidden, attention_mask=None, rotary_pos_emb=angles)
+            output, _ = self.layer(hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed)
         finally:
             # A recompute ends within the layer, as soon as all is there again. Megatron's layer would keep its
             # hidden state then, and with it all that was recomputed, until it is called again.
             self.layer.mlp_norm_manager = None
-        return self.slot.wrap(output.transpose(0, 1))
+        return self.slot.wrap(output.transpose(0, 1).reshape(shape))
 
     def _angles_of(self, length: int, angles: Angles, device: torch.device) -> torch.Tensor:
         if self.zigzag is None:
             return angles(length, device)
         return self.zigzag.own_part(angles(length * self.zigzag.size, device), Along(0))
+
+
+def _packed_params(arguments: dict[str, Any]) -> PackedSeqParams | None:
+    """Bounds of packed sequences among a layer's arguments, under Megatron's names; None where there are none."""
+    bounds = arguments.get("cu_seq_lens_q")
+    if bounds is None:
+        return None
+    longest = arguments["max_length_q"]
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def lower_block(
@@ -222,12 +244,23 @@ class CoreAttention(nn.Module):
         self.window = None if config.window_size is None else config.window_size[0] + 1
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        """[s, b, heads, d] each, k and v with fewer heads -> [s, b, heads * d]."""
+        """[s, b, heads, d] each, k and v with fewer heads -> [s, b, heads * d]; packed ones are without b."""
+        if packed_seq_params is not None:
+            query, key, value = (tensor[:, None] for tensor in (query, key, value))
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         dropout = self.dropout if self.training else 0.0
-        if self.ranks is None:
+        mask: torch.Tensor | None
+        if packed_seq_params is not None:
+            mask = packed_mask(packed_seq_params.cu_seqlens_q, 1, q.shape[2], self.window)
+        elif self.ranks is None:
             mask = None if self.window is None else window_mask(self.window, q.shape[2], q.device)
         else:
             k, v = self.ranks.gather_together(k, v)
@@ -235,7 +268,8 @@ class CoreAttention(nn.Module):
             mask = causal_mask(places, k.shape[2], self.window)
         with fork_rng() if dropout else nullcontext():  # each TP rank has heads of its own
             output = fused_attention(q, k, v, mask, mask is None, dropout, self.scale)
-        return output.permute(2, 0, 1, 3).flatten(2)
+        output = output.permute(2, 0, 1, 3).flatten(2)
+        return output if packed_seq_params is None else output[:, 0]
 
 
 @lru_cache(maxsize=2)

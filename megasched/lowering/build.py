@@ -12,6 +12,7 @@ from torch import nn
 
 from megasched.errors import Problem, ScheduleError
 from megasched.lowering import attention
+from megasched.lowering.adapting import adapt_modules
 from megasched.lowering.plan import Plan
 from megasched.lowering.planning import make_plan
 from megasched.lowering.replacement import replace_modules
@@ -46,6 +47,7 @@ def carry_out(schedule: Schedule, inputs: Mapping[str, Any] | None = None) -> Pl
     with ExitStack() as undo:
         undo.callback(restore_attention)
         replace_modules(schedule, model, inputs=inputs, undo=undo)
+        adapt_modules(schedule, model, undo)
         plan = make_plan(schedule, model=model, inputs=inputs)
         undo.pop_all()
     if not plan.derived.attention:  # nothing called it: the class has an attention of its own, or nobody looked

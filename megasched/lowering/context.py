@@ -100,11 +100,18 @@ class Context:
 
     def _fill(self, parameter: nn.Parameter, assembly: Assembly, held: Sequence[torch.Tensor]) -> None:
         """Gives a parameter of this rank its values, from the source or from the tensors the model held."""
+        device, dtype = parameter.device, parameter.dtype
+        if self.source is not None:
+            parameter.data = torch.empty(0, dtype=dtype, device=device)  # a large one is not held twice
         pieces = [self._local(part, tensor) for part, tensor in zip(assembly.parts, held, strict=True)]
         found = [piece for piece in pieces if piece is not None]
         if len(found) == len(pieces):
             with torch.no_grad():
-                parameter.copy_(assembly.join(found, self.place(assembly.parts[0])[1]))
+                values = assembly.join(found, self.place(assembly.parts[0])[1])
+                if self.source is None:
+                    parameter.copy_(values)
+                else:
+                    parameter.data = values.to(device=device, dtype=dtype).contiguous()
 
     def settle(self, owner: nn.Module, name: str, placement: Placement, held: nn.Parameter) -> None:
         """Adopts a parameter that a layer just made, or puts in its place the one that it is tied to."""

@@ -1,7 +1,8 @@
 """Attention masks of one rank's queries under context parallelism: all keys, and the queries' true places.
 
 HF makes a mask of two indices, which it counts from 0 to the length that it sees. Here the index of a query is
-replaced by its place in the whole sequence, and keys run to the end of that.
+replaced by its place in the whole sequence, and keys run to the end of that. A query and a key in different packed
+sequences are masked besides: HF does so itself only where a definition hands on its position ids.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class _Context(NamedTuple):
 
 
 _active: list[_Context | None] = [None]
+_packed: list[torch.Tensor | None] = [None]
 
 
 def in_context() -> bool:
@@ -42,11 +44,36 @@ def whole_sequence() -> Iterator[None]:
         _active.pop()
 
 
+@contextmanager
+def packed_masks(numbers: torch.Tensor) -> Iterator[None]:
+    """While a definition runs, the masks that it asks for keep packed sequences apart.
+
+    Args:
+        numbers: [b, s], which sequence each token is of.
+    """
+    _packed.append(numbers)
+    try:
+        yield
+    finally:
+        _packed.pop()
+
+
+def _apart(mask_function: Callable[..., Any], numbers: torch.Tensor) -> Callable[..., Any]:
+    def of_sequence(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return mask_function(batch, head, query, key) & (numbers[batch, query] == numbers[batch, key])
+
+    return of_sequence
+
+
 def of_queries(make: Callable[..., Mask]) -> Callable[..., Mask]:
-    """A function of HF's mask interface that makes masks [b, 1, s / cp, s] inside of ``context_masks``."""
+    """A function of HF's mask interface that makes masks [b, 1, s / cp, s] inside of ``context_masks``, and
+    block-diagonal ones [b, 1, s, s] inside of ``packed_masks``."""
 
     def mask(*, q_length: int, kv_length: int, mask_function: Callable[..., Any], **options: Any) -> Mask:
-        context = _active[-1]
+        context, numbers = _active[-1], _packed[-1]
+        if numbers is not None:
+            mask_function = _apart(mask_function, numbers)
+            options["allow_is_causal_skip"] = False
         if context is None:
             return make(q_length=q_length, kv_length=kv_length, mask_function=mask_function, **options)
         zigzag, gather, watch = context

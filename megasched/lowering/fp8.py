@@ -15,6 +15,7 @@ from torch import nn
 
 from megasched.assembly import Assembly
 from megasched.errors import Problem
+from megasched.lora import adapted, adapter_names
 from megasched.lowering.blocks import assemblies
 from megasched.lowering.placing import is_linear
 from megasched.lowering.plan import Plan
@@ -69,13 +70,15 @@ def left_in_16_bits(plan: Plan, model: nn.Module) -> list[str]:
 
 def _linears(plan: Plan, index: int) -> list[str]:
     """Linears of a layer that Transformer Engine computes: those that are cut. The few that stay whole (k and v
-    with fewer heads than ranks), and those that hand whole tensors on inside a region, stay in 16 bits."""
+    with fewer heads than ranks), those that hand whole tensors on inside a region, and adapters, stay in 16
+    bits."""
     assert plan.structure is not None
     derived = plan.derived
     whole_inside = (
         derived.rows_inside | derived.overwritten | (derived.inside & (derived.gather | derived.scatter))
     )
-    apart = whole_inside.union(plan.replicated_heads)
+    adapters = {name.removesuffix(".weight") for name in adapter_names(adapted(plan.records))}
+    apart = whole_inside.union(plan.replicated_heads, adapters)
     return [
         path
         for path, cut in plan.cuts.items()

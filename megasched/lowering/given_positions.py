@@ -61,14 +61,20 @@ class ValuesRun(DefaultScalars):
         return output
 
 
-def _met(model: nn.Module, positions: dict[str, torch.Tensor]) -> list[tuple[str, list[float]]]:
+def with_values(model: nn.Module) -> tuple[nn.Module, torch.Tensor]:
+    """A copy on meta for a ``ValuesRun``, whose whole numbers are real; and token ids [1, s] for it."""
     probe = meta_copy(model)
     for (_, module), (_, copied) in zip(model.named_modules(), probe.named_modules(), strict=True):
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_floating_point() and not buffer.is_meta:
                 copied._buffers[name] = buffer.clone()  # positions, e.g.
+    return probe, _tokens(model)
+
+
+def _met(model: nn.Module, positions: dict[str, torch.Tensor]) -> list[tuple[str, list[float]]]:
+    probe, tokens = with_values(model)
     run = ValuesRun()
-    inputs = {"input_ids": _tokens(model), "use_cache": False, **positions}
+    inputs = {"input_ids": tokens, "use_cache": False, **positions}
     with attention.stand_in(_attend), call_hooks(probe):
         run_on_meta(probe, inputs, run)
     return run.met

@@ -11,10 +11,13 @@ from torch import nn
 from megasched.lowering.plan import Plan
 from megasched.records import Record
 
+# Calls that leave a column's product as it is.
+_APART = ("shard", "level", "adapt", "unfreeze")
+
 
 def join_columns(plan: Plan, model: nn.Module) -> None:
     """Fills ``plan.joint``."""
-    asked = {record.path for record in plan.records if record.primitive not in ("shard", "level")}
+    asked = {record.path for record in plan.records if record.primitive not in _APART}
     fused = fused_paths(plan)
     shared = Counter(plan.canonical.values())
     for paths in plan.derived.shared:

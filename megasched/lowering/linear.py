@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from megasched.lowering.context import Context
 from megasched.lowering.joint import JointColumns, sequence_first
 from megasched.lowering.placing import output_axis
-from megasched.lowering.region import sum_gradient
+from megasched.lowering.region import gather_for_region, sum_gradient
 from megasched.placement import Placement
 
 
@@ -45,7 +45,7 @@ class ColumnLinear(ColumnParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() > 3:  # Megatron's backward takes up to three dimensions
-            return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+            return self.forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
         if self.joint is not None:
             output = self.joint.part(self, x)
             if output is not None:
@@ -79,7 +79,7 @@ class RowLinear(RowParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() > 3:  # as above
-            return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+            return self.forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
         if self.takes_part:
             x = x.chunk(self.tp_group.size(), dim=-1)[self.tp_group.rank()]
         if self.sequence_parallel:
@@ -98,18 +98,21 @@ class ReplicatedHeadsLinear(nn.Module):
 
     Attributes:
         rows: half-open ranges of output features that this rank computes.
+        entered: a region around it has taken the input over to TP already.
+        split: activations around it are split along the sequence.
     """
 
-    def __init__(self, rows: Sequence[tuple[int, int]], group: Any, entered: bool) -> None:
+    def __init__(self, rows: Sequence[tuple[int, int]], group: Any, *, entered: bool, split: bool) -> None:
         super().__init__()
-        self.rows, self.group, self.entered = tuple(rows), group, entered
+        self.rows, self.group, self.entered, self.split = tuple(rows), group, entered, split
         self.weight: nn.Parameter
         self.bias: nn.Parameter | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, s, in] -> [b, s, rows]."""
+        """[b, s, in] ([b, s / tp, in] where it gathers the sequence) -> [b, s, rows]."""
         if not self.entered:
-            x = copy_to_tensor_model_parallel_region(x, group=self.group)
+            take = gather_for_region if self.split else copy_to_tensor_model_parallel_region
+            x = take(x, group=self.group)
         return F.linear(x, self._used(self.weight), None if self.bias is None else self._used(self.bias))
 
     def _used(self, whole: torch.Tensor) -> torch.Tensor:
@@ -129,16 +132,16 @@ def lower_linear(path: str, module: nn.Module, context: Context, *, entered: boo
     weight = plan.placement(path, "weight")
     out_features, in_features = _sizes(module)
     bias = getattr(module, "bias", None) is not None
+    split = context.splits_sequence(path) and path not in plan.derived.whole_inputs
     if path in plan.replicated_heads:
         rows = plan.replicated_heads[path].rows(context.rank, context.size, out_features)
-        lowered: nn.Module = ReplicatedHeadsLinear(rows, context.group, entered)
+        lowered: nn.Module = ReplicatedHeadsLinear(rows, context.group, entered=entered, split=split)
         for name, held in module.named_parameters(recurse=False):
             make_parameter(lowered, name, plan.placement(path, name), held, context)
         if not bias:
             lowered.register_parameter("bias", None)
         return lowered
     tied = weight.name in context.made
-    split = context.splits_sequence(path) and path not in plan.derived.whole_inputs
     gathered, inside = path in plan.derived.gather, path in plan.derived.inside
     dtype = context.config.params_dtype if context.source is not None else module.weight.dtype
     with context.making(module.weight):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.lora import DROPOUT
 from megasched.lowering.annotations import carried_annotations
 from megasched.lowering.attention import AttentionSettings
 from megasched.lowering.attention_te import TeCore, uses_transformer_engine
@@ -33,6 +34,7 @@ from megasched.lowering.region import (
     share_recorded,
     split_arguments,
     split_sequence,
+    take_own_sequence,
 )
 from megasched.lowering.sync import shared_regions
 from megasched.lowering.wrap import draw_forked
@@ -47,6 +49,7 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
     regions = shared_regions(plan) if context.size > 1 else {}
     entered = {column for _, columns in regions.values() for column in columns}
     places = module_places(model)
+    made: dict[nn.Module, nn.Module] = {}
     if plan.blocks:
         _lower_blocks(schedule, model, context, here)
 
@@ -57,9 +60,9 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
         if not alone(path):
             continue
         if path in plan.cuts:
-            lowered = _lower_cut(path, module, context, path in entered)
-            for parent, name in places[module]:
-                setattr(parent, name, lowered)
+            lowered = made[module] = _lower_cut(path, module, context, path in entered)
+            for parent, name in places[module]:  # an adapter's parent has been lowered before it
+                setattr(made.get(parent, parent), name, lowered)
         elif path in plan.experts:
             lower_experts(path, module, context)
         else:
@@ -144,6 +147,8 @@ def _lower_cut(path: str, module: nn.Module, context: Context, entered: bool) ->
     else:
         lowered = lower_linear(path, module, context, entered=entered)
     carry_hooks(module, lowered)
+    for name, child in module.named_children():  # of an adapter
+        lowered.add_module(name, child)
     return lowered.train(module.training)
 
 
@@ -178,11 +183,22 @@ def _lower_regions(
         split = context.splits_sequence(path) and not (columns and derived.whole_inputs.issuperset(columns))
         whole = derived.whole_slots[path] if needed else ()
         enter_region(module, slots, context.group, split, needed=needed, whole=whole)
+        if split and not needed:
+            for column in columns:
+                _read_own_part(model.get_submodule(column), context)
         if path in derived.exits:
             leave_region(module, slots[0], derived.exits[path], context.group)
     # On a pipeline stage that is not the last this module never returns.
     for path, leaves in derived.recorded.items() if context.size > 1 else ():
         share_recorded(path, model.get_submodule(path), leaves, context.group)
+
+
+def _read_own_part(column: nn.Module, context: Context) -> None:
+    """A column's adapter reads this rank's part of the sequence that the region has gathered: its own gathers what
+    is of the rank's size only, and a dropout draws for each token once."""
+    dropout = getattr(column, DROPOUT, None)
+    if isinstance(dropout, nn.Module):
+        take_own_sequence(dropout, context.group)
 
 
 def _enter_sequence_regions(model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
@@ -209,5 +225,5 @@ def _settle_attention(model: nn.Module, context: Context, here: Callable[[str], 
             if uses_transformer_engine(context.device):
                 layer = plan.structure.index_of(path) if plan.structure is not None else None
                 te = TeCore(size, group, ranks.for_te(context.config, layer) if ranks is not None else None)
-            settings = AttentionSettings(heads // size, sharded, te, ranks)
+            settings = AttentionSettings(heads // size, sharded, te, ranks, plan.layout.packed_sequences)
             model.get_submodule(path).megasched_attention = settings

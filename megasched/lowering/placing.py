@@ -14,6 +14,7 @@ from torch import nn
 from megasched.errors import Problem
 from megasched.experts import is_experts
 from megasched.graph.intercept import is_conv1d
+from megasched.lora import A, B
 from megasched.lowering.plan import Plan
 from megasched.lowering.replicated_heads import find_replicated_heads
 from megasched.placement import Placement
@@ -61,6 +62,7 @@ def place(
     # Embeddings first: a head that is tied to one is padded as it is.
     for record, module in sorted(found, key=lambda pair: not isinstance(pair[1], nn.Embedding)):
         problems += _place_one(schedule, module, plan, record, vocab_multiple)
+        _place_adapter(module, plan, record.path)
     return problems + _one_sided_ties(model, plan)
 
 
@@ -101,6 +103,23 @@ def _place_one(
         problems += _uneven(placement, name, tp, record) or _tied_otherwise(plan, placement, record)
         plan.placements[placement.name] = placement
     return problems
+
+
+def _place_adapter(module: nn.Module, plan: Plan, path: str) -> None:
+    """Of a cut linear's adapter, what meets the cut features is cut as they are; the rest is whole."""
+    cut = plan.cuts.get(path)
+    part = f"{path}.{B if cut == 'column' else A}"
+    if not hasattr(module, A) or cut not in ("column", "row") or part in plan.cuts:
+        return
+    plan.cuts[part] = cut
+    placement, base = plan.placement(part, "weight"), plan.placement(path, "weight")
+    if path in plan.replicated_heads:
+        plan.replicated_heads[part] = plan.replicated_heads[path]
+        placement = replace(placement, tp_gradient="partial")
+    else:
+        axis = 0 if cut == "column" else 1
+        placement = replace(placement, axis=axis, components=base.components, padded=base.padded)
+    plan.placements[placement.name] = placement
 
 
 def _place_experts(module: nn.Module, plan: Plan, record: Record) -> list[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megasched.layout import Layout
+from megasched.lowering.packed_plan import PackedPlan
 from megasched.lowering.replicated_heads import ReplicatedHeads
 from megasched.placement import Placement
 from megasched.records import Record
@@ -29,6 +30,7 @@ class Plan:
         structure: where the layers are; None for a model that is not a causal language model.
         derived: what follows from the placements.
         sequence: what context parallelism does; None without.
+        packed: what packed sequences do; None without.
         blocks: decoder layers that Megatron's ``TransformerLayer`` computes; nothing inside them is lowered
             by itself.
         te_linears: linears whose product is Transformer Engine's, in 8 bits; those in ``blocks`` are not named.
@@ -45,6 +47,7 @@ class Plan:
     structure: Structure | None = None
     derived: Derived = field(default_factory=Derived)
     sequence: SequencePlan | None = None
+    packed: PackedPlan | None = None
     blocks: set[str] = field(default_factory=set)
     te_linears: set[str] = field(default_factory=set)
     joint: list[tuple[str, ...]] = field(default_factory=list)

@@ -19,6 +19,7 @@ from megasched.lowering.fp8 import choose_fp8
 from megasched.lowering.joining import join_columns
 from megasched.lowering.known_runs import KnownRuns
 from megasched.lowering.local_attributes import check_local_attributes
+from megasched.lowering.packed_plan import one_sequence_a_row, plan_packed
 from megasched.lowering.pairs import take_pairs
 from megasched.lowering.parts import check_parts
 from megasched.lowering.placing import place
@@ -29,6 +30,7 @@ from megasched.records import Record
 from megasched.registry import get_primitive
 from megasched.schedule import Schedule
 from megasched.trial.labels import Derived
+from megasched.trial.sequence_plan import SequencePlan
 from megasched.trial.structure import Structure, find_structure
 
 
@@ -73,6 +75,7 @@ def make_plan(
         problems += choose_blocks(plan, schedule.roles.block, trained, by_trainer=causal_lm)
         join_columns(plan, model)
         problems += _plan_sequence(plan, model, runs)
+        problems += _plan_packed(plan, model, runs)
         problems = problems or [*choose_fp8(plan, schedule.roles.block), *overlap_problems(plan)]
     if problems:
         raise ScheduleError(problems)
@@ -156,6 +159,27 @@ def _plan_sequence(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Proble
     refuse = partial(why_not_sequence_region, plan)
     plan.sequence = runs.plan_sequence(model, plan.structure, plan.layout.cp, refuse)
     return plan.sequence.problems
+
+
+def _plan_packed(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]:
+    """Whether rows can hold several sequences. That they can't is no problem before one does."""
+    if not plan.layout.packed_sequences or plan.structure is None:
+        return []
+    try:
+        with one_sequence_a_row():
+            sequence = runs.plan_sequence(model, plan.structure, 2, lambda path: "")
+    except ScheduleError as error:  # it does not run on meta, so nothing is known of it
+        sequence = SequencePlan(problems=error.problems)
+    plan.packed = plan_packed(model, plan.structure, sequence)
+    if not plan.blocks or plan.packed.problems:
+        return []
+    what, remedy = "", "use level('fused')"
+    if not plan.packed.hands_on_bounds:
+        what = "the definition does not tell its layers where sequences begin (cu_seq_lens_q)"
+    elif plan.layout.sp and plan.layout.micro_batch_size > 1:
+        what = "Megatron's layers take packed sequences as one row, and sequence parallelism has split several"
+        remedy = "--micro-batch-size 1 (and a longer --seq-length), or level('fused')"
+    return [Problem(f"level block under --sft: {what}", min(plan.blocks), remedy=remedy)] if what else []
 
 
 def why_not_sequence_region(plan: Plan, path: str) -> str:

@@ -57,6 +57,8 @@ PLANNED = frozenset(
         "trace_until",
         "fuse",
         "decompose",
+        "adapt",
+        "unfreeze",
     }
 )
 

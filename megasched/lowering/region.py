@@ -46,7 +46,7 @@ def enter_region(
         transfer = functools.partial(_gather_contiguous if split else sum_gradient, group=group)
     else:
         transfer = functools.partial(
-            _gather_for_region if split else copy_to_tensor_model_parallel_region, group=group
+            gather_for_region if split else copy_to_tensor_model_parallel_region, group=group
         )
     # In a graph of a module around this one it stays a call: a trace would lose its backward.
     take = functools.partial(opaque.call, "enter_region", transfer)
@@ -118,6 +118,15 @@ def _part(x: torch.Tensor, dim: int, batch: int, group: Any) -> torch.Tensor:
     return part if dim == 1 else part.flatten(0, 1)
 
 
+def take_own_sequence(module: nn.Module, group: Any) -> None:
+    """The module inside of a region gets this rank's part of the sequence: [b, s, ...] -> [b, s / tp, ...]."""
+
+    def wrapper(forward: Forward) -> Forward:
+        return lambda x: forward(_part(x, 1, x.shape[0], group))
+
+    wrap_forward(module, wrapper)
+
+
 def sum_gradient(x: torch.Tensor, group: Any) -> torch.Tensor:
     """Identity; the gradient is summed over TP.
 
@@ -153,7 +162,7 @@ class _Share(torch.autograd.Function):
         return None, gradients[0] / ctx.size
 
 
-def _gather_for_region(x: torch.Tensor, group: Any) -> torch.Tensor:
+def gather_for_region(x: torch.Tensor, group: Any) -> torch.Tensor:
     """[b, s / tp, h] -> [b, s, h]; the gradient is summed over TP and split again."""
     whole = gather_from_sequence_parallel_region(
         x.transpose(0, 1).contiguous(), tensor_parallel_output_grad=True, group=group
@@ -162,7 +171,7 @@ def _gather_for_region(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _gather_contiguous(x: torch.Tensor, group: Any) -> torch.Tensor:
-    return _gather_for_region(x, group).contiguous()
+    return gather_for_region(x, group).contiguous()
 
 
 def split_sequence(layer: nn.Module, slot: Slot, group: Any) -> None:

@@ -23,6 +23,7 @@ from megasched.megatron.expert_flags import expert_arguments, expert_misfits
 from megasched.megatron.hang_watch import FLAG as HANG_FLAG
 from megasched.megatron.hang_watch import minutes
 from megasched.megatron.refused_flags import REFUSED, REFUSED_VALUES
+from megasched.megatron.sft_flags import sft_misfits
 from megasched.megatron.te_flags import fp8_from_args, te_misfits
 from megasched.objectives import OBJECTIVES, find_objective
 from megasched.tracing.run_trace import trace_misfits
@@ -222,6 +223,7 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
         _report("Sizes that do not fit the model", _misfits(args, sequence, vocab, derived)),
         _report("Flags of expert parallelism that do not fit", expert_misfits(args)),
         _report("Flags that Transformer Engine can't carry out here", te_misfits(args)),
+        _report("Flags of fine-tuning that do not fit", sft_misfits(args)),
         _report("Iterations that can't be recorded", trace_misfits(args)),
     ]
     if any(problems):
@@ -366,6 +368,7 @@ def layout_from_args(args: argparse.Namespace) -> Layout:
         micro_batch_size=args.micro_batch_size or 1,
         fp8=fp8_from_args(args),
         tp_comm_overlap=args.tp_comm_overlap,
+        packed_sequences=args.sft,
     )
 
 

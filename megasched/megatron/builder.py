@@ -20,6 +20,7 @@ from megasched.megatron.scheduled_model import ScheduledModel
 from megasched.megatron.session import get_session
 from megasched.megatron.shared import finalize_with_shared
 from megasched.megatron.stage import Stage
+from megasched.megatron.weights_of_run import told_source
 from megasched.trial.structure import Structure
 
 
@@ -55,18 +56,20 @@ class ScheduledModelBuilder(GPTModelBuilder):
         if packing is not None:
             # Nothing but the shape of what is sent follows it any more: all sizes of layers are the definition's.
             config.hidden_size = packing.width
-        chunk = ScheduledModel(
-            config,
-            session.copy_of_definition(),
-            session.schedule,
-            session.plan,
-            Stage(own.start, own.stop, pre_process, post_process),
-            session.source,
-            pg_collection=pg_collection,
-            vp_stage=vp_stage,
-            stages=made,
-            packing=packing,
-        )
+        stage = Stage(own.start, own.stop, pre_process, post_process)
+        with told_source(session.source, session.plan, stage, config.params_dtype) as source:
+            chunk = ScheduledModel(
+                config,
+                session.copy_of_definition(),
+                session.schedule,
+                session.plan,
+                stage,
+                source,
+                pg_collection=pg_collection,
+                vp_stage=vp_stage,
+                stages=made,
+                packing=packing,
+            )
         if chunk.shared_copies():
             config.finalize_model_grads_func = finalize_with_shared(pp)
         return chunk

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import runpy
 import sys
 import time
@@ -36,6 +37,8 @@ REFUSED = 2
 GRACE_SECONDS = 4.0
 STAGGER_SECONDS = 0.2
 STAGGERED_RANKS = 15
+# What gloo and NCCL say of a rank that has gone.
+AFTERMATH = re.compile(r"Connection (?:closed|reset) by peer|remote process exited")
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,10 @@ def run_script(script: str, argv: Sequence[str]) -> None:
         _end(stop.code if isinstance(stop.code, int) else 1)
     except MegaschedError as error:
         _fail(error)
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        if AFTERMATH.search(str(error)):
+            time.sleep(GRACE_SECONDS)  # the launcher ends this process, with the status of the rank that failed
         _end(1)
 
 
@@ -87,12 +92,7 @@ def _run(script: str, argv: list[str]) -> None:
     flags = rehearsal_flags(argv)
     if mode:
         _say(str(flags))
-    if not bundled:
-        put_first(path.parent)
-    megatron = find_megatron()
-    _say(f"megasched: megatron-core {megatron.version} from {megatron.folder}")
-    _apply_patches(mode)
-    _set_builder()
+    arrange_process(path, bundled, mode)
     if mode:
         refuse_unsupported(argv)
     sys.argv = [str(path), *(flags.argv if mode else argv)]
@@ -164,6 +164,24 @@ def check_inputs(script: str, own: argparse.Namespace) -> None:
 # ---- the process ------------------------------------------------------------------------------------
 
 
+def arrange_process(path: Path, bundled: bool, mode: str) -> None:
+    """Makes this process one in which a training script runs under a schedule.
+
+    Args:
+        path, bundled: of the script, as ``find_script`` gives them.
+        mode: as ``rehearsal_mode`` gives it.
+
+    Raises:
+        ConfigError: Megatron is missing or not supported, or what a patch changes is not there.
+    """
+    if not bundled:
+        put_first(path.parent)
+    megatron = find_megatron()
+    _say(f"megasched: megatron-core {megatron.version} from {megatron.folder}")
+    apply_patches(mode)
+    set_builder()
+
+
 def put_first(folder: Path) -> None:
     """Makes ``folder`` the first place to import from, as ``python folder/script.py`` does.
 
@@ -215,8 +233,12 @@ def _package_folder(package: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations))).resolve()
 
 
-def _apply_patches(mode: str) -> None:
-    """Applies what this installation needs; the emulation of CUDA first, before Megatron binds functions."""
+def apply_patches(mode: str = "") -> None:
+    """Applies what this installation needs; the emulation of CUDA first, before Megatron binds functions.
+
+    Args:
+        mode: as ``rehearsal_mode`` gives it; empty where CUDA is there or emulated already.
+    """
     from megasched import patches
 
     if mode:
@@ -226,7 +248,8 @@ def _apply_patches(mode: str) -> None:
             patches.apply(patch.name)
 
 
-def _set_builder() -> None:
+def set_builder() -> None:
+    """Has Megatron build scheduled models."""
     from megatron.training.models.gpt import GPTModelConfig
 
     # A class variable that Megatron reads by name when it builds (`training/models/base.py:84`).

@@ -9,12 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megasched.errors import ConfigError, MegaschedError
 from megasched.megatron.save_claim import SaveClaim
 
 # What only torch_dist checkpoints go through; the others are Megatron's own affair.
 FORMAT = "torch_dist"
+
+
+class SaveError(SystemExit):
+    """A checkpoint that could not be written: one message, and status 1.
+
+    Not a ``MegaschedError``: after status 2 launchers start no run again, and a disk may have room by then.
+    """
+
+    def __init__(self, public: Path, error: BaseException) -> None:
+        why = str(error)
+        if isinstance(error, CheckpointException):  # of torch; which ranks have failed is known to rank 0
+            failures = {rank: raised for rank, (raised, _) in sorted(error.failures.items())}
+            why = "; ".join(f"rank {rank}: {raised}" for rank, raised in failures.items()) or "rank 0 says why"
+        super().__init__(f"SaveError: {public} can't be saved: {why}. What was complete before is untouched")
 
 
 class OneWriter:
@@ -49,33 +64,43 @@ class OneWriter:
         """Whether ``path`` lies in the folder."""
         return Path(path).absolute().is_relative_to(self.save)
 
-    def write(self, save: Callable[[str], Any], public: Path) -> Any:
+    def write(self, save: Callable[[str], Any], public: Path, add: Callable[[Path], None]) -> Any:
         """A checkpoint written by ``save``; what that returns.
 
         Args:
             save: writes to the folder that it is given, on all ranks; Megatron's ``dist_checkpointing.save``. A
                 request of an asynchronous save that it returns publishes the checkpoint in the end.
             public: where the checkpoint is to appear.
+            add: puts what else belongs to it into the folder that it is given, on rank 0.
         """
-        if self.claim is not None:
-            self.claim.written_aside(public)
-        torch.distributed.barrier()
         aside = self.aside / public.name
-        try:
+        with self._told(public):
+            if self.claim is not None:
+                self.claim.written_aside(public)
+            torch.distributed.barrier()
             request = save(str(aside))
-        except Exception:
+            if request is None:
+                torch.distributed.barrier()
+                self._publish(aside, public, add)
+            else:
+                request.finalize_fns.append(lambda: self._publish(aside, public, add))
+        return request
+
+    @contextmanager
+    def _told(self, public: Path) -> Iterator[None]:
+        """What goes wrong while a checkpoint is written is told in a message."""
+        try:
+            yield
+        except MegaschedError:
+            raise
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
             if self.claim is not None:  # what was written aside is removed by a run that takes over
                 self.claim.refuse_if_taken_over()
-            raise
-        if request is not None:
-            request.finalize_fns.append(lambda: self._publish(aside, public))
-            return request
-        torch.distributed.barrier()
-        self._publish(aside, public)
-        return None
+            raise SaveError(public, error) from error
 
-    def _publish(self, aside: Path, public: Path) -> None:
+    def _publish(self, aside: Path, public: Path, add: Callable[[Path], None]) -> None:
         if self.claim is not None:
+            add(aside)
             self.claim.publish(aside, public)
 
     def release(self) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # Why a flag is refused -> Megatron's `args` attributes (shell patterns). The default value is never refused.
 _REASONS = {
-    "it packs sequences into one row; the definition sees one causal sequence a row": (
-        "reset_position_ids reset_attention_mask dataloader_inter_document_masking sft hybrid_context_parallel"
+    "documents of a row see each other, as where the model was pretrained; --sft keeps sequences apart": (
+        "reset_position_ids reset_attention_mask dataloader_inter_document_masking hybrid_context_parallel"
     ),
     "reinforcement learning drives Megatron's own inference engine": "perform_rl_step",
     "FSDP shards Megatron's own layers; --use-distributed-optimizer shards the optimizer": (

@@ -111,6 +111,9 @@ class SaveClaim:
     def __init__(self, save: Path, owner: Owner | None = None) -> None:
         self.save, self.owner = save.absolute(), owner or Owner.this_process()
         self.inside = self.save / FOLDER
+        # A name that nobody had before: what an earlier run still has open can't be ours.
+        self.name = f"{self.owner.job or self.owner.host}-{self.owner.restart}-{uuid.uuid4().hex[:12]}"
+        self.folder, self.aside = self.inside / f"{CLAIM}{self.name}", self.inside / f"{ASIDE}{self.name}"
         self.inside.mkdir(parents=True, exist_ok=True)
         for found in self._others():
             if found.certainly_lives(self.owner):
@@ -118,9 +121,6 @@ class SaveClaim:
                     f"--save {save}: another run writes there and is alive: {found}. Two runs in one folder would "
                     "mix their checkpoints; give this one a folder of its own, or end the other first"
                 )
-        # A name that nobody had before: what an earlier run still has open can't be ours.
-        self.name = f"{self.owner.job or self.owner.host}-{self.owner.restart}-{uuid.uuid4().hex[:12]}"
-        self.folder, self.aside = self.inside / f"{CLAIM}{self.name}", self.inside / f"{ASIDE}{self.name}"
         beside = self.inside / f".{self.name}"
         beside.mkdir()
         write_whole(beside / OWNER, [json.dumps(asdict(self.owner))])
@@ -137,7 +137,7 @@ class SaveClaim:
         """The owners of all claims but our own."""
         found = []
         for folder in self.inside.glob(f"{CLAIM}*"):
-            if folder != getattr(self, "folder", None):
+            if folder != self.folder:
                 try:
                     found.append(Owner(**json.loads((folder / OWNER).read_text(encoding="utf-8"))))
                 except FileNotFoundError:
@@ -179,10 +179,6 @@ class SaveClaim:
             return
 
     # ---- writing ----------------------------------------------------------------------------------------
-
-    def covers(self, path: Path) -> bool:
-        """Whether ``path`` lies in the folder."""
-        return path.absolute().is_relative_to(self.save)
 
     def written_aside(self, public: Path) -> Path:
         """An empty folder to write a checkpoint to that will be ``public``."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -16,12 +17,14 @@ from torch import nn
 from megasched.assembly import Assembly
 from megasched.errors import ConfigError
 from megasched.lowering.context import Context
-from megasched.lowering.context_masks import context_masks
+from megasched.lowering.context_masks import context_masks, packed_masks
 from megasched.lowering.context_parallel import ContextParallel
 from megasched.lowering.fp8 import enter_fp8, fp8_pass
 from megasched.lowering.lower import lower, lower_sequence_boundaries
+from megasched.megatron.buffers import SavedBuffers, fill_buffers, persistent_buffers
 from megasched.megatron.checkpoint import Place, refuse_mismatch, sharded_entry
 from megasched.megatron.loss import VocabParallelLoss
+from megasched.megatron.packed_batch import as_rows, packed_arguments, unpack_rows
 from megasched.megatron.recompute_flags import apply_recompute_flags
 from megasched.megatron.shared import shared_parameters
 from megasched.megatron.stage import Stage, StageEnd, make_stage, set_entry, set_exit, set_sides
@@ -42,6 +45,8 @@ class ScheduledModel(MegatronModule):
     Attributes:
         definition: the HF model; modules of other stages are hollow.
         pre_process, post_process, vp_stage, pg_collection, input_tensor: as Megatron's trainer reads them.
+        not_loaded: HF names of parameters that the checkpoint being loaded is not asked for; they stay as they
+            are.
     """
 
     def __init__(
@@ -75,7 +80,13 @@ class ScheduledModel(MegatronModule):
         self._objective = objective_of(definition)
         self._trained = {name: parameter.requires_grad for name, parameter in definition.named_parameters()}
         self._context = ContextParallel(pg_collection.cp) if plan.layout.cp > 1 else None
+        persistent = persistent_buffers(definition)
         self._build(schedule, source)
+        fill_buffers(
+            definition, [name for name in persistent if self._here(name.rpartition(".")[0])], source, self._device
+        )
+        self.not_loaded: frozenset[str] = frozenset()
+        self._buffers_saved = SavedBuffers(persistent, definition, plan, stages, stage)
         self._tie()
         self._share(stages)
 
@@ -103,7 +114,6 @@ class ScheduledModel(MegatronModule):
             lower_sequence_boundaries(self.definition, context, here, first=self.stage.first, last=self.stage.last)
             set_sides(self.definition, structure, self.stage, self._wire)
             set_exit(self.definition, structure, self.stage)
-        self._fill_buffers(source)
         self._loss = self._make_loss()
         self.definition.loss_function = self._loss
 
@@ -118,16 +128,6 @@ class ScheduledModel(MegatronModule):
         assert self.plan.structure is not None
         return self.stage.holds(self.plan.structure, path)
 
-    def _fill_buffers(self, source: WeightSource) -> None:
-        for name, buffer in list(self.definition.named_buffers()):
-            value = source.buffer(name) if self._here(name.rpartition(".")[0]) else None
-            if value is not None:
-                buffer.copy_(value)
-        for module in self.definition.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self._device)
-
     # embeddings -------------------------------------------------------------------------------------
 
     def _tie(self) -> None:
@@ -135,7 +135,8 @@ class ScheduledModel(MegatronModule):
         (megatron/core/models/common/language_module/language_module.py)."""
         canonical = self.plan.canonical
         names = self._end_names()
-        shared = len(names) == 2 and canonical[names[0]] == canonical[names[1]]
+        tied = len(names) == 2 and canonical[names[0]] == canonical[names[1]]
+        shared = tied and self._trained[canonical[names[0]]]  # of a frozen one there is no gradient to sum
         self.share_embeddings_and_output_weights = shared
         for weight, here in zip(self._weights(), (self.stage.first, self.stage.last), strict=True):
             if here and weight is not None:
@@ -199,6 +200,7 @@ class ScheduledModel(MegatronModule):
         attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         loss_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         **inputs: Any,
     ) -> torch.Tensor:
         """One micro-batch through this stage; under context parallelism s is a rank's part of the sequence.
@@ -207,9 +209,11 @@ class ScheduledModel(MegatronModule):
             input_ids: [b, s] on the first stage.
             attention_mask: [b, s], 1 for a token and 0 for padding, on every stage, where the objective has it. A
                 causal language model does not use it: one causal sequence a row.
-            position_ids, loss_mask: not used; positions are what the definition makes them by itself, or those of
-                this rank's part.
+            position_ids, loss_mask: not used; positions are what the definition makes them by itself, those of
+                this rank's part, or those of packed sequences.
             labels: [b, s] on the last stage, shifted already where they are the next tokens; [b] of images.
+            packed_seq_params: where sequences begin that share a row, on every stage. Megatron hands over all rows
+                as one then, [1, b * s]; positions begin anew with each sequence.
             inputs: what else the objective gives the definition, by HF's names.
 
         Returns:
@@ -219,9 +223,16 @@ class ScheduledModel(MegatronModule):
         if self.stage.empty:
             assert self.input_tensor is not None
             return self.input_tensor.clone()
-        if inputs.pop("packed_seq_params", None) is not None:
-            raise ConfigError("packed sequences: the definition sees one causal sequence a row; leave --sft out")
+        shape = None if labels is None else labels.shape
+        if packed_seq_params is not None:
+            size = self.plan.layout.micro_batch_size
+            input_ids, labels = (as_rows(ids, packed_seq_params, size) for ids in (input_ids, labels))
         given = self._receive({"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
+        masks = self._masks()
+        if packed_seq_params is not None:
+            rows = unpack_rows(packed_seq_params, self._wire.batch, self._wire.length)
+            given |= packed_arguments(self.plan, rows, self._device)
+            masks = packed_masks(rows.numbers()) if rows.several else masks
         structure = self.plan.structure
         calls_loss = structure is not None and structure.calls_loss
         try:
@@ -229,7 +240,7 @@ class ScheduledModel(MegatronModule):
                 given["labels"] = labels
             if self._context is not None:
                 given |= self._positions(given["input_ids"], position_ids)
-            with fp8_pass(self.config), self._masks():
+            with fp8_pass(self.config), masks:
                 output = self.definition(**given, **self._objective.constants)
         except StageEnd as end:
             return self._send(end.hidden)
@@ -237,7 +248,8 @@ class ScheduledModel(MegatronModule):
             self._wire.clear()
         if labels is None:
             return self._loss.whole(output.logits)
-        return output.loss if calls_loss else self._loss(output.logits, labels)
+        loss = output.loss if calls_loss else self._loss(output.logits, labels)
+        return loss if packed_seq_params is None else loss.view(shape)
 
     def _receive(self, given: dict[str, torch.Tensor | None]) -> dict[str, Any]:
         """Arguments of the definition's forward: the real ones, or zeros of the batch's shape where a later stage
@@ -323,6 +335,10 @@ class ScheduledModel(MegatronModule):
             for name, parameter in self.definition.named_parameters()
         }
 
+    def _checkpointed(self) -> dict[str, tuple[nn.Parameter, Assembly]]:
+        held = self.local_parameters().items()
+        return {name: pair for name, pair in held if pair[1].name not in self.not_loaded}
+
     def _assembly_of(self, name: str) -> Assembly:
         return Assembly((self.plan.placements[self.plan.canonical[name]],))
 
@@ -344,30 +360,33 @@ class ScheduledModel(MegatronModule):
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         dp_rank = metadata["dp_cp_group"].rank()
         entries: dict[str, Any] = {}
-        for name, (parameter, assembly) in self.local_parameters().items():
+        for name, (parameter, assembly) in self._checkpointed().items():
             copy = getattr(parameter, "shared", False)  # of what another stage writes
             place = self.place(assembly, dp_rank)
             entries[prefix + _PREFIX + name] = sharded_entry(parameter, assembly, place, copy=copy)
+        for name, entry in self._buffers_saved.entries(self.pg_collection.tp.rank(), dp_rank).items():
+            entries[prefix + _PREFIX + name] = entry
         return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copies what was loaded into this rank's parameters; every name must be there, in its shape.
+        """Copies what was loaded into this rank's parameters and buffers; every name must be there, in its shape.
 
         Raises:
             CheckpointMismatch: ends the process, whatever ``strict`` says.
         """
-        own = {_PREFIX + name: pair for name, pair in self.local_parameters().items()}
+        own = {_PREFIX + name: (held, assembly.name) for name, (held, assembly) in self._checkpointed().items()}
+        own |= {_PREFIX + name: (held, name) for name, held in self._buffers_saved.values().items()}
         given = {key: value for key, value in state_dict.items() if not key.endswith("_extra_state")}
         shapes = [
-            f"{own[key][1].name}: {list(value.shape)} in the checkpoint, {list(own[key][0].shape)} here"
+            f"{own[key][1]}: {list(value.shape)} in the checkpoint, {list(own[key][0].shape)} here"
             for key, value in given.items()
             if key in own and value.shape != own[key][0].shape
         ]
-        missing = [own[key][1].name for key in own if key not in given]
+        missing = [own[key][1] for key in own if key not in given]
         refuse_mismatch(missing, [key for key in given if key not in own], shapes)
         with torch.no_grad():
-            for key, (parameter, _) in own.items():
-                parameter.copy_(given[key])
+            for key, (held, _) in own.items():
+                held.copy_(given[key])
         return nn.modules.module._IncompatibleKeys([], [])
 
 

@@ -19,6 +19,8 @@ from megasched.certificate import require_certificate, subject_of
 from megasched.compatibility import refuse_unverified
 from megasched.errors import NAMED_MODULES, ConfigError, Problem, ScheduleError
 from megasched.layout import Layout
+from megasched.lora import adapted
+from megasched.lowering.adapting import adapt_modules
 from megasched.lowering.flops import forward_flops
 from megasched.lowering.fp8 import left_in_16_bits
 from megasched.lowering.plan import Plan
@@ -26,6 +28,8 @@ from megasched.lowering.planning import make_plan
 from megasched.lowering.replacement import replace_modules
 from megasched.megatron.cut import balance, cuts_asked_for, layer_costs, layout_string
 from megasched.megatron.known_model import KnownModel, know_model
+from megasched.megatron.lora_run import tell_of_adapters, with_adapters
+from megasched.megatron.sft_flags import settle_sft
 from megasched.megatron.shared import refuse_overlap
 from megasched.objectives import CAUSAL_LM, objective_of
 from megasched.schedule import Schedule
@@ -53,6 +57,7 @@ class Session:
         structure: how ``replaced`` runs, where that is known.
         source: where the weights come from.
         batch_shape: [b, s] of a micro-batch.
+        hf_model: where the config came from.
     """
 
     definition: PreTrainedModel
@@ -64,6 +69,7 @@ class Session:
     structure: Structure | None = None
     source: WeightSource | None = None
     batch_shape: tuple[int, int] = (1, 1)
+    hf_model: Path = Path()
     _costs: dict[int, tuple[list[float], float, float]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -233,6 +239,10 @@ def _open(known: KnownModel, layout: Layout, make_vocab_size_divisible_by: int) 
         replaced = copy.deepcopy(definition)
         renamed = replace_modules(root, replaced)
         structure = None  # of what runs now; planning finds it
+    if adapted(root.records):
+        replaced = copy.deepcopy(definition) if replaced is definition else replaced
+        adapt_modules(root, replaced)
+        structure = None
     vocab_multiple = make_vocab_size_divisible_by * layout.tp
     return Session(definition, root, replaced, renamed, vocab_multiple, known, structure)
 
@@ -274,6 +284,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         ConfigError, ScheduleError: whatever can't be used as given.
     """
     from megasched.megatron.arguments import layout_from_args
+    from megasched.megatron.weights_of_run import weight_source
     from megasched.schedule_file import add_options
 
     schedule = add_options(args.model_schedule, args.schedule_option or ())
@@ -293,7 +304,8 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     elif not args.allow_unverified:
         refuse_unverified(session.definition, plan.layout)
     refuse_overlap(plan, args.overlap_grad_reduce, getattr(args, "dist_ckpt_optim_fully_reshardable", False))
-    session.source = weight_source(args, session.definition)
+    session.hf_model = Path(args.hf_model)
+    session.source = with_adapters(weight_source(args, session.definition), session.schedule, args.seed)
     session.batch_shape = args.micro_batch_size, args.seq_length
     session.source.check({placement.name for placement in plan.placements.values()})
     # Of an encoder-decoder's config HF reads the other stack's depth.
@@ -309,9 +321,11 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         if args.pipeline_model_parallel_layout is not None:  # says how many chunks there are, too
             args.num_layers_per_virtual_pipeline_stage = None
             args.num_virtual_stages_per_pipeline_rank = None
+    tell_of_adapters(session.schedule, session.replaced, args.rank)
     _tell_of_16_bits(session, args.rank)
     _settle_accumulation(args)
     _settle_evaluation(args)
+    settle_sft(args)
     set_session(session)
 
 
@@ -366,24 +380,3 @@ def get_session() -> Session:
 def has_session() -> bool:
     """Whether this process trains a definition."""
     return bool(_current)
-
-
-def weight_source(args: Namespace, definition: Any) -> WeightSource:
-    """Where the run's weights come from: the HF folder, or an initialisation when asked for.
-
-    Raises:
-        ConfigError: the folder has no weights and ``--hf-random-init`` was not given.
-    """
-    from megasched.weights.hf_folder import HFFolder
-    from megasched.weights.random_init import RandomInit
-    from megasched.weights.safetensors_files import has_weights
-
-    if args.hf_random_init:
-        return RandomInit(definition, args.seed)
-    folder = Path(args.hf_model)
-    if not has_weights(folder):
-        raise ConfigError(
-            f"--hf-model {args.hf_model}: no safetensors weights there; pass --hf-random-init to initialise "
-            "them as the HF class would"
-        )
-    return HFFolder(folder, definition)

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
-from megasched.planner.work import Product, Work
+
+if TYPE_CHECKING:  # it takes torch, and who asks what a GPU has does not
+    from megasched.planner.work import Product, Work
 
 GIB = 1 << 30
 # Bytes that a rank sends of a tensor, in parts of it; n ranks (ring algorithms).

@@ -311,6 +311,7 @@ class _Run:
         self.wire = (self.length // (layout.tp if layout.sp else 1), self.batch, model.config.hidden_size)
         self.dtype = setting.dtype
         self.peak = 0  # in the backward, until the gradient left the layer
+        self.left = False
         layer = model.definition.get_submodule(structure.layer_path(stage.start))
         layer.register_forward_pre_hook(self._enter, with_kwargs=True)
 
@@ -327,7 +328,11 @@ class _Run:
         sent = 0 if self.stage.last else output.numel() * output.element_size()
         live.reset_peak()
         forward_work, self.count.work = self.count.work, Work()
-        output.backward(None if self.stage.last else torch.zeros_like(output))
+        self.left = False
+        if output.requires_grad:  # not where all on a first stage is frozen
+            output.backward(None if self.stage.last else torch.zeros_like(output))
+        if not self.left:  # nothing before the layers is trained: the backward pass ended in them
+            self._leave()
         del output
         return Measured(
             before,
@@ -358,9 +363,12 @@ class _Run:
             self.live.tag = ""
             self.count.work = Work()
             if self.stage.first:
-                hidden = next(tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad)
-                hidden.register_hook(self._leave)
+                carried = (tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad)
+                hidden = next(carried, None)
+                if hidden is not None:
+                    hidden.register_hook(self._leave)
 
-    def _leave(self, gradient: torch.Tensor) -> None:
+    def _leave(self, gradient: torch.Tensor | None = None) -> None:
+        self.left = True
         self.peak = self.live.peak
         self.live.reset_peak()

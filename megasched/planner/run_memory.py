@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
 def run_memory(
     args: Namespace, session: Session, stages: list[Stage], *, microbatches: int
 ) -> tuple[RankMemory, ...]:
-    """
+    """In a process without process groups.
+
     Args:
         args: Megatron's, validated.
         session: of the run.
@@ -35,7 +35,7 @@ def run_memory(
     layout = session.plan.layout
     full = args.recompute_granularity == "full"
     partly = full and args.recompute_method == "block"
-    with fake_groups(layout) if not torch.distributed.is_initialized() else nullcontext():
+    with fake_groups(layout):
         measured: Any = Measurements(session, _setting(args, layout, args.recompute_granularity))
         if partly:
             plain = Measurements(session, _setting(args, layout, None), measured)

@@ -1,5 +1,6 @@
 """The built-in primitives, one a file. Importing this package registers them."""
 
+from megasched.primitives.adapt import Adapt
 from megasched.primitives.annotate import Annotate
 from megasched.primitives.checkpoint import Checkpoint
 from megasched.primitives.cut_pipeline_stage import CutPipelineStage
@@ -15,8 +16,10 @@ from megasched.primitives.shard import Shard
 from megasched.primitives.sync import Sync
 from megasched.primitives.trace import Trace
 from megasched.primitives.trace_until import TraceUntil
+from megasched.primitives.unfreeze import Unfreeze
 
 __all__ = [
+    "Adapt",
     "Annotate",
     "Checkpoint",
     "CutPipelineStage",
@@ -32,4 +35,5 @@ __all__ = [
     "Sync",
     "Trace",
     "TraceUntil",
+    "Unfreeze",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,7 +9,6 @@ from typing import Any, Literal
 from torch import nn
 
 from megasched.lowering.local_attributes import sharded_attention
-from megasched.lowering.plan import Plan
 from megasched.megatron.session import Session
 from megasched.placement import Placement
 from megasched.primitives.replace_all import matches
@@ -111,11 +109,6 @@ def describe_modules(session: Session) -> list[ModuleReport]:
     return [report for path, report in reports.items() if path in kept]
 
 
-def parameter_count(plan: Plan) -> int:
-    """Parameters of the whole model, tied ones once, padding not counted."""
-    return sum(math.prod(placement.shape) for placement in plan.placements.values())
-
-
 class _View:
     """What is looked up for every module, prepared once."""
 
@@ -154,7 +147,7 @@ class _View:
             self.hf.get(path, ""),
             self._becomes(path, module, kind),
             kind,
-            tuple(self._parameter(path, name) for name in _own_parameters(module)),
+            tuple(self._parameter(path, *own) for own in module.named_parameters(recurse=False)),
             tuple(self.transfers.get(path, ())),
             any(record.primitive == "checkpoint" for record in records),
             tuple(self._notes(path, module, kind)),
@@ -180,7 +173,7 @@ class _View:
             return f"Transformer Engine's Linear, {kind}"
         return LOWERED.get(kind, name)
 
-    def _parameter(self, path: str, name: str) -> ParameterReport:
+    def _parameter(self, path: str, name: str, held: nn.Parameter) -> ParameterReport:
         full = f"{path}.{name}" if path else name
         placement: Placement = self.plan.placement(path, name)
         canonical = self.plan.canonical[full]
@@ -191,7 +184,7 @@ class _View:
             placement.padded if placement.padded != placement.shape[placement.axis or 0] else None,
             placement.components,
             placement.transposed,
-            placement.tp_gradient == "partial" and self.tp > 1,
+            placement.tp_gradient == "partial" and self.tp > 1 and held.requires_grad,
             canonical if canonical != full else None,
         )
 

@@ -9,9 +9,10 @@ from typing import Any
 from megasched.compatibility import load_matrix, unverified
 from megasched.definition import text_config
 from megasched.layout import Layout
+from megasched.megatron.lora_run import parameter_counts
 from megasched.megatron.session import Session, open_session
 from megasched.records import Record
-from megasched.report.modules import ModuleReport, describe_modules, parameter_count
+from megasched.report.modules import ModuleReport, describe_modules
 from megasched.report.stages import StageReport, describe_stages, place_modules
 
 AUTO = "auto"
@@ -26,6 +27,7 @@ class ShowReport:
         model: class of the definition, e.g. ``LlamaForCausalLM``.
         schedule: as it was named: ``auto``, a file, or a registered name.
         parameters: of the whole model, tied ones once, padding not counted.
+        trained: how many of them are trained.
         sequence_length: that the shares of FLOPs are for.
         layout: how the job is spread.
         modules: in the order of the module tree, unfolded.
@@ -40,6 +42,7 @@ class ShowReport:
     model: str
     schedule: str
     parameters: int
+    trained: int
     sequence_length: int
     layout: Layout
     modules: list[ModuleReport]
@@ -105,7 +108,7 @@ def inspect_schedule(
         hf_model,
         type(session.definition).__name__,
         schedule,
-        parameter_count(session.plan),
+        *parameter_counts(session.replaced),
         sequence_length,
         layout,
         place_modules(session, describe_modules(session), stages),

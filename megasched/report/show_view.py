@@ -33,7 +33,8 @@ def print_report(report: ShowReport, console: Console) -> None:
 
 def _head(report: ShowReport) -> Text:
     text = Text(report.model, "bold")
-    text.append(f"  {format_count(report.parameters)} parameters  on {report.layout}", "default not bold")
+    trained = f" ({format_count(report.trained)} trained)" if report.trained < report.parameters else ""
+    text.append(f"  {format_count(report.parameters)} parameters{trained}  on {report.layout}", "default not bold")
     text.append(f"\nmodel {report.hf_model}, schedule {report.schedule}\n", "dim not bold")
     return text
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem
+from megasched.lora import DROPOUT, A
 from megasched.roles import Cut
 from megasched.trial.dims import ON_ALL_RANKS, Along, NeedsWhole, follow
 from megasched.trial.entries import ColumnCall
@@ -107,7 +108,8 @@ class LabelRun(DefaultScalars):
         joined = self._join([self.label(t) for t in operands])
         path = self.stack[-1][0] if self.stack else ""
         for tensor in operands:
-            self.other_uses[id(tensor)].update(entry[0] for entry in self.stack)
+            if not (self._in_adapter_of_column(path) and self.label(tensor).region == "S"):
+                self.other_uses[id(tensor)].update(entry[0] for entry in self.stack)
             self.kept.append(tensor)
         if func.__name__.split(".")[0].endswith("_") and operands and id(operands[0]) in self.summed_outputs:
             self.derived.overwritten.add(self.summed_outputs[id(operands[0])])
@@ -246,6 +248,11 @@ class LabelRun(DefaultScalars):
                 "needs the whole sequence, and gets a part of it",
                 "switch sequence parallelism off for this architecture",
             )
+
+    def _in_adapter_of_column(self, path: str) -> bool:
+        """Whether the first part of an adapter runs, which takes its part of what is gathered for the column."""
+        column, _, part = path.rpartition(".")
+        return part in (A, DROPOUT) and self.cuts.get(column) == "column"
 
     def _in_layers(self, path: str) -> bool:
         return self.structure is not None and self.structure.index_of(path) is not None

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
-from megasched.launch.failure_log import FailureLog
-from megasched.launch.training_log import TrainingLog
+from megasched.launch.status.failure_log import FailureLog
+from megasched.launch.status.training_log import TrainingLog
 
 # ok: it has a score. oom: not enough memory. timeout: it took too long. refused: the flags were turned down before
 # anything ran. crash: anything else.

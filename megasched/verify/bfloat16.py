@@ -28,6 +28,7 @@ from megasched.verify.sightings import Watch
 from megasched.verify.trainer_run import gather, logits_of, losses
 
 if TYPE_CHECKING:
+    from megasched.records import Record
     from megasched.verify.trainer_run import RankReport
 
 UNIT = 2.0**-8  # half of bf16's spacing at 1
@@ -58,6 +59,7 @@ def rounded_step(
     random_init: bool = True,
     trust_remote_code: bool = False,
     watch: bool = False,
+    adapters: Sequence[Record] = (),
 ) -> HfStep:
     """One global batch through plain HF with weights rounded to bf16; buffers stay as they are.
 
@@ -65,8 +67,9 @@ def rounded_step(
         dtype: of the arithmetic: bfloat16, or float64 for the exact result. Gradients are added up in float64 over
             the micro-batches, and the softmax of the loss is in float32 at least.
         watch: look at what every module takes and gives.
+        adapters: as for ``hf_model``.
     """
-    model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
+    model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code, adapters=adapters)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().to(dtype)
     if dtype == torch.float64 and model._can_set_experts_implementation():

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from megasched.objectives import CAUSAL_LM, Objective
+from megasched.verify.adapters import adapt_definition, telling_adapters
 from megasched.verify.sightings import Sightings, Watch
+
+if TYPE_CHECKING:
+    from megasched.records import Record
+    from megasched.weights.source import WeightSource
 
 FLOOR = 1e-2
 
@@ -33,9 +39,14 @@ def hf_model(
     *,
     random_init: bool = True,
     trust_remote_code: bool = False,
+    adapters: Sequence[Record] = (),
     **changes: Any,
 ) -> Any:
-    """The unscheduled HF model with the weights of the folder, or those that ``--hf-random-init`` gives it."""
+    """The unscheduled HF model with the weights of the folder, or those that ``--hf-random-init`` gives it.
+
+    Args:
+        adapters: calls of ``adapt`` and ``unfreeze`` that it gets.
+    """
     from megasched.definition import build_definition, load_config
     from megasched.weights.hf_folder import HFFolder
     from megasched.weights.materialize import materialize
@@ -45,8 +56,10 @@ def hf_model(
     for name, value in changes.items():
         setattr(config, name, value)
     definition = build_definition(config, objective, trust_remote_code=trust_remote_code)
-    source = RandomInit(definition, seed) if random_init else HFFolder(folder, definition)
-    return materialize(definition, source).train()
+    source: WeightSource = RandomInit(definition, seed) if random_init else HFFolder(folder, definition)
+    with telling_adapters():
+        source = adapt_definition(definition, source, adapters, seed)
+        return materialize(definition, source).train()
 
 
 def hf_loss(
@@ -74,14 +87,16 @@ def hf_step(
     trust_remote_code: bool = False,
     in_float64: bool = False,
     watch: bool = False,
+    adapters: Sequence[Record] = (),
 ) -> HfStep:
     """One global batch through the unscheduled definition in plain torch.
 
     Args:
+        adapters: as for ``hf_model``.
         in_float64: in that precision throughout, whatever the definition's own code says.
         watch: look at what every module takes and gives.
     """
-    model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
+    model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code, adapters=adapters)
     if not in_float64:
         return _watched_step(model, batches, watch)
     if model._can_set_experts_implementation():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from megasched.verify.dropouts import switch_on
 from megasched.verify.subject import Subject
 
 if TYPE_CHECKING:
+    from megasched.records import Record
     from megasched.verify.rank_pool import RankPool
     from megasched.verify.reference import HfStep
     from megasched.verify.trainer_run import RankReport
@@ -37,9 +38,10 @@ class Steps:
     bf16: bool
     timeout: float
     progress: Callable[[str], None]
+    _adapters: tuple[Record, ...] = ()
 
     def scheduled(self, schedule: str) -> list[RankReport]:
-        """One step of Megatron's trainer.
+        """One step of Megatron's trainer; the references that are asked for after it have its adapters.
 
         Raises:
             RankError: it was refused, or failed.
@@ -49,7 +51,7 @@ class Steps:
         flags = [*self.layout.flags(), "--vocab-size", str(self.subject.vocabulary)]
         flags += ["--trust-remote-code"] if self.subject.trust_remote_code else []
         flags += ["--bf16"] if self.bf16 else []
-        return self.pool.run(
+        reports: list[RankReport] = self.pool.run(
             self.layout.world_size,
             trainer_run.train,
             self.subject.folder,
@@ -61,6 +63,8 @@ class Steps:
             watch=True,
             timeout=self.timeout,
         )
+        self._adapters = next(report.facts.adapters for report in reports if report.facts is not None)
+        return reports
 
     def can_drop_out(self) -> bool:
         """Whether ``with_dropout`` can be run: on a small copy of an architecture that has dropouts."""
@@ -108,17 +112,25 @@ class Steps:
         options |= {
             "random_init": self.subject.random_init,
             "trust_remote_code": self.subject.trust_remote_code,
+            "adapters": self._adapters,
         }
         return self.pool.run(1, function, *given, timeout=self.timeout, **options)[0]
 
 
 def step_errors(
-    folder: str, gradients: dict[str, Any], weights: dict[str, Any], *, random_init: bool, trust_remote_code: bool
+    folder: str,
+    gradients: dict[str, Any],
+    weights: dict[str, Any],
+    *,
+    random_init: bool,
+    trust_remote_code: bool,
+    adapters: Sequence[Record] = (),
 ) -> dict[str, float]:
     """In a rank: how far weights after a step are from torch's AdamW, relative to the largest change of each."""
     from megasched.verify.reference import adamw_step, hf_model
 
-    model = hf_model(folder, SEED, random_init=random_init, trust_remote_code=trust_remote_code)
+    options = {"random_init": random_init, "trust_remote_code": trust_remote_code}
+    model = hf_model(folder, SEED, adapters=adapters, **options)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     adamw_step(model, gradients, lr=LEARNING_RATE, eps=EPSILON)
     found = {}

@@ -10,12 +10,15 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megasched.lowering.zigzag import Zigzag
+from megasched.records import Record
+from megasched.verify.adapters import telling_adapters
 from megasched.verify.rank_pool import cache_folder
 from megasched.verify.sightings import Sightings, Watch
 
@@ -80,6 +83,7 @@ class PlanFacts:
         components: such a path -> sizes of the projections packed into its output.
         dropouts: paths of ``nn.Dropout`` in the first chunk of a rank, in the order of the modules.
         records: path, what was asked for, and the ``file:line`` that asked, of each call of the schedule.
+        adapters: its calls of ``adapt`` and ``unfreeze``.
     """
 
     layers: tuple[str, ...]
@@ -87,6 +91,7 @@ class PlanFacts:
     components: dict[str, tuple[int, ...]]
     dropouts: tuple[str, ...]
     records: tuple[tuple[str, str, str], ...]
+    adapters: tuple[Record, ...]
 
 
 def train(
@@ -105,14 +110,15 @@ def train(
 
     Args:
         tokens: half-open range of token ids that the batches are to hold; what Megatron's mock data has otherwise.
-        watch: look at what every module takes and gives.
+        watch: look at what every module takes and gives; adapters are those that ``telling_adapters`` makes.
     """
     from megatron.core import parallel_state
     from megatron.training import training
 
     from megasched.launch import pretrain_gpt, pretraining
+    from megasched.megatron import entry
 
-    apply_patches()  # first: they look at the functions that are recorded
+    entry.apply_patches()  # first: they look at the functions that are recorded
     report = RankReport(-1, -1, -1)
     undo = [
         _record_steps(training, report, watch),
@@ -122,15 +128,9 @@ def train(
         _record_logits(report),
     ]
     try:
-        run_trainer(
-            hf_model,
-            flags,
-            iterations=iterations,
-            schedule=schedule,
-            random_init=random_init,
-            script=script,
-            mock_data=mock_data,
-        )
+        with telling_adapters() if watch else nullcontext():
+            options: dict[str, Any] = {"schedule": schedule, "random_init": random_init, "script": script}
+            run_trainer(hf_model, flags, iterations=iterations, mock_data=mock_data, **options)
     finally:
         for one in undo:
             one()
@@ -143,15 +143,6 @@ def train(
     report.weights = _shards(_chunks, lambda parameter: parameter.detach().clone())
     _chunks.clear()
     return report
-
-
-def apply_patches() -> None:
-    """All that a run needs; in a rank CUDA is emulated already."""
-    from megasched import patches
-
-    for patch in patches.available():
-        if patch.name != "host_cuda":
-            patches.apply(patch.name)
 
 
 def run_trainer(
@@ -174,8 +165,8 @@ def run_trainer(
     from megasched.megatron import entry
     from megasched.megatron.rehearsal import rehearsal_flags
 
-    apply_patches()
-    entry._set_builder()
+    entry.apply_patches()
+    entry.set_builder()
     given = RUN_FLAGS if mock_data else [flag for flag in RUN_FLAGS if flag != "--mock-data"]
     argv = [*given, "--model-schedule", schedule, "--hf-model", hf_model, "--train-iters", str(iterations)]
     argv += ["--data-cache-path", str(cache_folder()), *flags]
@@ -230,6 +221,7 @@ def _facts(chunk: Any) -> PlanFacts:
         components={path: sizes for path, sizes in packed.items() if sizes},
         dropouts=tuple(path for path, m in chunk.definition.named_modules() if isinstance(m, torch.nn.Dropout)),
         records=tuple((record.path, str(record), record.source) for record in plan.records),
+        adapters=tuple(plan.records_of("adapt", "unfreeze")),
     )
 
 

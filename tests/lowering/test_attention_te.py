@@ -16,22 +16,35 @@ from torch.nn import functional as F
 from megasched.errors import MegaschedError
 from megasched.lowering import attention, attention_te
 from megasched.lowering.attention import AttentionSettings, attention_forward
+from megasched.lowering.packed import packed_mask
 from megasched.lowering.zigzag import Zigzag
 from megasched.trial.dims import Along
 
 
 class StandIn:
-    """``transformer_engine.pytorch.DotProductAttention`` as its documentation has it, for qkv_format bshd."""
+    """``transformer_engine.pytorch.DotProductAttention`` as its documentation has it: bshd, and packed as thd."""
 
     def __init__(self, **options):
         self.options = options
-        assert options["qkv_format"] == "bshd"
+        packed = options["qkv_format"] == "thd"
+        assert packed or options["qkv_format"] == "bshd"
+        assert packed == (options["attn_mask_type"] == "padding_causal")
 
-    def __call__(self, query, key, value):
+    def __call__(self, query, key, value, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=0, max_seqlen_kv=0):
+        if self.options["qkv_format"] == "bshd":
+            return self._attend(query, key, value)
+        assert cu_seqlens_q.dtype == torch.int32
+        assert cu_seqlens_kv.equal(cu_seqlens_q)
+        lengths = cu_seqlens_q.diff().tolist()
+        assert max_seqlen_q == max_seqlen_kv == max(lengths)
+        each = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
+        return torch.cat([self._attend(*(one[None] for one in qkv))[0] for qkv in each])
+
+    def _attend(self, query, key, value):
         left, right = self.options["window_size"]
         length = query.shape[1]
         mask = torch.ones(length, length, dtype=torch.bool)
-        if self.options["attn_mask_type"] == "causal":
+        if self.options["attn_mask_type"] != "no_mask":
             mask = mask.tril(right)
         if left >= 0:
             mask &= ~torch.ones_like(mask).tril(-left - 1)
@@ -136,6 +149,41 @@ def test_dropout_differs_between_ranks_where_heads_are_cut_and_only_there(te, mo
     attention_forward(module, *[torch.randn(2, heads, 7, 8) for heads in (4, 2, 2)], None, dropout=0.1)
     assert len(forks) == int(sharded)
     assert (te[0]["attention_dropout"], "get_rng_state_tracker" in te[0]) == (0.1, False)
+
+
+# ---- packed sequences -----------------------------------------------------------------------------
+
+BOUNDS = torch.tensor([0, 3, 7, 13, 14], dtype=torch.int32)  # of two rows of seven
+
+
+def attend_packed(core, mask, bounds=BOUNDS, **options):
+    module = nn.Module()
+    module.is_causal = True
+    module.megasched_attention = AttentionSettings(4, False, core, packed=True)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, heads, 7, 8, generator=generator) for heads in (4, 2, 2)]
+    given = {} if bounds is None else {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 6}
+    return attention_forward(module, *tensors, mask, **given, **options)[0]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_sequences_are_handed_over_by_their_bounds(te, window):
+    mask, options = packed_mask(BOUNDS, 2, 7, window), {"sliding_window": window}
+    core = attention_te.TeCore(1, None)
+    torch.testing.assert_close(attend_packed(core, mask, **options), attend_packed(None, mask, **options))
+    assert (te[0]["qkv_format"], te[0]["window_size"]) == ("thd", (-1, 0) if window is None else (2, 0))
+
+
+def test_packed_sequences_whose_mask_says_more_or_that_te_has_not_stay_with_torch(te):
+    """A window's mask divides sequences, too: without their bounds TE would see the window alone."""
+    core, windowed = attention_te.TeCore(1, None), packed_mask(BOUNDS, 2, 7, 3)
+    for mask, options in (
+        (windowed, {"sliding_window": 3, "bounds": None}),
+        (windowed, {}),
+        (packed_mask(BOUNDS, 2, 7), {"softcap": 2.0}),
+    ):
+        torch.testing.assert_close(attend_packed(core, mask, **options), attend_packed(None, mask, **options))
+    assert te == []
 
 
 # ---- context parallelism --------------------------------------------------------------------------

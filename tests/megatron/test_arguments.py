@@ -428,7 +428,6 @@ def test_legacy_rope_flag_contradicts_learned_positions(gpt2_model: str) -> None
     [
         "--reset-position-ids",
         "--reset-attention-mask",
-        "--sft",
         "--use-megatron-fsdp",
         "--use-torch-fsdp2",
         "--mtp-num-layers 1",

@@ -14,26 +14,28 @@ from tests import tiny
 
 SAVE = ["--use-distributed-optimizer", "--ckpt-format", "torch_dist"]
 SAVE += ["--dist-ckpt-optim-fully-reshardable", "--override-opt-param-scheduler"]
-STOP, END = 3, 6
+STOP, END = 4, 8
 
 LAYOUTS = {
     "one-rank": (1, 1, ""),
-    "tp2-sp": (2, 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "pp2-vpp2": (2, 1, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
-    "dp2-tp2": (4, 2, "--tensor-model-parallel-size 2"),
+    "tp4": (4, 4, "--tensor-model-parallel-size 4"),
+    "pp4": (4, 1, "--pipeline-model-parallel-size 4"),
+    "dp2-tp2-sp": (4, 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
 }
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "qwen3"])
 def test_resume_at_every_layout(ranks, tmp_path, family):
-    """Written at TP2 x PP2; packed, transposed and tied parameters and their optimizer states reshard."""
+    """Written at TP2 x PP2 x VPP2; packed, transposed and tied parameters and their optimizer states reshard,
+    and a head of k and v that two ranks share."""
     folder = tiny.save(family, tmp_path / "model")
     written = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    written += ["--num-virtual-stages-per-pipeline-rank", "2"]
     whole = ranks.run(4, train, folder, [*written, *SAVE], iterations=END)
     saving = [*written, *SAVE, "--save", str(tmp_path / "ckpt"), "--save-interval", str(STOP)]
     ranks.run(4, train, folder, saving, iterations=STOP)
     expected = gather(whole, "weights", 2)
-    for world, tp, flags in [(4, 2, " ".join(written)), *LAYOUTS.values()]:
+    for world, tp, flags in LAYOUTS.values():
         resumed = ranks.run(
             world, train, folder, [*flags.split(), *SAVE, "--load", str(tmp_path / "ckpt")], iterations=END
         )
@@ -94,7 +96,8 @@ def _load_mismatched() -> str:
 
     parameter = torch.nn.Parameter(torch.zeros(2))
     held = {"a.weight": (parameter, Assembly((Placement("a.weight", (2,)),)))}
-    chunk = SimpleNamespace(local_parameters=lambda: held)
+    buffers = SimpleNamespace(values=dict)
+    chunk = SimpleNamespace(_checkpointed=lambda: held, _buffers_saved=buffers)
     assert not issubclass(CheckpointMismatch, Exception)
     with pytest.raises(CheckpointMismatch) as stop:
         ScheduledModel.load_state_dict(chunk, {"definition.b.weight": torch.ones(2)}, strict=False)

@@ -24,9 +24,9 @@ def argv_of(layout: Layout, flags: str) -> list[str]:
     return [*layout.flags(), *flags.split(), *(word for k, v in sizes.items() for word in (f"--{k}", str(v)))]
 
 
-def predict(folder: str, layout: Layout, flags: str) -> list[RankMemory]:
+def predict(folder: str, layout: Layout, flags: str, schedule: str = "auto") -> list[RankMemory]:
     """Of each pipeline rank."""
-    session = open_session("auto", folder, layout, make_vocab_size_divisible_by=4)
+    session = open_session(schedule, folder, layout, make_vocab_size_divisible_by=4)
     dtype = torch.bfloat16 if "--bf16" in flags else torch.float32
     sharded = "--use-distributed-optimizer" in flags
     with fake_groups(layout):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from megasched.megatron import entry
 from megasched.verify import trainer_run
 
 
-def step_peak(folder: str, flags: list[str], steps: int = 3) -> dict[str, int]:
+def step_peak(folder: str, flags: list[str], steps: int = 3, schedule: str = "auto") -> dict[str, int]:
     """Bytes alive at the begin of the last step and the most during it; the optimizer has all its state then."""
     from megatron.training import training
 
     from megasched.planner.live_bytes import LiveBytes
 
-    trainer_run.apply_patches()
+    entry.apply_patches()
     live, found = LiveBytes(), {}
     real = training.train_step
 
@@ -27,7 +28,7 @@ def step_peak(folder: str, flags: list[str], steps: int = 3) -> dict[str, int]:
     training.train_step = train_step
     try:
         with live:
-            trainer_run.run_trainer(folder, flags, iterations=steps)
+            trainer_run.run_trainer(folder, flags, iterations=steps, schedule=schedule)
     finally:
         training.train_step = real
     return found

@@ -1,5 +1,7 @@
 """What the planner says of memory against what a rehearsal of the trainer really holds."""
 
+from pathlib import Path
+
 import pytest
 
 from megasched.layout import Layout
@@ -18,14 +20,25 @@ CASES = [
     ("gpt2", {"pipeline_model_parallel_size": 2}, "", 0.02),
     ("mixtral", {"data_parallel_size": 2}, "--use-distributed-optimizer", 0.02),
 ]
+LORA = str(Path(__file__).parents[2] / "examples" / "schedules" / "lora.py")
 
 
 @pytest.mark.parametrize(("name", "parallel", "flags", "tolerance"), CASES)
 def test_the_peak_of_a_step_is_as_measured(ranks, tmp_path, name, parallel, flags, tolerance):
+    assert_predicted(ranks, tmp_path, "auto", name, parallel, flags, tolerance)
+
+
+def test_frozen_weights_have_no_gradients_and_no_states(ranks, tmp_path):
+    """Nothing before the first layer is trained, so the backward pass ends in it. It keeps less than the layers
+    that it is taken to be like: of four on this stage that is 5 %."""
+    assert_predicted(ranks, tmp_path, LORA, "llama", {"pipeline_model_parallel_size": 2}, "--bf16", 0.06)
+
+
+def assert_predicted(ranks, tmp_path, schedule, name, parallel, flags, tolerance):
     config_of(name).save_pretrained(tmp_path)
     layout = Layout(**parallel)
-    held = ranks.run(layout.world_size, step_peak, str(tmp_path), argv_of(layout, flags))
-    predicted = predict(str(tmp_path), layout, flags)
+    held = ranks.run(layout.world_size, step_peak, str(tmp_path), argv_of(layout, flags), schedule=schedule)
+    predicted = predict(str(tmp_path), layout, flags, schedule)
     for rank, found in enumerate(held):
         pp_rank = rank // (layout.world_size // layout.pp)
         assert predicted[pp_rank].total == pytest.approx(found["peak"], rel=tolerance)

@@ -34,7 +34,9 @@ def report_of(pp: int, vpp: int, name: str = "proj") -> ShowReport:
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
     )
-    return ShowReport("folder", "Model", "auto", 2048 * count, 128, layout, modules, stages, [], [], 32, "layers")
+    return ShowReport(
+        "folder", "Model", "auto", 2048 * count, 2048 * count, 128, layout, modules, stages, [], [], 32, "layers"
+    )
 
 
 def page_of(pp: int, vpp: int, microbatches: int, **options) -> Page:

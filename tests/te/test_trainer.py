@@ -2,6 +2,7 @@
 
 import json
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ FP8 = "--fp8-format hybrid --fp8-recipe"
 SAVE = "--ckpt-format torch_dist --override-opt-param-scheduler --save FOLDER/saved --save-interval 2"
 LOAD = "--ckpt-format torch_dist --override-opt-param-scheduler --load FOLDER/saved"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LORA = str(Path(__file__).parents[2] / "examples" / "schedules" / "lora.py") + ":dropout=0.0"
 
 RUNS = {
     "linears": {"family": "gemma2", "more": f"{FP8} tensorwise"},
@@ -20,6 +22,8 @@ RUNS = {
     "saved": {"family": "llama", "flags": SAVE, "more": f"{FP8} delayed", "iterations": 2},
     "resumed": {"family": "llama", "flags": LOAD, "more": f"{FP8} tensorwise", "iterations": 4},
     "resumed in 16 bits": {"family": "llama", "flags": LOAD, "iterations": 4},
+    "adapted": {"family": "gemma2", "more": f"{FP8} tensorwise", "schedule": LORA},
+    "adapted without": {"family": "gemma2", "schedule": LORA},
 }
 LINEARS = 4 * 4  # layers, and products in each
 MICRO_BATCHES = 4
@@ -53,7 +57,17 @@ def test_the_recipe_is_the_flags(found):
         "saved": delayed,
         "resumed": current,
         "resumed in 16 bits": [],
+        "adapted": current,
+        "adapted without": [],
     }
+
+
+def test_adapters_stand_beside_products_in_8_bits(found):
+    """Four of the linears have one, and those of the adapters are no products of Transformer Engine."""
+    assert found["adapted"]["losses"] == pytest.approx(found["adapted without"]["losses"], rel=1e-6)
+    assert found["adapted"]["norms"] == pytest.approx(found["adapted without"]["norms"], rel=1e-6)
+    assert found["adapted"]["norms"][0] < found["linears"]["norms"][0] / 2  # of the adapters alone
+    assert len(found["adapted"]["first"]) == len(found["linears"]["first"])
 
 
 @pytest.mark.parametrize("case", ["linears", "blocks"])

@@ -35,7 +35,9 @@ def main(port: str, folder: Path, runs: list[dict[str, Any]]) -> None:
     print(json.dumps(found))
 
 
-def run(folder: Path, family: str, flags: str = "", more: str = "", iterations: int = 3) -> dict[str, Any]:
+def run(
+    folder: Path, family: str, flags: str = "", more: str = "", iterations: int = 3, schedule: str = "auto"
+) -> dict[str, Any]:
     """Losses and gradient norms of each iteration, and what the linears of Transformer Engine were called with.
 
     Args:
@@ -59,7 +61,8 @@ def run(folder: Path, family: str, flags: str = "", more: str = "", iterations: 
     plain.products.clear()
     model = tiny.save(family, folder / family, hidden_size=64, intermediate_size=96)
     try:
-        report = training.train(model, flags.replace("FOLDER", str(folder)).split(), iterations=iterations)
+        given = flags.replace("FOLDER", str(folder)).split()
+        report = training.train(model, given, iterations=iterations, schedule=schedule)
     finally:
         rehearsal.rehearsal_flags = real
     return {

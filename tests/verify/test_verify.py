@@ -54,6 +54,25 @@ def test_what_is_right_is_found_equal(ranks, tmp_path, model_type, layout):
         assert found.checks[-1].name == "dropout masks"
 
 
+ADAPTED = """
+from megasched.model_adapters.default_schedule import schedule as auto
+
+
+def schedule(sch, layout):
+    auto(sch, layout)
+    sch["**.*_proj"].adapt(rank=4, alpha=8, dropout=0.1)
+    sch["model.norm"].unfreeze()
+"""
+
+
+def test_adapters_are_held_against_those_of_the_unscheduled_model(ranks, tmp_path):
+    (tmp_path / "lora.py").write_text(ADAPTED)
+    found = verify_schedule(str(tmp_path / "lora.py"), save("llama", tmp_path), TP2_SP, ranks=ranks)
+    assert (found.verdict, found.why) == ("equal", "")
+    worst = {check.name: check.worst for check in found.checks}
+    assert ".lora_" in worst["gradients"]
+
+
 # Where each mistake is to be found, in which pass, how the numbers relate, and a part of the cause.
 PLANTED = {
     "dropped_forward_reduce": (

@@ -1,0 +1,104 @@
+"""``--sft``: what Megatron's fine-tuning data needs, said before anything is built."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+
+TOKENIZER = "SFTTokenizer"
+# The tokens that begin turns in Megatron's own prompt formats
+# (megatron/core/tokenizers/text/libraries/sft_tokenizer.py).
+MARKS = {
+    "nemotron-h-aligned": ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_233>"),
+    "nemotron-nano-v2": ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<unk>"),
+    "identity": ("<unk>",),
+}
+
+
+def sft_misfits(args: argparse.Namespace) -> list[str]:
+    """What speaks against ``--sft`` with these flags; nothing without it.
+
+    Args:
+        args: as Megatron parsed them, validated or not.
+    """
+    if not args.sft:
+        return []
+    lines = []
+    if find_spec("datasets") is None:
+        lines.append("--sft reads JSON lines with Hugging Face's `datasets`: pip install 'megasched[sft]'")
+    if args.mock_data:
+        lines.append("--mock-data has no conversations: name a file of JSON lines with --data-path")
+    if args.context_parallel_size > 1:
+        lines.append(
+            f"--context-parallel-size {args.context_parallel_size}: its ranks would each have parts of each "
+            "packed sequence, which is not available under a schedule"
+        )
+    if args.objective not in (None, "causal_lm"):
+        lines.append(f"--objective {args.objective}: conversations are for causal language models")
+    if args.tokenizer_type != TOKENIZER:
+        lines.append(
+            f"--tokenizer-type {args.tokenizer_type}: conversations are read by {TOKENIZER}, with "
+            "--tokenizer-model DIR, the folder that has the tokenizer of the model"
+        )
+    elif not args.tokenizer_model:
+        lines.append("--tokenizer-model: name the folder that has the tokenizer of the model")
+    else:
+        lines += _format_misfits(args.tokenizer_model, args.sft_tokenizer_prompt_format)
+    return lines
+
+
+def settle_sft(args: argparse.Namespace) -> None:
+    """Megatron's data set for ``--sft`` makes no attention mask, and ends the run where one is asked for, which is
+    the default (``training/datasets/sft_dataset.py:174``)."""
+    if not args.sft:
+        return
+    args.create_attention_mask_in_dataloader = False
+    notice = unlearned_end(args)
+    if notice and args.rank == 0:
+        print(f"megasched: {notice}")
+
+
+def unlearned_end(args: argparse.Namespace) -> str:
+    """What is said where the model will not learn to end its answers; empty where it will.
+
+    Megatron fills rows with the end token where the tokenizer has no padding token, and takes what fills rows out
+    of the loss (``training/datasets/sft_dataset.py:170``), the end of each answer with it.
+    """
+    if not args.sft or args.sft_tokenizer_prompt_format != "default":
+        return ""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_model)
+    if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id):
+        return ""
+    return (
+        f"the tokenizer in {args.tokenizer_model} has no padding token of its own, so rows are filled with "
+        f"{tokenizer.eos_token}, which is then out of the loss everywhere: the model does not learn to end its "
+        "answers. Name another token as pad_token in tokenizer_config.json"
+    )
+
+
+def _format_misfits(folder: str, prompt_format: str) -> list[str]:
+    """Why a tokenizer can't be used with one of Megatron's prompt formats."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        return [f"--tokenizer-model {folder}: {error}"]
+    said = f"--sft-tokenizer-prompt-format {prompt_format}"
+    if prompt_format == "default":
+        if not tokenizer.chat_template:
+            return [f"{said} is the tokenizer's own chat template, and {folder} has none (chat_template.jinja)"]
+        if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+            return [f"{said}: the tokenizer in {folder} has neither a padding nor an end token to fill rows with"]
+        return []
+    missing = [mark for mark in MARKS.get(prompt_format, ()) if mark not in tokenizer.get_vocab()]
+    if prompt_format not in MARKS:
+        return [f"{said}: Megatron has {', '.join(MARKS)} and default"]
+    if missing:
+        return [
+            f"{said} writes {', '.join(missing)}, which the tokenizer in {folder} does not have; for a model with "
+            "a chat template of its own say --sft-tokenizer-prompt-format default"
+        ]
+    return []
