@@ -53,7 +53,8 @@ def _fuse(mlp: Any) -> None:
 
 
 NORMS = "input_layernorm post_attention_layernorm"
-# Primitive -> calls of it on one layer; sync is asked for on shards, find, fuse and decompose with a trace, unfreeze beside adapt.
+# Primitive -> calls of it on one layer; sync is asked for on shards, find, fuse and decompose with a trace,
+# unfreeze beside adapt.
 CASES: dict[str, Calls] = {
     "shard": lambda layer: _shard_mlp(layer["mlp"]),
     "replace": _twice(NORMS, lambda node: node.replace(_new_norm)),

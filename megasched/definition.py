@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
@@ -17,6 +18,7 @@ from megasched.errors import ConfigError
 from megasched.objectives import CAUSAL_LM, Objective, set_objective
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
 
@@ -154,3 +156,22 @@ def build_definition(
             module.config.use_cache = False
     set_objective(model, objective)
     return model
+
+
+def kept_in_float32(definition: PreTrainedModel, dtype: torch.dtype, names: Iterable[str]) -> frozenset[str]:
+    """Which parameters and buffers transformers holds in float32 where a model is loaded in ``dtype``.
+
+    Some in half precision would change what a model does: what corrects a router's choice, the decay of a state.
+    ``PreTrainedModel._keep_in_fp32_modules_strict`` names them, and ``_keep_in_fp32_modules`` what only float16 is
+    too narrow for; a name is kept that one of these patterns is found in (transformers/core_model_loading.py,
+    ``convert_and_load_state_dict_in_model``).
+    """
+    import torch
+
+    patterns: set[str] = set()
+    if dtype in (torch.float16, torch.bfloat16):
+        patterns |= set(definition._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        patterns |= set(definition._keep_in_fp32_modules or ())
+    found = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
+    return frozenset(name for name in names if any(pattern.search(name) for pattern in found))

@@ -17,9 +17,11 @@ from megasched.definition import (
     build_definition,
     check_transformers,
     init_empty_weights,
+    kept_in_float32,
     load_config,
 )
 from megasched.errors import ConfigError
+from megasched.verify.small_models import small_config
 
 TINY = {
     "hidden_size": 32,
@@ -222,6 +224,20 @@ def test_a_config_that_can_not_be_read(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="can't load the HF config"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("model_type", ["llama", "glm4_moe", "ernie4_5_moe", "bailing_hybrid", "gpt_oss"])
+def test_what_transformers_loads_in_float32(tmp_path, model_type, dtype):
+    """A correction (a buffer), one that is a parameter and a router, a convolution and a decay; norms in fp16."""
+    config = small_config(model_type)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).state_dict()
+    wanted = {name for name, value in loaded.items() if value.dtype == torch.float32}
+    nothing = {"llama": (torch.bfloat16, torch.float16), "gpt_oss": (torch.bfloat16,)}
+    assert bool(wanted) == (dtype not in nothing.get(model_type, ()))
+    found = kept_in_float32(build_definition(config), dtype, loaded)
+    assert found == (set() if dtype == torch.float32 else wanted)
 
 
 def test_a_transformers_outside_the_supported_range_is_refused_before_anything_is_read(monkeypatch):

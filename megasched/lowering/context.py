@@ -37,6 +37,8 @@ class Context:
         megatron_finalizes: Megatron's ``finalize_model_grads`` will run, which sums the gradients of parameters
             marked ``sequence_parallel`` over TP; otherwise a hook on the parameter does.
         context_parallel: the ranks that share a sequence; None without context parallelism.
+        float32: names of what stays in float32 whatever the run's precision
+            (``megasched.definition.kept_in_float32``).
         assemblies: name in the lowered model -> HF tensors, for parameters of blocks.
         made: canonical name -> parameter on this rank, so that ties stay ties.
     """
@@ -51,6 +53,7 @@ class Context:
     made: dict[str, nn.Parameter] = field(default_factory=dict)
     expert_group: Any = None
     context_parallel: ContextParallel | None = None
+    float32: frozenset[str] = frozenset()
 
     @property
     def rank(self) -> int:
@@ -64,6 +67,12 @@ class Context:
         """(rank, size) in the group that a parameter is cut over."""
         group = self.expert_group if placement.group == "ep" else self.group
         return group.rank(), group.size()
+
+    def dtype(self, placement: Placement, held: torch.Tensor) -> torch.dtype:
+        """In which a parameter is made that takes the place of ``held``."""
+        if self.source is None:
+            return held.dtype
+        return torch.float32 if placement.name in self.float32 else self.config.params_dtype
 
     def config_with(self, **changes: Any) -> ModelParallelConfig:
         """A copy of Megatron's config for one layer; values are filled in by us, so it initialises nothing."""

@@ -61,7 +61,7 @@ def lower_embedding(path: str, module: nn.Embedding, context: Context) -> nn.Mod
     """The vocabulary-parallel embedding that takes the place of an HF one, its values filled in."""
     placement = context.plan.placement(path, "weight")
     held = module.weight
-    dtype = context.config.params_dtype if context.source is not None else held.dtype
+    dtype = context.dtype(placement, held)
     with context.making(held):
         parallel = VocabEmbedding(
             placement.padded or module.num_embeddings,

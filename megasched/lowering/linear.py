@@ -143,7 +143,7 @@ def lower_linear(path: str, module: nn.Module, context: Context, *, entered: boo
         return lowered
     tied = weight.name in context.made
     gathered, inside = path in plan.derived.gather, path in plan.derived.inside
-    dtype = context.config.params_dtype if context.source is not None else module.weight.dtype
+    dtype = context.dtype(weight, module.weight)
     with context.making(module.weight):
         if plan.cuts[path] == "column":
             lowered = ColumnLinear(
@@ -188,7 +188,7 @@ def make_parameter(
     owner: nn.Module, name: str, placement: Placement, held: nn.Parameter, context: Context
 ) -> nn.Parameter:
     """Registers this rank's part of an HF parameter, its values filled in."""
-    dtype = context.config.params_dtype if context.source is not None else held.dtype
+    dtype = context.dtype(placement, held)
     shape = context.plan.local_shape(placement)
     with context.making(held):
         owner.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=context.device)))

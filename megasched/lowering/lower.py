@@ -165,7 +165,7 @@ def _lower_whole(path: str, module: nn.Module, context: Context) -> None:
         elif context.source is None:
             continue  # deferred by init_empty_weights
         else:
-            dtype = context.config.params_dtype
+            dtype = context.dtype(placement, held)
             parameter = nn.Parameter(torch.empty(placement.shape, dtype=dtype, device=context.device))
             setattr(module, name, parameter)
         context.adopt(parameter, placement, held)

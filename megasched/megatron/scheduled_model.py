@@ -15,6 +15,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import nn
 
 from megasched.assembly import Assembly
+from megasched.definition import kept_in_float32
 from megasched.errors import ConfigError
 from megasched.lowering.context import Context
 from megasched.lowering.context_masks import context_masks, packed_masks
@@ -25,6 +26,7 @@ from megasched.megatron.buffers import SavedBuffers, fill_buffers, persistent_bu
 from megasched.megatron.checkpoint import Place, refuse_mismatch, sharded_entry
 from megasched.megatron.loss import VocabParallelLoss
 from megasched.megatron.packed_batch import as_rows, packed_arguments, unpack_rows
+from megasched.megatron.precision import keeping_precision
 from megasched.megatron.recompute_flags import apply_recompute_flags
 from megasched.megatron.shared import shared_parameters
 from megasched.megatron.stage import Stage, StageEnd, make_stage, set_entry, set_exit, set_sides
@@ -81,6 +83,8 @@ class ScheduledModel(MegatronModule):
         self._trained = {name: parameter.requires_grad for name, parameter in definition.named_parameters()}
         self._context = ContextParallel(pg_collection.cp) if plan.layout.cp > 1 else None
         persistent = persistent_buffers(definition)
+        kept = kept_in_float32(definition, config.params_dtype, [*plan.placements, *persistent])
+        self._float32 = kept.union(name for name, canonical in plan.canonical.items() if canonical in kept)
         self._build(schedule, source)
         fill_buffers(
             definition, [name for name in persistent if self._here(name.rpartition(".")[0])], source, self._device
@@ -102,6 +106,7 @@ class ScheduledModel(MegatronModule):
             device=self._device,
             megatron_finalizes=True,
             context_parallel=self._context,
+            float32=self._float32,
         )
         self._assemblies = context.assemblies
         make_stage(self.definition, structure, self.stage, self._wire, self.config.params_dtype)
@@ -307,22 +312,9 @@ class ScheduledModel(MegatronModule):
     # precision --------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ScheduledModel:
-        """As ``nn.Module`` does it, but buffers that are no part of the state keep their dtype.
-
-        Megatron's Float16Module casts the whole chunk; a rotary table in bfloat16 would be wrong at
-        long range. HF itself computes these buffers in float32 and never casts them.
-        """
-        kept = [
-            (module, name, module._buffers[name])
-            for module in self.modules()
-            for name in module._non_persistent_buffers_set
-            if module._buffers[name] is not None
-        ]
-        super()._apply(fn, recurse)
-        for module, name, before in kept:
-            after = module._buffers[name]
-            if after is not None and before is not None and after.dtype != before.dtype:
-                module._buffers[name] = before.to(after.device)
+        """As ``nn.Module`` does it, for Float16Module; see ``keeping_precision``."""
+        with keeping_precision(self.definition, self._float32):
+            super()._apply(fn, recurse)
         return self
 
     # checkpoints ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasched.definition import build_definition, load_config
+from megasched.definition import build_definition, kept_in_float32, load_config
 from megasched.errors import CheckpointError, ConfigError
 from megasched.files import check_room, whole_folder
 from megasched.lora import A, B, Lora
@@ -78,7 +78,8 @@ def export_weights(
         load: a ``--save`` folder or one of its checkpoints.
         hf_model: folder with config and tokenizer; those that the run kept in the checkpoint, if not given.
         adapter: write what LoRA trained alone, as PEFT has it, instead of the model with it merged.
-        dtype: of the parameters; that of the checkpoint, if not given. Buffers keep theirs.
+        dtype: of the parameters; that of the checkpoint, if not given. Buffers keep theirs, and what transformers
+            holds in float32 beside weights of this dtype is written so.
         max_shard_size: bytes in a file.
         objective: what the model was trained to do, if the checkpoint does not say it.
 
@@ -191,13 +192,17 @@ def _kept_name(name: str, definition: PreTrainedModel) -> str:
 def _outputs(
     tensors: Mapping[str, LazyTensor], definition: PreTrainedModel, dtype: torch.dtype | None
 ) -> list[Output]:
+    import torch
+
     conversions = Conversions(definition)
     buffers = {name for name, _ in definition.named_buffers()}
+    float32 = frozenset() if dtype is None else kept_in_float32(definition, dtype, tensors)
     outputs = []
     for group in conversions.groups(tensors):
         keep = dtype is None or buffers.issuperset(group) or not tensors[group[0]].dtype.is_floating_point
+        wanted = torch.float32 if float32.issuperset(group) else dtype
         for name, tensor in conversions.original({name: tensors[name] for name in group}).items():
-            outputs.append(Output(name, tensor, tensor.dtype if keep else dtype))
+            outputs.append(Output(name, tensor, tensor.dtype if keep else wanted))
     return outputs
 
 

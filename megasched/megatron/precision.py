@@ -1,0 +1,34 @@
+"""What keeps its precision where Megatron's Float16Module casts a whole model chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def keeping_precision(model: nn.Module, float32: Collection[str]) -> Iterator[None]:
+    """Parameters and buffers of these names, and buffers that are no part of the state, are cast to no other dtype
+    inside; they are moved all the same.
+
+    A rotary table in bfloat16 would be wrong at long range. HF itself computes such buffers in float32 and never
+    casts them.
+    """
+    parameters = [(p, p.data) for name, p in model.named_parameters() if name in float32]
+    buffers = [
+        (module, name, held)
+        for path, module in model.named_modules()
+        for name, held in module._buffers.items()
+        if held is not None
+        and (name in module._non_persistent_buffers_set or f"{path}.{name}".lstrip(".") in float32)
+    ]
+    yield
+    for parameter, before in parameters:
+        if parameter.dtype != before.dtype:
+            parameter.data = before.to(parameter.device)
+    for module, name, before in buffers:
+        after = module._buffers[name]
+        if after is not None and after.dtype != before.dtype:
+            module._buffers[name] = before.to(after.device)

@@ -1,0 +1,81 @@
+"""What transformers holds in float32 in a model of half precision stays so from the files to the files."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megasched.verify.small_models import small_config
+from megasched.verify.trainer_run import losses, train
+from megasched.weights.exporting import export_weights
+
+GIGABYTE = 10**9
+TP2 = ["--bf16", "--tensor-model-parallel-size", "2", "--ckpt-format", "torch_dist"]
+# A router's weight and its correction, a parameter, in one; in the other the correction alone, a buffer.
+KEPT = {
+    "ernie4_5_moe": ("mlp.gate.weight", "mlp.moe_statics.e_score_correction_bias"),
+    "glm4_moe": ("mlp.gate.e_score_correction_bias",),
+}
+
+
+@pytest.mark.parametrize("model_type", KEPT)
+def test_a_run_in_bf16_writes_what_transformers_would(ranks, tmp_path, model_type):
+    folder = _write(model_type, tmp_path / "hf")
+    flags = [*TP2, "--save", str(tmp_path / "ckpt"), "--save-interval", "1", "--lr", "0", "--min-lr", "0"]
+    ranks.run(2, train, folder, flags, iterations=1, random_init=False)
+    export_weights(
+        tmp_path / "ckpt",
+        tmp_path / "exported",
+        max_shard_size=GIGABYTE,
+        progress=lambda total: nullcontext(lambda count: None),
+    )
+    found = load_file(tmp_path / "exported" / "model.safetensors")
+
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    wanted = load_file(tmp_path / "theirs" / "model.safetensors")
+    kept = {name for name, value in wanted.items() if value.dtype == torch.float32}
+    assert {name.partition("layers.")[2].partition(".")[2] for name in kept} == set(KEPT[model_type])
+    assert any(not torch.equal(wanted[name], wanted[name].bfloat16().float()) for name in kept)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+def _write(model_type, folder):
+    """As transformers writes it; with corrections that bf16 does not have, where a new model has zeros."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(small_config(model_type), dtype=torch.float32)
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name.endswith("correction_bias"):
+            value.data += torch.linspace(0.1, 0.3, value.numel()).view_as(value)
+        elif isinstance(value, torch.nn.Parameter):
+            value.data += 0.05 * torch.randn(value.shape)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("flags", [["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"], []])
+def test_their_optimizer_state_is_resumed(ranks, tmp_path, flags):
+    folder = _write("ernie4_5_moe", tmp_path / "hf")
+    flags = [*TP2, *flags, "--override-opt-param-scheduler"]
+    whole = ranks.run(4, train, folder, flags, iterations=4, random_init=False)
+    saving = [*flags, "--save", str(tmp_path / "ckpt"), "--save-interval", "2"]
+    ranks.run(4, train, folder, saving, iterations=2, random_init=False)
+    loading = [*flags, "--load", str(tmp_path / "ckpt")]
+    resumed = ranks.run(4, train, folder, loading, iterations=4, random_init=False)
+    assert losses(resumed) == losses(whole)[2:]
+    assert resumed[0].grad_norms == whole[0].grad_norms[2:]
+    for again, before in zip(resumed, whole, strict=True):
+        assert again.weights.keys() == before.weights.keys()
+        kept = {name for name, shard in again.weights.items() if shard[0].dtype == torch.float32}
+        assert {name.partition("mlp.")[2] for name in kept} == {
+            "gate.weight",
+            "gate.moe_statics.e_score_correction_bias",
+        }
+        for name, shard in again.weights.items():
+            assert torch.equal(shard[0], before.weights[name][0]), name
