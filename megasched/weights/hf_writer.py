@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megasched.weights.lazy import LazyTensor, blocks
+from megasched.weights.ahead import ahead
+from megasched.weights.lazy import Box, LazyTensor, blocks
 from megasched.weights.safetensors_files import INDEX, SINGLE, dtype_names
 
 
@@ -91,8 +93,17 @@ def _write_file(path: Path, outputs: Sequence[Output], advance: Callable[[int], 
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for output in outputs:
-            for box in blocks(output.tensor.shape, max(output.dtype.itemsize, output.tensor.dtype.itemsize)):
-                values = output.tensor.read(box).to(output.dtype).contiguous()
-                file.write(memoryview(values.view(-1).view(torch.uint8).numpy()))
-                advance(values.nbytes)
+        for values in ahead(_blocks(outputs)):
+            file.write(memoryview(values.view(-1).view(torch.uint8).numpy()))
+            advance(values.nbytes)
+
+
+def _blocks(outputs: Sequence[Output]) -> Iterator[Callable[[], torch.Tensor]]:
+    """What gives each block of what is written."""
+    for output in outputs:
+        for box in blocks(output.tensor.shape, max(output.dtype.itemsize, output.tensor.dtype.itemsize)):
+            yield partial(_read, output, box)
+
+
+def _read(output: Output, box: Box) -> torch.Tensor:
+    return output.tensor.read(box).to(output.dtype).contiguous()

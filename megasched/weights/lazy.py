@@ -88,8 +88,10 @@ def blocks(shape: Sequence[int], itemsize: int, limit: int = BLOCK) -> Iterator[
 
 def refuse_nan(values: torch.Tensor, where: str) -> None:
     """Raises CheckpointError if a value is NaN; ``where`` says what they are."""
-    # The largest is NaN if one is. torch has no order of 8-bit floats.
-    if values.is_floating_point() and values.itemsize > 1 and values.numel() and values.amax().isnan():
+    if not values.is_floating_point() or values.itemsize == 1 or not values.numel():
+        return  # torch has no sum and no order of 8-bit floats
+    # A sum is NaN if a value is, and sooner there than the largest; but infinities of both signs give NaN too.
+    if values.sum().isnan() and values.amax().isnan():
         raise CheckpointError(
             f"{where} has NaN in it: training would give NaN from its first step on; the file is damaged, or "
             "comes from a run that diverged"

@@ -114,26 +114,29 @@ class CheckpointTensor:
         Raises:
             CheckpointError: a file is missing, cut short or damaged, or no file has a part of the tensor.
         """
-        result = torch.empty([stop - start for start, stop in box], dtype=self.dtype)
-        filled = 0
+        wanted = prod(stop - start for start, stop in box)
+        result, filled = None, 0
         for chunk in self.chunks:
-            common = [
+            common = tuple(
                 (max(start, first), min(stop, first + length))
                 for (start, stop), first, length in zip(box, chunk.start, chunk.size, strict=True)
-            ]
+            )
             if any(start >= stop for start, stop in common):
                 continue
             inside = tuple((a - first, b - first) for (a, b), first in zip(common, chunk.start, strict=True))
-            target = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, box, strict=True))
             values = self._read(chunk, inside)
             refuse_nan(values, f"{chunk.path}: tensor {self.key}")
+            filled += values.numel()
+            if common == box and result is None:
+                result = values  # in one chunk: not copied
+                continue
+            if result is None:
+                result = torch.empty([stop - start for start, stop in box], dtype=self.dtype)
+            target = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, box, strict=True))
             result[target] = values
-            filled += prod(b - a for a, b in common)
-        if filled != result.numel():
-            raise CheckpointError(
-                f"{self.where}: {result.numel() - filled} of {result.numel()} values are nowhere"
-            )
-        return result
+        if filled != wanted:
+            raise CheckpointError(f"{self.where}: {wanted - filled} of {wanted} values are nowhere")
+        return torch.empty([stop - start for start, stop in box], dtype=self.dtype) if result is None else result
 
     def leaves(self) -> Iterator[Leaf]:
         yield self
