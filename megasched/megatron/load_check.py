@@ -61,10 +61,25 @@ def loaded(
     for chunk in chunks:
         chunk.not_loaded = found[0]
     try:
-        return _told(load, folder)
+        result = _told(load, folder)
     finally:
         for chunk in chunks:
             chunk.not_loaded = frozenset()
+    _refuse_nan(chunks, folder)
+    return result
+
+
+def _refuse_nan(chunks: Sequence[Any], folder: Path) -> None:
+    """
+    Raises:
+        CheckpointError: on every rank, if one has NaN in what it has loaded.
+    """
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, [name for chunk in chunks for name in chunk.names_with_nan()])
+    names = sorted({name for of_rank in found for name in of_rank})
+    if names:
+        why = [f"{name} has NaN in it: it comes from a run that diverged, or is damaged" for name in names]
+        raise _refusal(checkpoint_folder(folder), why)
 
 
 def _told(load: Callable[[], Any], folder: Path) -> Any:

@@ -1,10 +1,11 @@
-"""What keeps its precision where Megatron's Float16Module casts a whole model chunk."""
+"""What keeps its precision where Megatron's Float16Module casts a whole model chunk; what is no number."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 
@@ -32,3 +33,15 @@ def keeping_precision(model: nn.Module, float32: Collection[str]) -> Iterator[No
         after = module._buffers[name]
         if after is not None and after.dtype != before.dtype:
             module._buffers[name] = before.to(after.device)
+
+
+def with_nan(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of those with a value that is NaN. The CPU waits for a GPU once."""
+    # Infinities of both signs have a sum that is NaN, too. torch has no sum of 8-bit floats.
+    sums = {
+        name: value.sum().isnan()
+        for name, value in tensors.items()
+        if value.is_floating_point() and value.itemsize > 1 and value.numel()
+    }
+    suspected = torch.stack([*sums.values()]).tolist() if sums else []
+    return [name for name, bad in zip(sums, suspected, strict=True) if bad and tensors[name].isnan().any()]

@@ -26,7 +26,7 @@ from megasched.megatron.buffers import SavedBuffers, fill_buffers, persistent_bu
 from megasched.megatron.checkpoint import Place, refuse_mismatch, sharded_entry
 from megasched.megatron.loss import VocabParallelLoss
 from megasched.megatron.packed_batch import as_rows, packed_arguments, unpack_rows
-from megasched.megatron.precision import keeping_precision
+from megasched.megatron.precision import keeping_precision, with_nan
 from megasched.megatron.recompute_flags import apply_recompute_flags
 from megasched.megatron.shared import shared_parameters
 from megasched.megatron.stage import Stage, StageEnd, make_stage, set_entry, set_exit, set_sides
@@ -326,6 +326,11 @@ class ScheduledModel(MegatronModule):
             name: (parameter, self._assemblies.get(name) or self._assembly_of(name))
             for name, parameter in self.definition.named_parameters()
         }
+
+    def names_with_nan(self) -> list[str]:
+        """HF names of parameters and persistent buffers that have NaN on this rank."""
+        held = {assembly.name: parameter.detach() for parameter, assembly in self.local_parameters().values()}
+        return with_nan(held | self._buffers_saved.values())
 
     def _checkpointed(self) -> dict[str, tuple[nn.Parameter, Assembly]]:
         held = self.local_parameters().items()

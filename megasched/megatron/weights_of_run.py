@@ -115,11 +115,12 @@ def keep_hf_files(checkpoint: Path, definition: PreTrainedModel, hf_model: Path,
     """Writes the model's config and tokenizer into a checkpoint, and PEFT's config of the adapters that a schedule
     has: ``megasched export`` needs nothing else."""
     from megasched.weights.hf_files import write_hf_files
+    from megasched.weights.hub import known_folder
     from megasched.weights.lora import CONFIG, adapter_config
 
     folder = checkpoint / HF_FILES
     folder.mkdir(exist_ok=True)
-    write_hf_files(folder, definition.config, hf_model)
+    write_hf_files(folder, definition.config, known_folder(hf_model))
     adapters = adapter_config(schedule, str(hf_model))
     if adapters is not None:
         (folder / CONFIG).write_text(json.dumps(adapters, indent=2))

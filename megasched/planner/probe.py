@@ -253,22 +253,25 @@ def _config(session: Session, setting: Setting) -> TransformerConfig:
 
     layout, text = session.plan.layout, text_config(session.definition.config)
     full = setting.recompute_granularity == "full"
-    return TransformerConfig(
-        num_layers=session.plan.structure.count,  # type: ignore[union-attr]
-        hidden_size=text.hidden_size,
-        num_attention_heads=text.num_attention_heads,
-        tensor_model_parallel_size=layout.tp,
-        sequence_parallel=layout.sp,
-        context_parallel_size=layout.cp,
-        use_cpu_initialization=True,
-        params_dtype=setting.dtype,
-        pipeline_dtype=setting.dtype,
-        bf16=setting.dtype == torch.bfloat16,
-        recompute_granularity=setting.recompute_granularity,
-        recompute_method="uniform" if full else None,
-        recompute_num_layers=1 if full else None,
-        **(_on_gpu(layout) if setting.on_gpu else {}),
-    )
+    try:
+        return TransformerConfig(
+            num_layers=session.plan.structure.count,  # type: ignore[union-attr]
+            hidden_size=text.hidden_size,
+            num_attention_heads=text.num_attention_heads,
+            tensor_model_parallel_size=layout.tp,
+            sequence_parallel=layout.sp,
+            context_parallel_size=layout.cp,
+            use_cpu_initialization=True,
+            params_dtype=setting.dtype,
+            pipeline_dtype=setting.dtype,
+            bf16=setting.dtype == torch.bfloat16,
+            recompute_granularity=setting.recompute_granularity,
+            recompute_method="uniform" if full else None,
+            recompute_num_layers=1 if full else None,
+            **(_on_gpu(layout) if setting.on_gpu else {}),
+        )
+    except ValueError as error:  # what the trainer would end with, too
+        raise ConfigError(f"Megatron: {error}") from error
 
 
 def _on_gpu(layout: Layout) -> dict[str, Any]:

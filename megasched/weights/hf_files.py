@@ -54,8 +54,9 @@ def copy_hf_files(source: Path, folder: Path) -> None:
 
 
 def config_of_export(config: PretrainedConfig, architecture: str, dtype: torch.dtype) -> PretrainedConfig:
-    """The config of an exported folder: it names its class and the dtype of its weights."""
+    """The config of an exported folder: it names its class and the dtype of its weights, none quantized."""
     exported = copy.deepcopy(config)
     exported.architectures = [architecture]
     exported.dtype = dtype
+    vars(exported).pop("quantization_config", None)
     return exported

@@ -12,6 +12,7 @@ from megasched.placement import Placement
 from megasched.weights.conversions import Conversions
 from megasched.weights.lazy import Box, LazyTensor, Stored, Tied, blocks, whole
 from megasched.weights.names import canonical_names, compare_names
+from megasched.weights.quantized import dequantized
 from megasched.weights.safetensors_files import has_weights, list_tensors
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class HFFolder:
 
     def __init__(self, folder: str | Path, definition: PreTrainedModel) -> None:
         self._folder = Path(folder)
-        stored = {key: Stored(path, key) for key, path in list_tensors(folder).items()}
+        files = {key: Stored(path, key) for key, path in list_tensors(folder).items()}
+        stored = dequantized(files, definition.config)
         self._canonical = canonical_names(definition)
         state = definition.state_dict()
         self._buffers = {name: tuple(value.shape) for name, value in state.items() if name not in self._canonical}

@@ -30,3 +30,19 @@ def local_folder(hf_model: str | Path) -> Path:
         raise ConfigError(
             f"--hf-model {hf_model}: no folder of this name, and the hub did not give it: {reason}"
         ) from error
+
+
+def known_folder(hf_model: str | Path) -> Path:
+    """``local_folder`` without asking the hub: where the files of an id lie, if they are on this machine.
+
+    A folder or file is itself, and so is an id that is not known here.
+    """
+    if Path(hf_model).exists():
+        return Path(hf_model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(hf_model), local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return Path(hf_model)

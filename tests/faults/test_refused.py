@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from megasched.errors import CheckpointError
 from megasched.verify.rank_pool import RankError
@@ -15,6 +16,7 @@ from megasched.verify.trainer_run import train
 from megasched.weights.torch_dist import RELEASE, TorchDist
 from tests.faults.checkpoints import changed_bytes, flipped, imported, rewritten, weights
 from tests.faults.runs import PP2, SAVING, SECONDS, TP2, Ended, run
+from tests.weights.test_noted import InMemory
 
 NAME = "model.layers.3.mlp.up_proj.weight"
 HASHED = [*TP2, *SAVING, "--verify-integrity"]
@@ -63,6 +65,24 @@ def test_a_damaged_chunk_is_named_on_every_rank(ranks, tmp_path):
         ranks.run(2, train, model, [*TP2, *SAVING, "--load", str(save)], iterations=1, random_init=False)
     assert str(caught.value).count(f"\n{CheckpointError.__module__}.CheckpointError: {save}") == 2
     assert f"{chunk.path}, tensor {NAME}: can't be read" in str(caught.value)
+
+
+@pytest.mark.parametrize("row", [1, -1])
+def test_nan_in_a_checkpoint_is_named_on_every_rank(ranks, tmp_path, row):
+    """Of TP0 alone, or of TP1 alone."""
+    model = weights("llama", tmp_path / "model")
+    good = imported(model, tmp_path / "good")
+
+    def change(tensors):
+        values = torch.zeros(tensors[NAME].shape)
+        values[row, 3] = float("nan")
+        return tensors | {NAME: InMemory(values, [])}
+
+    other = rewritten(good, tmp_path / "other", change)
+    with pytest.raises(RankError) as caught:
+        ranks.run(2, train, model, [*TP2, *SAVING, "--load", str(other)], iterations=1, random_init=False)
+    said = f"CheckpointError: {other / RELEASE}: the checkpoint can't be loaded:\n        {NAME} has NaN in it"
+    assert re.sub(" +", " ", str(caught.value)).count(re.sub(" +", " ", said)) == 2
 
 
 @pytest.fixture(scope="module")

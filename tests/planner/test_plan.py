@@ -1,6 +1,7 @@
 """The search: what fits, in which order, and what is printed of it."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -8,11 +9,16 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from megasched.cli import main
 from megasched.errors import ConfigError
+from megasched.layout import Layout
+from megasched.megatron.session import open_session
 from megasched.patches import active
 from megasched.planner import probe
+from megasched.planner.hardware import load_hardware
 from megasched.planner.plan import plan, recompute_words, run_words, slurm_words
+from megasched.planner.search import Job, _of_group
 from megasched.tuner.space import Space
 from megasched.tuner.warm_start import read_warm_start
+from megasched.verify.small_models import small_config
 from tests.planner.configs import config_of
 
 GPUS, SEQUENCE, BATCH = 2, 256, 8
@@ -216,6 +222,15 @@ def test_what_asks_for_values_is_out_with_the_reason(model, tmp_path, monkeypatc
     assert report.reasons() == [
         ("model.layers.0 can't be measured without values: it asks for aten.equal.default", 1)
     ]
+
+
+def test_what_megatron_refuses_is_out_with_its_reason(tmp_path):
+    small_config("deepseek_v3").save_pretrained(tmp_path)  # 4 heads
+    job = Job(partial(open_session, "auto", str(tmp_path)), load_hardware("h100-80gb"), 8, 64, 64)
+    found, *_ = _of_group(job, Layout(tensor_model_parallel_size=8))
+    assert (
+        found.why_out == "Megatron: num_attention_heads (4) must be a multiple of tensor_model_parallel_size (8)."
+    )
 
 
 def test_8_bits_take_another_gpu(model):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from megasched.errors import ConfigError
-from megasched.weights.hub import local_folder
+from megasched.weights.hub import known_folder, local_folder
 
 
 @pytest.fixture
@@ -42,3 +44,19 @@ def test_a_hub_out_of_reach_is_told(monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(ConfigError, match=r"some/model: no folder .*, and the hub did not give it: no route$"):
         local_folder("some/model")
+
+
+def test_what_lies_here_is_found_without_the_hub(monkeypatch, tmp_path):
+    """As huggingface_hub keeps files: by the commit that a name refers to."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("socket.socket.connect", lambda *address: pytest.fail("the network was asked"))
+    assert known_folder("some-team/some-model") == Path("some-team/some-model")
+    kept = tmp_path / "models--some-team--some-model"
+    snapshot = kept / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("0" * 40)
+    assert known_folder("some-team/some-model") == snapshot
+    assert known_folder(tmp_path) == tmp_path
+    assert known_folder("no id/at/all") == Path("no id/at/all")
