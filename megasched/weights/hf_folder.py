@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megasched.errors import CheckpointError
 from megasched.placement import Placement
 from megasched.weights.conversions import Conversions
-from megasched.weights.lazy import Box, LazyTensor, Stored, Tied, blocks, whole
+from megasched.weights.lazy import Box, LazyTensor, Stored, Tied, blocks, whole, zeros
 from megasched.weights.names import canonical_names, compare_names
 from megasched.weights.quantized import dequantized
 from megasched.weights.safetensors_files import has_weights, list_tensors
@@ -116,13 +116,11 @@ def read_local(tensor: LazyTensor, placement: Placement, rank: int, size: int) -
     Raises:
         CheckpointError: the file can't be read, has the tensor in another shape, or a value is NaN.
     """
-    import torch
-
     if tensor.shape != placement.shape:
         raise CheckpointError(
             f"{tensor.where} has shape {list(tensor.shape)}, the definition has {list(placement.shape)}"
         )
-    local = torch.zeros(placement.local_shape(size), dtype=tensor.dtype)  # what is not filled is padding
+    local = zeros(placement.local_shape(size), tensor.dtype)  # what is not filled is padding
     upright = local.t() if placement.transposed else local
     if placement.axis is None:
         _fill(upright, tensor, whole(placement.shape))

@@ -1,10 +1,11 @@
-"""What is refused for NaN: that alone."""
+"""What is refused for NaN: that alone; and memory that goes back when it is freed."""
 
+import psutil
 import pytest
 import torch
 
 from megasched.errors import CheckpointError
-from megasched.weights.lazy import refuse_nan
+from megasched.weights.lazy import OWN_PAGES, refuse_nan, zeros
 
 INFINITY = float("inf")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -31,3 +32,35 @@ def test_infinities_and_sums_out_of_range_are_no_nan(dtype):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn])
 def test_what_has_none(dtype):
     refuse_nan(torch.zeros(4).to(dtype), "x")
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5, 7), (OWN_PAGES // 8 + 1, 8), (2, OWN_PAGES, 3)])
+def test_zeros_of_every_size_can_be_written(shape, dtype):
+    values = zeros(shape, dtype)
+    assert tuple(values.shape) == shape
+    assert values.dtype == dtype
+    assert values.is_contiguous()
+    assert not values.float().any()
+    values.copy_(torch.ones(shape).to(dtype))
+    assert values.float().sum() == values.numel()
+
+
+def test_large_ones_go_back_to_the_system_whatever_lies_behind_them():
+    process, size = psutil.Process(), 48 << 20
+    pieces = [zeros((16 << 20,), torch.uint8).fill_(1) for _ in range(3)]
+    behind = torch.ones(1000)
+    full = process.memory_info().rss
+    del pieces
+    assert full - process.memory_info().rss > 0.9 * size
+    assert behind.sum() == 1000
+
+
+def test_the_sum_of_what_is_not_contiguous_is_not_taken(monkeypatch):
+    """torch copies such bfloat16 to float32 first: twice its size, which the heap then keeps."""
+    values = torch.ones(64, 64, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.Tensor, "sum", lambda self: pytest.fail("the sum was taken"))
+    refuse_nan(values[:, :32], "x")
+    values[3, 5] = float("nan")
+    with pytest.raises(CheckpointError, match="x has NaN in it"):
+        refuse_nan(values[:, :32], "x")
