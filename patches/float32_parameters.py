@@ -11,7 +11,7 @@ megatron-core 0.19 takes another parameter's state for that of a float32 one, or
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from megasched.patches.attributes import Undo, set_attribute, undo_all
@@ -35,7 +35,10 @@ def _change() -> Undo:
             return sharded_state_dict(self, *args, **kwargs)
 
     def patched_load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        with _float32_is_its_own_main(self):
+        # --ckpt-format torch has the copies of half precision alone, in the order of these.
+        saved = sum(len(group) for group in state_dict.get("fp32_from_fp16_params", ()))
+        copies = sum(len(group) for group in getattr(self, "fp32_from_float16_groups", ()))
+        with nullcontext() if saved == copies else _float32_is_its_own_main(self):
             load_state_dict(self, state_dict)
 
     build_ranges = DistributedOptimizer._build_optimizer_group_ranges

@@ -58,5 +58,7 @@ def config_of_export(config: PretrainedConfig, architecture: str, dtype: torch.d
     exported = copy.deepcopy(config)
     exported.architectures = [architecture]
     exported.dtype = dtype
-    vars(exported).pop("quantization_config", None)
+    # transformers copies it into the config of the decoder, and looks for it in both.
+    for part in (exported, exported.get_text_config(decoder=True)):
+        vars(part).pop("quantization_config", None)
     return exported

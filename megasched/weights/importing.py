@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megasched.definition import build_definition, load_config
+from megasched.definition import build_definition, kept_in_float32, load_config
 from megasched.errors import CheckpointError, ConfigError
 from megasched.files import check_room, whole_folder, write_whole
 from megasched.objectives import find_objective
@@ -54,13 +54,16 @@ def import_weights(
     Args:
         hf_model: folder with config and safetensors.
         save: for ``--load`` of a run.
-        dtype: of the parameters; as the files have them, if not given. Buffers keep theirs.
+        dtype: of the parameters; as the files have them, if not given. Buffers keep theirs, and what transformers
+            holds in float32 beside weights of this dtype is written so.
         objective: what the model is to be trained to do.
 
     Raises:
         CheckpointError: the folder is damaged or does not fit its config.
         ConfigError: ``save`` has a checkpoint already, or can't be written.
     """
+    import torch
+
     save = Path(save)
     if (save / TRACKER).exists():
         raise ConfigError(f"{save}: it has checkpoints already ({TRACKER}); name another folder")
@@ -80,8 +83,11 @@ def import_weights(
     ]
     if wrong:
         raise CheckpointError("\n".join([f"the weights in {hf_model} do not fit the definition:", *wrong]))
+    float32 = kept_in_float32(definition, dtype, parameters) if dtype else ()
     written = {
-        name: dtype if dtype and name in parameters and tensor.dtype.is_floating_point else tensor.dtype
+        name: (torch.float32 if name in float32 else dtype)
+        if dtype and name in parameters and tensor.dtype.is_floating_point
+        else tensor.dtype
         for name, tensor in tensors.items()
     }
     size = sum(prod(tensor.shape) * written[name].itemsize for name, tensor in tensors.items())

@@ -378,7 +378,9 @@ class Computed:
         return _joint(self.sources)
 
     def read(self, box: Box) -> torch.Tensor:
-        return self.compute()[tuple(slice(start, stop) for start, stop in box)]
+        values = self.compute()
+        part = values[tuple(slice(start, stop) for start, stop in box)]
+        return part if part.shape == values.shape else part.clone()  # a view would hold the whole
 
     def leaves(self) -> Iterator[Leaf]:
         for source in self.sources:

@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import CheckpointError
-from megasched.weights.lazy import Box, LazyTensor, Leaf, Transposed, refuse_nan
+from megasched.weights.lazy import Box, LazyTensor, Leaf, Transposed, refuse_nan, whole
 
 if TYPE_CHECKING:
     import torch
@@ -26,12 +26,13 @@ PACKED, SCALES = "_blocks", "_scales"
 # What a 4-bit float of 2 bits of exponent and 1 of mantissa is (OCP Microscaling Formats 1.0, section 5.3.3).
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Bias of a scale that is an exponent of 2 alone (same source, section 5.4.1).
-E8M0_BIAS = 127
+E8M0_BIAS, E8M0_NAN = 127, 255
 
 
 def settings_of(config: PretrainedConfig) -> dict[str, Any] | None:
     """How a model's weights are quantized, as its config says it; None where they are not."""
-    found = getattr(config, "quantization_config", None)
+    parts = (config, config.get_text_config(decoder=True))
+    found = next((part.quantization_config for part in parts if hasattr(part, "quantization_config")), None)
     if found is None or isinstance(found, dict):
         return found
     return found.to_dict()
@@ -64,13 +65,23 @@ def _from_fp8(stored: Mapping[str, LazyTensor], settings: Mapping[str, Any]) -> 
     block = None if given is None else (int(given[0]), int(given[1]))
     found: dict[str, LazyTensor] = {}
     for key, tensor in stored.items():
-        if key.endswith(SCALE) and key.removesuffix(SCALE) in stored:
+        if (key.endswith(SCALE) and key.removesuffix(SCALE) in stored) or _of_activations(key, stored):
             continue
         scale = stored.get(key + SCALE)
         if scale is None and tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
-            raise CheckpointError(f"{tensor.where} is in {tensor.dtype}, and there is no {key + SCALE} for it")
+            beside = sorted(
+                other for other in stored if other.startswith(key.removesuffix("weight")) and other != key
+            )
+            there = f"; there is {', '.join(beside)}" if beside else ""
+            raise CheckpointError(f"{tensor.where} is in {tensor.dtype}, and has no scale {key + SCALE}{there}")
         found[key] = tensor if scale is None else Fp8(tensor, scale, block)
     return found
+
+
+def _of_activations(key: str, stored: Mapping[str, LazyTensor]) -> bool:
+    """Whether it is the scale of what a weight is multiplied with, which training has no use for."""
+    stem = key.removesuffix("activation_scale")
+    return stem != key and (f"{stem}weight{SCALE}" in stored or f"{stem.removesuffix('_')}{SCALE}" in stored)
 
 
 def _from_mxfp4(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -135,26 +146,32 @@ class Fp8:
     def _factors(self, box: Box) -> torch.Tensor:
         """Of the values in a box; of a shape that goes with theirs."""
         if prod(self.scale.shape) == 1:
-            return _factor(self.scale.read(tuple((0, 1) for _ in self.scale.shape))).reshape(())
-        blocks = (*self.shape[:-2], *self._blocks())
-        if self.scale.shape != blocks:
-            raise CheckpointError(
-                f"{self.scale.where} has shape {list(self.scale.shape)}; a weight of {list(self.shape)} "
-                f"in blocks of {self.block} needs {list(blocks)}"
-            )
-        assert self.block is not None
-        of_scale = [
-            (start // size, -(-stop // size)) for (start, stop), size in zip(box[-2:], self.block, strict=True)
-        ]
-        factors = _factor(self.scale.read((*box[:-2], *of_scale)))
-        for dim, (start, stop), size in zip((-2, -1), box[-2:], self.block, strict=True):
+            return _factor(self.scale.read(whole(self.scale.shape)), self.scale.where).reshape(())
+        block = self._block()
+        of_scale = [(start // size, -(-stop // size)) for (start, stop), size in zip(box[-2:], block, strict=True)]
+        factors = _factor(self.scale.read((*box[:-2], *of_scale)), self.scale.where)
+        for dim, (start, stop), size in zip((-2, -1), box[-2:], block, strict=True):
             factors = factors.repeat_interleave(size, dim).narrow(dim, start % size, stop - start)
         return factors
 
-    def _blocks(self) -> tuple[int, ...]:
-        if self.block is None:
-            return ()
-        return tuple(-(-length // size) for length, size in zip(self.shape[-2:], self.block, strict=True))
+    def _block(self) -> tuple[int, ...]:
+        """As the config has it; else what divides the weight into as many blocks as there are scales."""
+        lengths, counts = self.shape[-2:], self.scale.shape[-2:]
+        block = self.block
+        if (
+            block is None
+            and len(counts) == 2
+            and not any(n % count for n, count in zip(lengths, counts, strict=True))
+        ):
+            block = (lengths[0] // counts[0], lengths[1] // counts[1])
+        fits = block is not None and counts == tuple(-(-n // size) for n, size in zip(lengths, block, strict=True))
+        if block is None or not fits or self.scale.shape[:-2] != self.shape[:-2]:
+            blocks = "equal blocks" if block is None else f"blocks of {list(block)}"
+            raise CheckpointError(
+                f"{self.scale.where} has shape {list(self.scale.shape)}, which is not one scale for each of the "
+                f"{blocks} of a weight of {list(self.shape)}"
+            )
+        return block
 
     def leaves(self) -> Iterator[Leaf]:
         return self.weight.leaves()
@@ -207,18 +224,25 @@ class Mxfp4:
         table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.bfloat16)
         halves = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
         values = table[halves.int()]
-        exponents = self.scales.read((*box[:-1], groups)).int() - E8M0_BIAS
-        result = torch.ldexp(values, exponents.unsqueeze(-1)).to(torch.bfloat16).flatten(-2)
+        exponents = self.scales.read((*box[:-1], groups))
+        _refuse_no_number(exponents, self.scales.where)
+        result = torch.ldexp(values, exponents.int().sub(E8M0_BIAS).unsqueeze(-1)).to(torch.bfloat16).flatten(-2)
         return result.narrow(-1, start - groups[0] * size, stop - start)
 
     def leaves(self) -> Iterator[Leaf]:
         return self.packed.leaves()
 
 
-def _factor(scale: torch.Tensor) -> torch.Tensor:
+def _factor(scale: torch.Tensor, where: str) -> torch.Tensor:
     """float32. Scales in bytes are exponents of 2."""
     import torch
 
     if scale.dtype == torch.uint8:
+        _refuse_no_number(scale, where)
         return (scale.float() - E8M0_BIAS).exp2()
     return scale.float()
+
+
+def _refuse_no_number(exponents: torch.Tensor, where: str) -> None:
+    if exponents.eq(E8M0_NAN).any():
+        raise CheckpointError(f"{where} has a scale that is no number (byte {E8M0_NAN}): the file is damaged")

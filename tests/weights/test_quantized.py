@@ -105,6 +105,30 @@ def test_8_bits_are_what_transformers_makes_of_them(scale_dtype):
     assert torch.equal(lazy.read(whole(lazy.shape)), wanted)
 
 
+@pytest.mark.parametrize("shape", [(3, 1, 1), (3, 2, 1), (3, 2, 5)])
+def test_blocks_that_the_config_does_not_name_follow_from_the_scales(shape):
+    """As of experts that are stored in one tensor."""
+    weight, scale = torch.randn(3, 6, 10).to(torch.float8_e4m3fn), torch.rand(shape) + 0.5
+    lazy = Fp8(InMemory(weight, []), InMemory(scale, []), None)
+    wanted = Fp8Dequantize(None)._dequantize_one(weight, scale, torch.bfloat16)
+    assert torch.equal(lazy.read(whole(lazy.shape)), wanted)
+    assert torch.equal(lazy.read(((1, 3), (2, 5), (0, 7))), wanted[1:3, 2:5, :7])
+    with pytest.raises(CheckpointError, match="not one scale for each of the equal blocks"):
+        Fp8(InMemory(weight, []), InMemory(scale[..., :1].expand(3, shape[1], 3), []), None).read(
+            whole((3, 6, 10))
+        )
+
+
+def test_a_byte_that_is_no_number_is_refused_in_4_bits():
+    packed = torch.zeros(2, 3, 1, 16, dtype=torch.uint8)
+    scales = torch.full((2, 3, 1), 127, dtype=torch.uint8)
+    lazy = Mxfp4(InMemory(packed, []), InMemory(scales, []))
+    assert not lazy.read(whole(lazy.shape)).any()
+    scales[1, 2, 0] = 255
+    with pytest.raises(CheckpointError, match=r"has a scale that is no number \(byte 255\)"):
+        lazy.read(whole(lazy.shape))
+
+
 def test_one_scale_for_all():
     weight = torch.randn(6, 10).to(torch.float8_e4m3fn)
     for scale in (torch.tensor(0.25), torch.tensor([0.25]), torch.tensor([[0.25]])):
@@ -139,6 +163,33 @@ def test_a_folder_in_8_bits_is_imported_as_transformers_loads_it(tmp_path, model
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
     for name, value in theirs.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float8_e8m0fnu])
+def test_static_scales_of_activations_are_left_out(tmp_path, scale_dtype):
+    """One scale for a weight and one for what it is multiplied with, in float32 or as exponents."""
+    tensors = write_quantized(tmp_path, "qwen3")
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        tensors[name] = torch.tensor(0.25).to(scale_dtype)
+        tensors[name.replace("weight_scale_inv", "activation_scale")] = torch.tensor(0.5)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {**FP8, "weight_block_size": None, "activation_scheme": "static"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = source_of(tmp_path)
+    definition = build_definition(load_config(tmp_path))
+    source.check({name for name, _ in definition.named_parameters()})
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    found = source.local(Placement(name, tuple(tensors[name].shape)), 0, 1)
+    assert torch.equal(found, (tensors[name].float() / 4).bfloat16())
+
+
+def test_nothing_says_that_what_is_exported_is_quantized(tmp_path):
+    """Where the decoder has a config of its own, transformers copies this into it."""
+    write_quantized(tmp_path / "hf", "qwen3_5")
+    import_weights(tmp_path / "hf", tmp_path / "ckpt", progress=quiet)
+    export_weights(tmp_path / "ckpt", tmp_path / "back", max_shard_size=10**9, progress=quiet)
+    assert "quantization" not in (tmp_path / "back" / "config.json").read_text()
 
 
 def quiet(total):
@@ -192,8 +243,15 @@ def test_what_is_not_right_is_refused(tmp_path):
         with pytest.raises(CheckpointError, match=message):
             source_of(tmp_path).local(Placement(name, shape), 0, 1)
 
-    refused({f"{name}_scale_inv": None}, rf"{name} is in torch.float8_e4m3fn, and there is no {name}_scale_inv")
-    refused({f"{name}_scale_inv": torch.ones(2, 2)}, rf"{name}_scale_inv has shape \[2, 2\]; a weight of")
+    refused({f"{name}_scale_inv": None}, rf"{name} is in torch.float8_e4m3fn, and has no scale {name}_scale_inv$")
+    other = name.removesuffix("weight") + "qscale_weight"
+    renamed = {f"{name}_scale_inv": None, other: tensors[f"{name}_scale_inv"]}
+    refused(renamed, rf"has no scale {name}_scale_inv; there is {other}$")
+    refused(
+        {f"{name}_scale_inv": torch.ones(2, 2)}, rf"{name}_scale_inv has shape \[2, 2\], which is not one scale"
+    )
+    no_number = torch.full(tensors[f"{name}_scale_inv"].shape, 255, dtype=torch.uint8)
+    refused({f"{name}_scale_inv": no_number}, rf"{name}_scale_inv has a scale that is no number")
     refused({name: torch.zeros(shape, dtype=torch.int8)}, rf"{name} has scales and is in torch.int8")
     nan = tensors[f"{name}_scale_inv"].clone()
     nan[0, 0] = float("nan")

@@ -338,3 +338,18 @@ def test_every_layout_writes_every_value_once(tiny, trained, tmp_path_factory, c
     export(folder / "ckpt", folder / "back", hf_model=folder / "hf")
     assert_same_bits(folder / "hf", folder / "back")
     shutil.rmtree(folder)
+
+
+def test_import_in_another_dtype_keeps_what_transformers_keeps(tmp_path):
+    from megasched.verify.small_models import small_config
+
+    AutoModelForCausalLM.from_config(small_config("ernie4_5_moe"), dtype=torch.float32).save_pretrained(
+        tmp_path / "hf"
+    )
+    imported = import_weights(tmp_path / "hf", tmp_path / "ckpt", progress=quiet, dtype=torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16).state_dict()
+    found = TorchDist(imported.checkpoint / RELEASE).model
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32, torch.bfloat16}
+    for name, tensor in found.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert torch.equal(tensor.read(whole(tensor.shape)), theirs[name]), name
