@@ -76,5 +76,12 @@ def killed_before_the_metadata() -> None:
     _before(FileSystemWriterAsync, "finish", lambda writer, *given: HARMED in str(writer.path))
 
 
+def began_an_hour_ago() -> None:
+    """No harm, but for ``--exit-duration-in-mins``."""
+    from megatron.training import training
+
+    training._TRAIN_START_TIME -= 3600
+
+
 if os.environ.get("RANK") == os.environ.get("FAULT_RANK"):
     globals()[os.environ["FAULT"]]()
