@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -101,25 +103,30 @@ def test_fp16_with_dynamic_loss_scale_stays_near_float32(ranks, tmp_path):
     torch.testing.assert_close(losses(reports), losses(exact), rtol=2e-2, atol=0)
 
 
-def _buffers_after_cast() -> dict[str, tuple[str, bool]]:
-    """dtype of the rotary table after Megatron's bf16 wrapper, and whether its values are untouched."""
-    from transformers import AutoModelForCausalLM
+def _seen_by_the_wrapper(folder: str) -> dict[str, object]:
+    """A run's rotary table before Megatron casts the model to bf16, and after; dtypes of the weights after."""
+    from megatron.core.transformer.module import Float16Module
 
-    from megasched.megatron.scheduled_model import ScheduledModel
+    seen: dict[str, object] = {}
+    wrap = Float16Module.__init__
 
-    model = ScheduledModel.__new__(ScheduledModel)
-    torch.nn.Module.__init__(model)
-    model.definition = AutoModelForCausalLM.from_config(tiny.config("llama"))
-    before = model.definition.model.rotary_emb.inv_freq.clone()
-    model.bfloat16()
-    after = model.definition.model.rotary_emb.inv_freq
-    weight = next(model.definition.parameters())
-    return {"inv_freq": (str(after.dtype), torch.equal(before, after)), "weight": (str(weight.dtype), True)}
+    def watched(wrapper, config, module):
+        seen["before"] = module.definition.model.rotary_emb.inv_freq.clone()
+        wrap(wrapper, config, module)
+        seen["after"] = module.definition.model.rotary_emb.inv_freq.clone()
+        seen["weights"] = {parameter.dtype for parameter in module.parameters()}
+
+    with mock.patch.object(Float16Module, "__init__", watched):
+        train(folder, ["--bf16"], iterations=1)
+    return seen
 
 
-def test_float16_wrapper_casts_weights_but_no_rotary_table(ranks):
-    found = ranks.run(1, _buffers_after_cast)[0]
-    assert found == {"inv_freq": ("torch.float32", True), "weight": ("torch.bfloat16", True)}
+def test_float16_wrapper_casts_weights_but_no_rotary_table(ranks, tmp_path):
+    (seen,) = ranks.run(1, _seen_by_the_wrapper, tiny.save("llama", tmp_path))
+    assert seen["weights"] == {torch.bfloat16}
+    assert seen["after"].dtype == torch.float32
+    assert torch.equal(seen["after"], seen["before"])
+    assert not torch.equal(seen["after"].bfloat16().float(), seen["after"])
 
 
 STAGES = {
