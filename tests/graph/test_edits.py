@@ -37,7 +37,7 @@ def traced(module, decompose=()):
     return sch, sch["0"]
 
 
-@pytest.mark.parametrize("order", permutations(("fuse", "checkpoint", "replace")), ids="-".join)
+@pytest.mark.parametrize("order", [*permutations(("fuse", "checkpoint", "replace"))], ids="-".join)
 def test_edits_side_by_side_compute_the_same_in_any_order(order):
     model = randomize(Chain())
     torch.manual_seed(3)
