@@ -14,7 +14,9 @@ import pickle
 import signal
 import sys
 import traceback
+from argparse import ArgumentParser
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any, NamedTuple
@@ -23,6 +25,23 @@ from megasched.verify.rank_pool import rebuild_tensor
 
 # What the pool applies in every rank; what a case adds is taken back after it.
 PATCHES = ("wheel_helpers", "adamw_resume", "fp32_resume")
+# What a run of the trainer imports, and much of it late: two seconds of each rank if it did that itself.
+IMPORTS = (
+    "megasched.inference.infer",
+    "megasched.launch.pretrain_gpt",
+    "megasched.megatron.builder",
+    "megasched.megatron.entry",
+    "megasched.megatron.scheduled_model",
+    "megasched.megatron.session",
+    "megasched.megatron.weights_of_run",
+    "megasched.model_adapters.default_schedule",
+    "megasched.weights.progress",
+    "megatron.core.tokenizers.text",
+    "megatron.training.training",
+    "transformers.generation.utils",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+)
 SEED = 1234
 
 
@@ -73,7 +92,27 @@ def prepare() -> None:
     host_cuda.install(force=True)
     for name in PATCHES:
         apply(name)
-    import megatron.training.training  # noqa: F401
+    for name in IMPORTS:
+        import_module(name)
+    _remember_help_of_flags()
+
+
+def _remember_help_of_flags() -> None:
+    """Megatron finds it in the source of its classes, again for each parser; a run makes three, which was a fifth
+    of what a short one takes."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+    from megatron.training.arguments import add_megatron_arguments
+
+    read = ArgumentGroupFactory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+
+    def remembered(factory: Any, config_class: type) -> dict[str, str]:
+        if config_class not in known:
+            known[config_class] = read(factory, config_class)
+        return known[config_class]
+
+    ArgumentGroupFactory._get_field_docstrings = remembered
+    add_megatron_arguments(ArgumentParser())  # all of them, before there are ranks
 
 
 def reset_megatron() -> None:
