@@ -11,14 +11,14 @@ import argparse
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
 from megasched.layout import Layout
-from megasched.megatron.derive import Derived, derive
+from megasched.megatron.derive import Derived, derive, one_head_for_tp
 from megasched.megatron.expert_flags import expert_arguments, expert_misfits
 from megasched.megatron.hang_watch import FLAG as HANG_FLAG
 from megasched.megatron.hang_watch import minutes
@@ -202,11 +202,9 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
         raise ConfigError(f"{given['yaml_cfg']} can't be used under a schedule: {REFUSED['yaml_cfg']}")
     config, objective = load_hf_config(args), find_objective(args.objective)
     derived = derive(config, objective, trust_remote_code=bool(args.trust_remote_code))
+    derived = one_head_for_tp(derived, args.tensor_model_parallel_size)
     vocab = derived.pop("vocab_size")
     derived["padded_vocab_size"] = _padded(vocab, args)
-    if derived["num_attention_heads"].value == 1:  # TP splits nothing of it, and Megatron wants a multiple of TP
-        heads = replace(derived["num_attention_heads"], value=args.tensor_model_parallel_size)
-        derived.update(num_attention_heads=heads, num_query_groups=heads)
     if args.expert_model_parallel_size > 1:
         derived |= expert_arguments(config, objective, derived, trust_remote_code=bool(args.trust_remote_code))
     positions = derived["position_embedding_type"]

@@ -52,7 +52,8 @@ class ScheduledModelBuilder(GPTModelBuilder):
         assert structure is not None
         made = stages_of_run(config, structure, pp.size())
         own = made[pp.size() * (vp_stage or 0) + pp.rank()]
-        packing = session.packing([stage.start for stage in made[1:]], config.params_dtype)
+        cuts = [stage.start for stage in made[1:]]
+        packing = session.packing(cuts, config.params_dtype, session.batch_shape)
         if packing is not None:
             # Nothing but the shape of what is sent follows it any more: all sizes of layers are the definition's.
             config.hidden_size = packing.width

@@ -16,7 +16,7 @@ import copy
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megasched.definition import text_config
@@ -114,8 +114,7 @@ def derive(
     """
     model = build_on_meta(config, objective, trust_remote_code=trust_remote_code)
     text = text_config(config)
-    found = dict(_sizes(text))
-    found |= _heads(text, model, found)
+    found = sizes_of(model)
     found["vocab_size"] = _classes(config, objective)
     found["untie_embeddings_and_output_weights"] = _untied(config, model)
     length = objective.sequence_length(config)
@@ -127,6 +126,22 @@ def derive(
     found |= _biases(layer)
     found |= _positions(text, model, found)
     return found
+
+
+def sizes_of(model: PreTrainedModel) -> dict[str, Derived]:
+    """What ``derive`` reads of the config's sizes, and of attention heads."""
+    text = text_config(model.config)
+    found = dict(_sizes(text))
+    return found | _heads(text, model, found)
+
+
+def one_head_for_tp(sizes: dict[str, Derived], tp: int) -> dict[str, Derived]:
+    """TP splits nothing of one head, and Megatron wants a multiple of TP."""
+    heads = sizes["num_attention_heads"]
+    if heads.value != 1:
+        return sizes
+    heads = replace(heads, value=tp)
+    return {**sizes, "num_attention_heads": heads, "num_query_groups": heads}
 
 
 def build_on_meta(

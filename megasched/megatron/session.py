@@ -71,6 +71,7 @@ class Session:
     batch_shape: tuple[int, int] = (1, 1)
     hf_model: Path = Path()
     _costs: dict[int, tuple[list[float], float, float]] = field(default_factory=dict, repr=False)
+    _sides: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def plan(self) -> Plan:
@@ -94,7 +95,8 @@ class Session:
             what = "layers are called more than once (they share their weights), and sequence parallelism splits "
             what += "the hidden state at the first call of one and joins it after the last"
             raise ScheduleError(Problem(what, plan.structure.layers, remedy="run it without --sequence-parallel"))
-        _refuse_stages(plan, self.definition.config)
+        if plan.layout.pp > 1:
+            refuse_stages(plan, self.definition.config)
         objective = objective_of(self.definition)
         if plan.layout.cp > 1 and objective is not CAUSAL_LM:
             what = f"context parallelism is for causal language models, and this is a {objective.model}"
@@ -154,18 +156,21 @@ class Session:
             self._costs[sequence_length] = costs
         return self._costs[sequence_length]
 
-    def packing(self, boundaries: list[int], dtype: torch.dtype) -> Packing | None:
+    def packing(self, boundaries: list[int], dtype: torch.dtype, batch_shape: tuple[int, int]) -> Packing | None:
         """How stage boundaries before these layers are crossed; None where the hidden state crosses as it is.
 
         Args:
             dtype: of parameters.
+            batch_shape: rows of a micro-batch, and tokens in each.
         """
         from megasched.megatron.wire import Packing
 
         structure, layout = self.plan.structure, self.plan.layout
         assert structure is not None
         parts = layout.tp if layout.sp else 1
-        packing = Packing(self.replaced, structure, dtype, parts, self.plan.derived.sides, layout.tp)
+        packing = Packing(
+            self.replaced, structure, dtype, parts, self.plan.derived.sides, layout.tp, measured=self._sides
+        )
         if not packing.needed(boundaries):
             return None
         if layout.cp > 1 and not packing.known_of_parts(boundaries):
@@ -176,7 +181,7 @@ class Session:
             what = "more than the hidden state goes from stage to stage, and Megatron's layers know no more"
             remedy = "use another level than block, or no pipeline stages"
             raise ScheduleError(Problem(what, min(self.plan.blocks), remedy=remedy))
-        batch, length = self.batch_shape
+        batch, length = batch_shape
         packing.fit(boundaries, batch, length // layout.cp)
         return packing
 
@@ -247,10 +252,14 @@ def _open(known: KnownModel, layout: Layout, make_vocab_size_divisible_by: int) 
     return Session(definition, root, replaced, renamed, vocab_multiple, known, structure)
 
 
-def _refuse_stages(plan: Plan, config: Any) -> None:
-    """What no stage can do for the layers of others."""
+def refuse_stages(plan: Plan, config: Any) -> None:
+    """What no stage can do for the layers of others.
+
+    Raises:
+        ScheduleError: the model can't be cut into pipeline stages.
+    """
     structure = plan.structure
-    if plan.layout.pp == 1 or structure is None:
+    if structure is None:
         return
     if getattr(config, "is_encoder_decoder", False):
         what = "the layers of an encoder-decoder are two lists, and stages are made of one"

@@ -78,6 +78,7 @@ class Packing:
         cut: dimension along which a side is cut over TP (or along the sequence), by its first place.
         tp: number of those parts.
         width: the w of what is sent, set by ``fit``.
+        measured: sides by dtype, rows and length, for other packings of the same definition too.
     """
 
     definition: nn.Module
@@ -87,7 +88,7 @@ class Packing:
     cut: Mapping[Place, int] = field(default_factory=dict)
     tp: int = 1
     width: int = 0
-    _measured: dict[tuple[int, int], dict[Place, torch.Tensor]] = field(default_factory=dict)
+    measured: dict[tuple[torch.dtype, int, int], dict[Place, torch.Tensor]] = field(default_factory=dict)
 
     def needed(self, boundaries: Sequence[int]) -> bool:
         """Whether these cuts take more than the hidden state as it is."""
@@ -136,9 +137,10 @@ class Packing:
         return Piece(tuple(sizes), whole.dtype)
 
     def _measure(self, batch: int, length: int) -> dict[Place, torch.Tensor]:
-        if (batch, length) not in self._measured:
-            self._measured[batch, length] = self.structure.measure(self.definition, batch, length, self.dtype)
-        return self._measured[batch, length]
+        key = self.dtype, batch, length
+        if key not in self.measured:
+            self.measured[key] = self.structure.measure(self.definition, batch, length, self.dtype)
+        return self.measured[key]
 
     def send(self, boundary: int, wire: Wire, hidden: torch.Tensor) -> torch.Tensor:
         """The hidden state and the sides that a cut takes -> [s, b, w], no view."""

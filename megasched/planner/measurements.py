@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megasched.megatron.stage import Stage
+from megasched.planner.build_stage import Setting
 from megasched.planner.kinds import layer_kinds
 from megasched.planner.parameter_counts import ParameterCounts
-from megasched.planner.probe import Measured, Setting, measure
+from megasched.planner.probe import Measured, measure
 
 if TYPE_CHECKING:
     from megasched.megatron.session import Session

@@ -149,10 +149,14 @@ def stages_of(session: Session, layout: Layout, sequence_length: int) -> list[St
     """All stages, in the order in which the model runs, cut as a run without flags of its own would cut them.
 
     Raises:
-        ScheduleError: more stages than layers, or cuts that do not fit.
+        ScheduleError: more stages than layers, cuts that do not fit, or a model that can't be cut.
     """
+    from megasched.megatron.session import refuse_stages
+
     structure = session.plan.structure
     assert structure is not None
+    if layout.pp > 1:
+        refuse_stages(session.plan, session.definition.config)
     counts = session.stage_layers(sequence_length, layout) or [structure.count]
     bounds = pairwise([0, *accumulate(counts)])
     return [Stage(*pair, number == 0, number == len(counts) - 1) for number, pair in enumerate(bounds)]

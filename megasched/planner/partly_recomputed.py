@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megasched.megatron.stage import Stage
+    from megasched.planner.build_stage import Setting
     from megasched.planner.measurements import Measurements
     from megasched.planner.parameter_counts import ParameterCounts
-    from megasched.planner.probe import Measured, Setting
+    from megasched.planner.probe import Measured
 
 
 class PartlyRecomputed:

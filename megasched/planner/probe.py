@@ -7,7 +7,6 @@ keeps and what is alive for a moment. Nothing here knows what a transformer is.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,22 +20,21 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from megasched.errors import ConfigError
+from megasched.errors import ConfigError, MegaschedError
 from megasched.lowering import experts
 from megasched.patches.attributes import set_attribute
 from megasched.planner import kernels
+from megasched.planner.build_stage import Setting, build_stage, copy_with_layers
 from megasched.planner.live_bytes import LiveBytes
 from megasched.planner.work import CountWork, Work
 from megasched.trial.meta_call import DefaultScalars, tensors_in
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     from megasched.layout import Layout
     from megasched.megatron.scheduled_model import ScheduledModel
     from megasched.megatron.session import Session
     from megasched.megatron.stage import Stage
-    from megasched.placement import Placement
+    from megasched.megatron.wire import Packing
 
 
 @dataclass(frozen=True)
@@ -66,26 +64,6 @@ class Measured:
     before_work: Work
     forward_work: Work
     backward_work: Work
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What of a run decides what a micro-batch costs, beside its layout.
-
-    Attributes:
-        sequence_length: of whole sequences.
-        dtype: of parameters and activations.
-        recompute_granularity: Megatron's: None, "selective" (attention's core) or "full" (whole layers).
-        gradient_dtype: of the gradients that Megatron sums and sends.
-        on_gpu: with the kernels of a GPU, Transformer Engine's among them, in place of a CPU's.
-    """
-
-    micro_batch_size: int
-    sequence_length: int
-    dtype: torch.dtype = torch.bfloat16
-    recompute_granularity: str | None = None
-    gradient_dtype: torch.dtype = torch.float32
-    on_gpu: bool = False
 
 
 # What asks for values, or whether there are any -> what takes its place. HF would make masks for fake tensors that
@@ -154,35 +132,57 @@ def measure(session: Session, stage: Stage, setting: Setting) -> Measured:
     The second of two micro-batches is measured: what the first one left behind is there for good.
 
     Raises:
-        ConfigError: the model computes by values, which fake tensors lack.
+        ConfigError: the model does not run, e.g. because it computes by values, which fake tensors lack.
     """
     try:
-        return _measure(session, stage, setting)
+        try:
+            return _measure(session, stage, setting, copy_with_layers(session, range(stage.start, stage.stop)))
+        except AttributeError:  # its code reaches into layers of other stages, which are empty
+            return _measure(session, stage, setting, session.copy_of_definition())
+    except MegaschedError:
+        raise
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-        layer = session.plan.structure.layer_path(stage.start)
-        raise ConfigError(f"{layer} can't be measured without values: it asks for {error}") from error
+        raise ConfigError(
+            f"{_layer(session, stage)} can't be measured without values: it asks for {error}"
+        ) from error
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ConfigError(
+            f"{_layer(session, stage)} can't be measured, it fails on fake tensors: {what}"
+        ) from error
 
 
-def _measure(session: Session, stage: Stage, setting: Setting) -> Measured:
-    definition = _copy_with_layers(session, range(stage.start, stage.stop))
+def _layer(session: Session, stage: Stage) -> str:
+    return session.plan.structure.layer_path(stage.start)  # type: ignore[union-attr]
+
+
+def _measure(session: Session, stage: Stage, setting: Setting, definition: Any) -> Measured:
     from megatron.core import parallel_state
 
     parallel_state.destroy_global_memory_buffer()  # what another measurement left in it
     parallel_state._set_global_memory_buffer()
+    packing = _packing(session, stage, setting)
     with ExitStack() as stack:
         for target, function in _functions(session, setting).items():
             stack.callback(set_attribute(target, function))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         live, count = LiveBytes(), CountWork()
         stack.enter_context(_Meter(live, count))
-        model = _build(session, definition, stage, setting)
+        model = build_stage(session, definition, stage, setting, packing)
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
         run = _Run(model, stage, session, setting, live, count)
-        run.once()
+        run.warm_up()
         return run.once(held=live.now - parameters)
+
+
+def _packing(session: Session, stage: Stage, setting: Setting) -> Packing | None:
+    """How what enters and leaves the stage is sent. A run's is as wide as its widest cut takes; this is as wide as
+    the cuts next to the layer."""
+    cuts = ([] if stage.first else [stage.start]) + ([] if stage.last else [stage.stop])
+    return session.packing(cuts, setting.dtype, (setting.micro_batch_size, setting.sequence_length))
 
 
 _device_of = torch.ops.prim.device.default
@@ -206,93 +206,9 @@ class _Meter(DefaultScalars):
         return output
 
 
-def _copy_with_layers(session: Session, kept: range) -> Any:
-    """A copy of the definition in which other layers are empty, which a stage has no use for."""
-    structure = session.plan.structure
-    assert structure is not None
-    memo: dict[int, Any] = {}
-    for index in range(structure.count):
-        if index not in kept:
-            layer = session.replaced.get_submodule(structure.layer_path(index))
-            empty = copy.copy(layer)
-            empty._parameters, empty._buffers, empty._modules = {}, {}, {}
-            memo[id(layer)] = empty
-    return copy.deepcopy(session.replaced, memo)
-
-
 def _drop_gradient(parameter: torch.Tensor) -> None:
     """Megatron's DDP adds a gradient to its buffer and lets go of it (``distributed_data_parallel.py``)."""
     parameter.grad = None
-
-
-def _build(session: Session, definition: Any, stage: Stage, setting: Setting) -> ScheduledModel:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    from megasched.megatron.scheduled_model import ScheduledModel
-
-    config = _config(session, setting)
-    model = ScheduledModel(
-        config,
-        definition,
-        session.schedule,
-        session.plan,
-        stage,
-        _NoValues(),
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-    )
-    for path in session.plan.blocks:
-        if stage.holds(session.plan.structure, path) and session.plan.in_8_bits(path):
-            kernels.mark_8_bits(model.definition.get_submodule(path))
-    return model.train()
-
-
-def _config(session: Session, setting: Setting) -> TransformerConfig:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megasched.definition import text_config
-
-    layout, text = session.plan.layout, text_config(session.definition.config)
-    full = setting.recompute_granularity == "full"
-    try:
-        return TransformerConfig(
-            num_layers=session.plan.structure.count,  # type: ignore[union-attr]
-            hidden_size=text.hidden_size,
-            num_attention_heads=text.num_attention_heads,
-            tensor_model_parallel_size=layout.tp,
-            sequence_parallel=layout.sp,
-            context_parallel_size=layout.cp,
-            use_cpu_initialization=True,
-            params_dtype=setting.dtype,
-            pipeline_dtype=setting.dtype,
-            bf16=setting.dtype == torch.bfloat16,
-            recompute_granularity=setting.recompute_granularity,
-            recompute_method="uniform" if full else None,
-            recompute_num_layers=1 if full else None,
-            **(_on_gpu(layout) if setting.on_gpu else {}),
-        )
-    except ValueError as error:  # what the trainer would end with, too
-        raise ConfigError(f"Megatron: {error}") from error
-
-
-def _on_gpu(layout: Layout) -> dict[str, Any]:
-    """What Megatron's arguments say by default where there is a GPU, and what a layout asks for."""
-    found: dict[str, Any] = {"bias_activation_fusion": True, "apply_rope_fusion": True}
-    if layout.fp8 is not None:
-        found |= {"fp8": "hybrid", "fp8_recipe": layout.fp8.fp8_recipe}
-    return found
-
-
-class _NoValues:
-    """A weight source for parameters that have none; see ``megasched.weights.source.WeightSource``."""
-
-    def local(self, placement: Placement, rank: int, size: int) -> torch.Tensor:
-        return torch.zeros(()).expand(placement.local_shape(size))
-
-    def buffer(self, name: str) -> None:
-        return None
-
-    def check(self, names: Any) -> None:
-        return None
 
 
 class _Run:
@@ -318,7 +234,11 @@ class _Run:
         layer = model.definition.get_submodule(structure.layer_path(stage.start))
         layer.register_forward_pre_hook(self._enter, with_kwargs=True)
 
-    def once(self, held: int = 0) -> Measured:
+    def warm_up(self) -> None:
+        """A forward: what a micro-batch leaves behind, tables and communication buffers, it makes there."""
+        self._forward()
+
+    def once(self, held: int) -> Measured:
         live = self.live
         live.tag = "before"
         live.reset_peak()

@@ -9,10 +9,11 @@ import torch
 
 from megasched.layout import Layout
 from megasched.megatron.stage import Stage
+from megasched.planner.build_stage import Setting
 from megasched.planner.measurements import Measurements
 from megasched.planner.memory import FILLED, RankMemory, rank_memory
 from megasched.planner.partly_recomputed import PartlyRecomputed
-from megasched.planner.probe import Setting, fake_groups
+from megasched.planner.probe import fake_groups
 
 if TYPE_CHECKING:
     from megasched.megatron.session import Session

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megasched.errors import MegaschedError
+from megasched.errors import MegaschedError, ScheduleError
 from megasched.layout import Fp8, Layout
+from megasched.planner.build_stage import Setting
 from megasched.planner.forked import map_forked
 from megasched.planner.measurements import Measurements
 from megasched.planner.memory import FILLED, RankMemory, rank_memory, stages_of, static_bytes
 from megasched.planner.parameter_counts import ParameterCounts
 from megasched.planner.partly_recomputed import PartlyRecomputed
-from megasched.planner.probe import Setting, emulated_cuda, fake_groups
+from megasched.planner.probe import emulated_cuda, fake_groups
 from megasched.planner.step_time import StepTime, step_time
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _of_context(job: Job, cp: int) -> list[Candidate]:
     except MegaschedError as error:
         if cp == 1:
             raise
-        return [Candidate(Layout(context_parallel_size=cp), None, 0, why_out=_first_line(error))]
+        return [Candidate(Layout(context_parallel_size=cp), None, 0, why_out=_reason(error))]
     return [candidate for group in groups for candidate in _of_group(job, group)]
 
 
@@ -145,7 +146,7 @@ def _of_group(job: Job, group: Layout) -> list[Candidate]:
         with fake_groups(group):
             return list(_of_session(job, group, session))
     except MegaschedError as error:
-        return [Candidate(group, None, 0, why_out=_first_line(error))]
+        return [Candidate(group, None, 0, why_out=_reason(error))]
 
 
 def _of_session(job: Job, group: Layout, session: Session) -> Iterator[Candidate]:
@@ -156,7 +157,7 @@ def _of_session(job: Job, group: Layout, session: Session) -> Iterator[Candidate
         try:
             stages = stages_of(session, layout, job.sequence_length)
         except MegaschedError as error:
-            yield Candidate(layout, None, microbatches, why_out=_first_line(error))
+            yield Candidate(layout, None, microbatches, why_out=_reason(error))
             continue
         if why := _too_large(job, counts, stages, layout):
             yield Candidate(layout, None, microbatches, why_out=why, too_large=True)
@@ -202,7 +203,10 @@ def _least_recompute(
     return found
 
 
-def _first_line(error: MegaschedError) -> str:
+def _reason(error: MegaschedError) -> str:
+    """In one line."""
+    if isinstance(error, ScheduleError):
+        return "; ".join(dict.fromkeys(problem.what for problem in error.problems))
     return str(error).partition("\n")[0]
 
 

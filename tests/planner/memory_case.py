@@ -6,10 +6,11 @@ import torch
 
 from megasched.layout import Layout
 from megasched.megatron.session import open_session
+from megasched.planner.build_stage import Setting
 from megasched.planner.measurements import Measurements
 from megasched.planner.memory import RankMemory, rank_memory, stages_of
 from megasched.planner.partly_recomputed import PartlyRecomputed
-from megasched.planner.probe import Setting, fake_groups
+from megasched.planner.probe import fake_groups
 from tests.planner.configs import VOCABULARY
 
 SEQUENCE, BATCH, MICROBATCHES = 256, 4, 4

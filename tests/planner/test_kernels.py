@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from megasched.layout import Fp8, Layout
 from megasched.megatron.session import open_session
 from megasched.megatron.stage import Stage
+from megasched.planner.build_stage import Setting
 from megasched.planner.kernels import attended
 from megasched.planner.parameter_counts import ParameterCounts
-from megasched.planner.probe import Setting, fake_groups, measure
+from megasched.planner.probe import fake_groups, measure
 from tests.planner.configs import config_of
 
 HIDDEN, FFN, HEADS, GROUPS, WIDTH = 256, 704, 8, 4, 32

@@ -8,12 +8,13 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from megasched.cli import main
-from megasched.errors import ConfigError
+from megasched.errors import ConfigError, ScheduleError
 from megasched.layout import Layout
 from megasched.megatron.session import open_session
 from megasched.patches import active
 from megasched.planner import probe
 from megasched.planner.hardware import load_hardware
+from megasched.planner.memory import stages_of
 from megasched.planner.plan import plan, recompute_words, run_words, slurm_words
 from megasched.planner.search import Job, _of_group
 from megasched.tuner.space import Space
@@ -222,6 +223,36 @@ def test_what_asks_for_values_is_out_with_the_reason(model, tmp_path, monkeypatc
     assert report.reasons() == [
         ("model.layers.0 can't be measured without values: it asks for aten.equal.default", 1)
     ]
+
+
+def test_what_fails_is_out_with_the_reason(model, tmp_path, monkeypatch):
+    def fails(*args):
+        raise RuntimeError("shapes\ndo not fit")
+
+    monkeypatch.setattr(probe, "_measure", fails)
+    report = plan(model, gpus=1, gpu=hardware(tmp_path, 16), sequence_length=SEQUENCE, global_batch_size=BATCH)
+    assert report.reasons() == [
+        ("model.layers.0 can't be measured, it fails on fake tensors: RuntimeError: shapes", 1)
+    ]
+
+
+# It has no attention heads; its code reaches into all layers; more than a plain hidden state goes between stages.
+@pytest.mark.parametrize("model_type", ["mamba", "big_bird", "cpmant"])
+def test_models_unlike_llama(tmp_path, model_type):
+    small_config(model_type).save_pretrained(tmp_path)
+    report = plan(str(tmp_path), gpus=2, gpu="h100-80gb", sequence_length=32, global_batch_size=2)
+    assert report.out == []
+    assert {(one.layout.tp, one.layout.pp) for one in report.fitting} == {(1, 1), (2, 1), (1, 2)}
+
+
+def test_what_can_not_be_cut_has_no_stages(tmp_path):
+    small_config("reformer").save_pretrained(tmp_path)
+    session = open_session("auto", str(tmp_path), Layout())
+    assert len(stages_of(session, Layout(), 32)) == 1
+    with pytest.raises(
+        ScheduleError, match="be cut into pipeline stages: the model computes their gradients"
+    ):
+        stages_of(session, Layout(pipeline_model_parallel_size=2), 32)
 
 
 def test_what_megatron_refuses_is_out_with_its_reason(tmp_path):

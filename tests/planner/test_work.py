@@ -7,8 +7,9 @@ from torch.nn import functional as F
 from megasched.layout import Layout
 from megasched.megatron.session import open_session
 from megasched.megatron.stage import Stage
+from megasched.planner.build_stage import Setting
 from megasched.planner.measurements import Measurements
-from megasched.planner.probe import Setting, fake_groups
+from megasched.planner.probe import fake_groups
 from megasched.planner.step_time import chunk_work
 from megasched.planner.work import CountWork, Product
 from tests.planner.configs import config_of

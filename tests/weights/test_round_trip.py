@@ -279,9 +279,9 @@ def entries_of_rank(session, source, stages, dtype):
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megasched.megatron.scheduled_model import ScheduledModel
-    from megasched.planner.probe import Setting, _config
+    from megasched.planner.build_stage import Setting, transformer_config
 
-    config = _config(session, Setting(1, 16, dtype, None))
+    config = transformer_config(session, Setting(1, 16, dtype, None))
     config.pipeline_model_parallel_size = session.plan.layout.pp
     for stage in stages:
         model = ScheduledModel(
