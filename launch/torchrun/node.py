@@ -7,9 +7,10 @@ when computed again (17) from a failure that a restart may mend. The arguments a
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
 
@@ -18,11 +19,20 @@ def main() -> None:
         run(parse_args(sys.argv[1:]))
     except ChildFailedError as error:
         print(error, file=sys.stderr)
-        _, first = error.get_first_failure()
-        sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
+        status = first_failure(error.failures.values()).exitcode
+        sys.exit(status if status > 0 else 128 - status)
     except SignalException as ended:
         print(f"torchrun: {ended}", file=sys.stderr)
         sys.exit(128 + ended.sigval)
+
+
+def first_failure(failures: Collection[ProcessFailure]) -> ProcessFailure:
+    """Of ranks that torchrun found ended when it looked, the one that ended the others.
+
+    It looks some ten times a second, and where it finds several it takes the lowest rank. But a rank that loses
+    another ends with 1, and the lost one by a signal or with a status of its own.
+    """
+    return min(failures, key=lambda failure: (failure.exitcode == 1, failure.timestamp))
 
 
 if __name__ == "__main__":

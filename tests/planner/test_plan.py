@@ -249,9 +249,7 @@ def test_what_can_not_be_cut_has_no_stages(tmp_path):
     small_config("reformer").save_pretrained(tmp_path)
     session = open_session("auto", str(tmp_path), Layout())
     assert len(stages_of(session, Layout(), 32)) == 1
-    with pytest.raises(
-        ScheduleError, match="be cut into pipeline stages: the model computes their gradients"
-    ):
+    with pytest.raises(ScheduleError, match="be cut into pipeline stages: the model computes their gradients"):
         stages_of(session, Layout(pipeline_model_parallel_size=2), 32)
 
 
