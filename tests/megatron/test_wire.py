@@ -22,7 +22,7 @@ TENSORS = {  # [b, s] = [2, 6]
 def packing(dtype=torch.float32, dims=("b", "s", 8), sides=tuple(TENSORS), **more):
     structure = Structure("layers", 4, Slot(0, None), sides=sides, hidden=Shape(dims, torch.float32))
     made = Packing(torch.nn.Module(), structure, dtype, **more)
-    made._measured[2, 6] = {side.places[0]: tensor.to("meta") for side, tensor in TENSORS.items()}
+    made.measured[made.dtype, 2, 6] = {side.places[0]: tensor.to("meta") for side, tensor in TENSORS.items()}
     return made
 
 
