@@ -134,26 +134,25 @@ def measure(session: Session, stage: Stage, setting: Setting) -> Measured:
     Raises:
         ConfigError: the model does not run, e.g. because it computes by values, which fake tensors lack.
     """
+    layer = session.plan.structure.layer_path(stage.start)  # type: ignore[union-attr]
     try:
-        try:
-            return _measure(session, stage, setting, copy_with_layers(session, range(stage.start, stage.stop)))
-        except AttributeError:  # its code reaches into layers of other stages, which are empty
-            return _measure(session, stage, setting, session.copy_of_definition())
+        return _of_any_copy(session, stage, setting)
     except MegaschedError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-        raise ConfigError(
-            f"{_layer(session, stage)} can't be measured without values: it asks for {error}"
-        ) from error
+        raise ConfigError(f"{layer} can't be measured without values: it asks for {error}") from error
     except Exception as error:
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise ConfigError(
-            f"{_layer(session, stage)} can't be measured, it fails on fake tensors: {what}"
-        ) from error
+        raise ConfigError(f"{layer} can't be measured, it fails on fake tensors: {what}") from error
 
 
-def _layer(session: Session, stage: Stage) -> str:
-    return session.plan.structure.layer_path(stage.start)  # type: ignore[union-attr]
+def _of_any_copy(session: Session, stage: Stage, setting: Setting) -> Measured:
+    """Of a copy without the layers of other stages, which are many; of a whole one, where the definition's code
+    reaches into them (BigBird's does)."""
+    try:
+        return _measure(session, stage, setting, copy_with_layers(session, range(stage.start, stage.stop)))
+    except AttributeError:
+        return _measure(session, stage, setting, session.copy_of_definition())
 
 
 def _measure(session: Session, stage: Stage, setting: Setting, definition: Any) -> Measured:
