@@ -45,10 +45,11 @@ class ValuesRun(DefaultScalars):
         if len(real) == len(tensors):
             with suppress(NotImplementedError):  # an operation that this machine has for other dtypes only
                 return self._compute(func, args, kwargs)
-        self.met += [(func.__name__, tensor.flatten().tolist()) for tensor in real]
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
-        args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+        if real:
+            self.met += [(func.__name__, tensor.flatten().tolist()) for tensor in real]
+            args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @staticmethod

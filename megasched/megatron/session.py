@@ -71,6 +71,7 @@ class Session:
     batch_shape: tuple[int, int] = (1, 1)
     hf_model: Path = Path()
     _costs: dict[int, tuple[list[float], float, float]] = field(default_factory=dict, repr=False)
+    _balanced: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
     _sides: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -144,7 +145,9 @@ class Session:
             raise ScheduleError(Problem(what, structure.layers, remedy=remedy))
         asked = cuts_asked_for(self.schedule, structure, stages)
         if asked is None:
-            asked = balance(*self._layer_costs(sequence_length), stages)
+            if (sequence_length, stages) not in self._balanced:
+                self._balanced[sequence_length, stages] = balance(*self._layer_costs(sequence_length), stages)
+            asked = self._balanced[sequence_length, stages]
         return asked
 
     def _layer_costs(self, sequence_length: int) -> tuple[list[float], float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megasched.megatron.stage import Stage
+from megasched.planner.alike import Alike
 from megasched.planner.build_stage import Setting
 from megasched.planner.kinds import layer_kinds
 from megasched.planner.parameter_counts import ParameterCounts
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from megasched.megatron.session import Session
 
 
-class Measurements:
+class Measurements(Alike):
     """Stages of one layer, from which stages of any number are put together. Lives inside ``fake_groups``.
 
     Args:
@@ -22,8 +23,8 @@ class Measurements:
     """
 
     def __init__(self, session: Session, setting: Setting, like: Measurements | None = None) -> None:
+        super().__init__(layer_kinds(session.replaced, session.plan) if like is None else like.kinds)
         self.session, self.setting = session, setting
-        self.kinds = layer_kinds(session.replaced, session.plan) if like is None else like.kinds
         self.parameters = ParameterCounts(session) if like is None else like.parameters
         self._measured: dict[Stage, Measured] = {}
 

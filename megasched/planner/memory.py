@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megasched.megatron.stage import Stage
 from megasched.planner.measurements import Measurements
-from megasched.planner.pipeline import in_flight, order_of
+from megasched.planner.pipeline import order_of
 
 if TYPE_CHECKING:
     import torch
@@ -83,13 +83,14 @@ def chunk_memory(measured: Measurements | PartlyRecomputed, stage: Stage) -> Chu
 
 def activation_peak(chunks: Sequence[ChunkMemory], rank: int, pp: int, microbatches: int) -> int:
     """The most that a pipeline rank holds of activations at once during one step."""
-    vpp = len(chunks)
-    peak = 0
-    works = order_of(rank, pp, vpp, microbatches)
-    for work, alive in zip(works, in_flight(rank, pp, vpp, microbatches), strict=True):
+    peak = kept = 0
+    for work in order_of(rank, pp, len(chunks), microbatches):
         chunk = chunks[work.chunk]
-        others = sum(count * one.kept for count, one in zip(alive, chunks, strict=True)) - chunk.kept
-        peak = max(peak, others + (chunk.forward if work.forward else chunk.backward))
+        if not work.forward:
+            kept -= chunk.kept
+        peak = max(peak, kept + (chunk.forward if work.forward else chunk.backward))
+        if work.forward:
+            kept += chunk.kept
     return peak
 
 
@@ -137,7 +138,7 @@ def rank_memory(
     count = measured.parameters.held(own)
     dtypes = measured.setting.dtype, measured.setting.gradient_dtype
     parameters, gradients, optimizer = static_bytes(count, layout, *dtypes, sharded=sharded)
-    chunks = [chunk_memory(measured, stage) for stage in own]
+    chunks = [measured.once(chunk_memory, stage) for stage in own]
     # Each chunk holds what it received last until the next comes, and the gradient of that.
     received = 2 * measured.layer(0).output * sum(not stage.first for stage in own)
     held = measured.held + received

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megasched.planner.alike import Alike
+
 if TYPE_CHECKING:
     from megasched.megatron.stage import Stage
     from megasched.planner.build_stage import Setting
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
     from megasched.planner.probe import Measured
 
 
-class PartlyRecomputed:
+class PartlyRecomputed(Alike):
     """Answers as ``Measurements`` do.
 
     Args:
@@ -22,6 +24,7 @@ class PartlyRecomputed:
     """
 
     def __init__(self, plain: Measurements, full: Measurements, count: int) -> None:
+        super().__init__(full.kinds)
         self.plain, self.full, self.count = plain, full, count
 
     @property

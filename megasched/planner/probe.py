@@ -25,6 +25,7 @@ from megasched.lowering import experts
 from megasched.patches.attributes import set_attribute
 from megasched.planner import kernels
 from megasched.planner.build_stage import Setting, build_stage, copy_with_layers
+from megasched.planner.fake_results import FakeResults
 from megasched.planner.live_bytes import LiveBytes
 from megasched.planner.work import CountWork, Work
 from megasched.trial.meta_call import DefaultScalars, tensors_in
@@ -164,9 +165,9 @@ def _measure(session: Session, stage: Stage, setting: Setting, definition: Any) 
     with ExitStack() as stack:
         for target, function in _functions(session, setting).items():
             stack.callback(set_attribute(target, function))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         live, count = LiveBytes(), CountWork()
-        stack.enter_context(_Meter(live, count))
+        stack.enter_context(_Meter(fake, live, count))
         model = build_stage(session, definition, stage, setting, packing)
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
         for parameter in model.parameters():
@@ -190,8 +191,8 @@ _device_of = torch.ops.prim.device.default
 class _Meter(DefaultScalars):
     """Both counts and the answers about values, in one mode: each would be asked about every operation."""
 
-    def __init__(self, live: LiveBytes, count: CountWork) -> None:
-        super().__init__(remember=False)
+    def __init__(self, fake: FakeTensorMode, live: LiveBytes, count: CountWork) -> None:
+        super().__init__(FakeResults(fake))
         self.live, self.count = live, count
 
     def __torch_dispatch__(

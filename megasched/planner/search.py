@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -88,26 +89,31 @@ def search(job: Job, *, on_group: Callable[[Layout], Any] = lambda layout: None)
     contexts = _powers(job.largest_context)
     found: list[Candidate] = []
     with emulated_cuda():
-        if len(contexts) > 1:  # a process for each: layouts of one CP have much in common
-            layouts = [Layout(context_parallel_size=cp) for cp in contexts]
-            results = map_forked(partial(_of_context, job), contexts)
-        else:
-            layouts = list(_groups(job, 1))
-            results = map_forked(partial(_of_group, job), layouts)
-        for layout in layouts:
-            on_group(layout)
-            found += next(results)
+        if len(contexts) == 1:
+            found = _of_context(job, on_group, 1)
+        else:  # a process for each: layouts of one CP have much in common
+            results = map_forked(partial(_of_context, job, lambda group: None), contexts)
+            for cp in contexts:
+                on_group(Layout(context_parallel_size=cp))
+                found += next(results)
     return sorted(found, key=lambda one: (bool(one.why_out), one.time.total if one.time else 0.0))
 
 
-def _of_context(job: Job, cp: int) -> list[Candidate]:
+def _of_context(job: Job, on_group: Callable[[Layout], Any], cp: int) -> list[Candidate]:
     try:
-        groups = list(_groups(job, cp))
+        groups = list(_groups(job, cp))[::-1]  # those of many ranks take longest: begin with them
     except MegaschedError as error:
         if cp == 1:
             raise
         return [Candidate(Layout(context_parallel_size=cp), None, 0, why_out=_reason(error))]
-    return [candidate for group in groups for candidate in _of_group(job, group)]
+    with suppress(MegaschedError):  # it is that group's own, and comes again
+        _ = [job.open_session(group).plan for group in groups[:1]]  # those of the others rest on the same runs
+    results = map_forked(partial(_of_group, job), groups)
+    parts: list[list[Candidate]] = []
+    for group in groups:
+        on_group(group)
+        parts.append(next(results))
+    return list(itertools.chain(*reversed(parts)))
 
 
 def _groups(job: Job, cp: int) -> Iterator[Layout]:

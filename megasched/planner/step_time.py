@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -101,14 +101,16 @@ def step_time(
     send = hardware.link(behind + 1).seconds(wire) if layout.pp > 1 else 0.0
     chunks: list[list[Chunk]] = [[] for _ in range(layout.pp)]
     seconds = [[0.0, 0.0] for _ in range(layout.pp)]
+    passes: dict[Hashable, list[tuple[float, float]]] = {}
     for number, stage in enumerate(stages):
-        passes = []
-        for work in chunk_work(measured, stage):
-            parts = pass_seconds(work, layout, hardware, setting.dtype.itemsize)
-            passes.append(sum(parts))
-            for index, part in enumerate(parts):
-                seconds[number % layout.pp][index] += part
-        chunks[number % layout.pp].append(Chunk(passes[0], passes[1], send))
+        look = measured.look(stage)
+        if look not in passes:
+            works = measured.once(chunk_work, stage)
+            passes[look] = [pass_seconds(work, layout, hardware, setting.dtype.itemsize) for work in works]
+        forward, backward = passes[look]
+        for index in range(2):
+            seconds[number % layout.pp][index] += forward[index] + backward[index]
+        chunks[number % layout.pp].append(Chunk(sum(forward), sum(backward), send))
     busiest = max(range(layout.pp), key=lambda rank: sum(seconds[rank]))
     compute, sending = (part * microbatches for part in seconds[busiest])
     waiting = max(0.0, _played(chunks, microbatches) - compute - sending)

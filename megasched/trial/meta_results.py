@@ -6,11 +6,25 @@ Python, at 0.1 to 0.4 ms a call. Layers repeat each other, so a run computes the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
+
+
+class Metadata(NamedTuple):
+    """All that a kernel can read of a tensor that has no values."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+# What an operation gave: a tensor, or a list or tuple of such.
+type Given = Metadata | tuple[type, list[Given]]
 
 
 class MetaResults:
@@ -20,24 +34,67 @@ class MetaResults:
     """
 
     def __init__(self) -> None:
-        self._makers: dict[Hashable, Callable[[], Any]] = {}
+        self._given: dict[Hashable, Given] = {}
         self._pure: dict[Any, bool] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``func(*args, **kwargs)`` gives."""
         if func not in self._pure:
             self._pure[func] = _makes_new_tensors(func)
-        key = (func, _described(args), _described(kwargs)) if self._pure[func] else None
+        if not self._pure[func]:
+            return func(*args, **kwargs)
+        key = (func, self._described(args), self._described(kwargs))
         try:
-            make = self._makers.get(key)
+            given = self._given.get(key)
         except TypeError:  # an argument that is no plain data
             return func(*args, **kwargs)
-        if make is not None:
-            return make()
+        if given is not None:
+            return self._made_anew(given)
         output = func(*args, **kwargs)
-        if key is not None and (maker := _maker(output)) is not None:
-            self._makers[key] = maker
+        given = self._as_given(output)
+        if given is not None and not _share_storage(output, (args, kwargs)):
+            self._given[key] = given
         return output
+
+    def metadata(self, tensor: torch.Tensor) -> Metadata | None:
+        """None for a tensor for which operations may have rules of their own."""
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            return None
+        return Metadata(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def has_values(self, metadata: Metadata) -> bool:
+        """Whether such a tensor would be more than its metadata."""
+        return metadata.device.type != "meta"
+
+    def new(self, metadata: Metadata) -> torch.Tensor:
+        """A tensor without values."""
+        return torch.empty_strided(metadata.shape, metadata.stride, dtype=metadata.dtype, device="meta")
+
+    def _described(self, value: Any) -> Hashable:
+        """What a kernel can read of an argument; unhashable where it is no plain data."""
+        if isinstance(value, torch.Tensor):
+            return self.metadata(value) or [value]
+        if isinstance(value, list | tuple):
+            return (type(value), *map(self._described, value))
+        if isinstance(value, dict):
+            return tuple((key, self._described(item)) for key, item in value.items())
+        return (type(value), value)  # 1, 1.0 and True are equal, and mean different dtypes
+
+    def _as_given(self, output: Any) -> Given | None:
+        """None for what is not made of tensors without values alone."""
+        if isinstance(output, torch.Tensor):
+            metadata = self.metadata(output)
+            return None if metadata is None or self.has_values(metadata) else metadata
+        if type(output) not in (list, tuple):
+            return None
+        items = [self._as_given(item) for item in output]
+        return None if None in items else (type(output), [item for item in items if item is not None])
+
+    def _made_anew(self, given: Given) -> Any:
+        if isinstance(given, Metadata):
+            return self.new(given)
+        kind, items = given
+        return kind(self._made_anew(item) for item in items)
 
 
 def _makes_new_tensors(func: Any) -> bool:
@@ -48,27 +105,10 @@ def _makes_new_tensors(func: Any) -> bool:
     return all(value.alias_info is None for value in (*schema.arguments, *schema.returns))
 
 
-def _described(value: Any) -> Hashable:
-    """All that a meta kernel can read of an argument; unhashable where it is no plain data."""
-    if type(value) in (torch.Tensor, nn.Parameter):
-        return (value.shape, value.stride(), value.dtype, value.device)
-    if isinstance(value, list | tuple):
-        return (type(value), *map(_described, value))
-    if isinstance(value, dict):
-        return tuple((key, _described(item)) for key, item in value.items())
-    if isinstance(value, torch.Tensor):
-        return [value]  # a subclass may have a rule of its own
-    return (type(value), value)  # 1, 1.0 and True are equal, and mean different dtypes
-
-
-def _maker(output: Any) -> Callable[[], Any] | None:
-    """What makes an output like this one again; None for one that is not made of new tensors alone."""
-    if type(output) is torch.Tensor and output.is_meta:
-        shape, stride, dtype = output.shape, output.stride(), output.dtype
-        return lambda: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    if type(output) in (list, tuple):
-        makers = [_maker(item) for item in output]
-        if None not in makers:
-            kind = type(output)
-            return lambda: kind(make() for make in makers if make is not None)
-    return None
+def _share_storage(output: Any, arguments: Any) -> bool:
+    """Whether something is handed out again all the same, as ``_unsafe_view`` does."""
+    given, taken = (
+        {leaf.untyped_storage()._cdata for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+        for value in (output, arguments)
+    )
+    return not given.isdisjoint(taken)
