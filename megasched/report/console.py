@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -20,18 +19,6 @@ def report_console() -> Console:
     """Standard output; in colours and at its own width when it is a terminal."""
     width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
     return Console(highlight=False, width=width)
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """For imports: what they make stays, and garbage collection looks at it again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

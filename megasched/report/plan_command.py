@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.json_output import nothing_but_json, print_json
-from megasched.report.console import quiet_imports, report_console, without_collection
+from megasched.report.console import quiet_imports, report_console
 
 if TYPE_CHECKING:
     from megasched.planner.plan import PlanReport
@@ -28,7 +28,7 @@ def plan_command(hf_model: str, *, as_json: bool, top: int, html: Path | None = 
     """
     from rich.console import Console
 
-    with quiet_imports(), without_collection():
+    with quiet_imports():
         from megasched.planner.plan import plan
 
     status = Console(stderr=True).status("planning")
