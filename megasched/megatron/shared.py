@@ -24,10 +24,18 @@ def shared_parameters(plan: Plan, stages: Sequence[Stage]) -> dict[str, int]:
     Args:
         stages: all of them, in the order in which the model runs.
     """
+    if len(stages) < 2:
+        return {}
     structure, homes = plan.structure, dict[str, set[int]]()
     assert structure is not None
+    of_layer = {layer: number for number, stage in enumerate(stages) for layer in range(stage.start, stage.stop)}
     for name, canonical in plan.canonical.items():
-        held = [i for i, stage in enumerate(stages) if stage.holds(structure, name.rpartition(".")[0])]
+        path = name.rpartition(".")[0]
+        layer = structure.index_of(path)
+        if layer is None:
+            held = [number for number, stage in enumerate(stages) if stage.holds(structure, path)]
+        else:
+            held = [of_layer[layer]]
         homes.setdefault(canonical, set()).update(held)
     return {name: min(found) for name, found in sorted(homes.items()) if len(found) > 1}
 
