@@ -140,6 +140,9 @@ def build_definition(
 
     Args:
         objective: what it is to be trained for, which says the class.
+
+    Raises:
+        ConfigError: transformers has no such model, or lacks a package for it.
     """
     import torch
     import transformers
@@ -151,6 +154,9 @@ def build_definition(
         except ValueError as error:
             reason = str(error).partition("\n")[0]  # all that there are follow
             raise ConfigError(f"transformers has no {objective.model} for this config: {reason}") from error
+        except ImportError as error:  # transformers says which package, and how to install it
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"transformers can't make this {objective.model}: {reason}") from error
     for module in model.modules():  # the two stacks of an encoder-decoder have configs of their own
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False

@@ -160,6 +160,17 @@ def folder(tmp_path):
     return tmp_path
 
 
+def test_a_package_that_transformers_lacks_is_named(monkeypatch):
+    def from_config(*args, **kwargs):
+        raise ImportError("\nTimmWrapperModel requires the timm library:\n`pip install timm`.")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", from_config)
+    with pytest.raises(
+        ConfigError, match=r"causal language model: .* requires the timm library: `pip install timm`"
+    ):
+        build_definition(LlamaConfig())
+
+
 def test_load_config_of_a_folder_and_of_the_file(folder):
     for where in (folder, str(folder), folder / "config.json"):
         config = load_config(where)
