@@ -19,6 +19,7 @@ from megasched.objectives import CAUSAL_LM, Objective, set_objective
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
 
@@ -161,6 +162,7 @@ def build_definition(
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False
     set_objective(model, objective)
+    buffers_following_dtype(model)  # notes them, while the model is as its class makes it
     return model
 
 
@@ -176,8 +178,69 @@ def kept_in_float32(definition: PreTrainedModel, dtype: torch.dtype, names: Iter
 
     patterns: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):
-        patterns |= set(definition._keep_in_fp32_modules_strict or ())
+        patterns |= set(getattr(definition, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
-        patterns |= set(definition._keep_in_fp32_modules or ())
+        patterns |= set(getattr(definition, "_keep_in_fp32_modules", None) or ())
     found = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
     return frozenset(name for name in names if any(pattern.search(name) for pattern in found))
+
+
+# Says on a definition which of its buffers transformers makes in the dtype in which it loads the model.
+_FOLLOWING = "_megasched_buffers_following_dtype"
+
+
+def buffers_following_dtype(definition: nn.Module) -> frozenset[str]:
+    """Buffers outside of the state that have the dtype in which transformers loads a model (Gemma's scale of the
+    embedding, GPT's mask). Rotary frequencies are float32 in any."""
+    if not hasattr(definition, _FOLLOWING):
+        setattr(definition, _FOLLOWING, _follow_dtype(definition))
+    found: frozenset[str] = getattr(definition, _FOLLOWING)
+    return found
+
+
+def _follow_dtype(model: nn.Module) -> frozenset[str]:
+    """A model of another dtype tells them; that takes time, so where there are only rotary frequencies, none is
+    made."""
+    import torch
+
+    asked = [
+        name
+        for name, module, own in _buffers(model)
+        if own in module._non_persistent_buffers_set
+        and module._buffers[own].dtype == torch.float32
+        and not own.endswith("inv_freq")
+    ]
+    if not asked or not hasattr(model, "_from_config"):
+        return frozenset()
+    with torch.random.fork_rng(devices=[]), init_empty_weights():
+        other = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
+    made = dict(other.named_buffers())
+    return frozenset(name for name in asked if name in made and made[name].dtype == torch.bfloat16)
+
+
+def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives a copy of a definition the dtypes that a run has in which ``dtype`` is that of the parameters.
+
+    Args:
+        model: may have been cast before.
+    """
+    following = buffers_following_dtype(model)
+    parameters = dict(model.named_parameters())
+    buffers = {
+        name: (module, own)
+        for name, module, own in _buffers(model)
+        if name in following or own not in module._non_persistent_buffers_set
+    }
+    kept = kept_in_float32(model, dtype, [*parameters, *buffers])
+    for name in parameters.keys() - kept:
+        parameters[name].data = parameters[name].data.to(dtype)
+    for module, own in (buffers[name] for name in buffers.keys() - kept):
+        module._buffers[own] = module._buffers[own].to(dtype)
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Those of floating-point numbers: their name, their module, and their name there."""
+    for path, module in model.named_modules():
+        for own, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                yield f"{path}.{own}".lstrip("."), module, own

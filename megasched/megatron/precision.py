@@ -10,20 +10,26 @@ from torch import nn
 
 
 @contextmanager
-def keeping_precision(model: nn.Module, float32: Collection[str]) -> Iterator[None]:
+def keeping_precision(model: nn.Module, float32: Collection[str], following: Collection[str]) -> Iterator[None]:
     """Parameters and buffers of these names, and buffers that are no part of the state, are cast to no other dtype
     inside; they are moved all the same.
 
     A rotary table in bfloat16 would be wrong at long range. HF itself computes such buffers in float32 and never
     casts them.
+
+    Args:
+        following: buffers that are no part of the state, and are cast (``buffers_following_dtype``).
     """
+
+    def keeps(name: str, outside_of_state: bool) -> bool:
+        return name in float32 or (outside_of_state and name not in following)
+
     parameters = [(p, p.data) for name, p in model.named_parameters() if name in float32]
     buffers = [
         (module, name, held)
         for path, module in model.named_modules()
         for name, held in module._buffers.items()
-        if held is not None
-        and (name in module._non_persistent_buffers_set or f"{path}.{name}".lstrip(".") in float32)
+        if held is not None and keeps(f"{path}.{name}".lstrip("."), name in module._non_persistent_buffers_set)
     ]
     yield
     for parameter, before in parameters:

@@ -15,7 +15,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import nn
 
 from megasched.assembly import Assembly
-from megasched.definition import kept_in_float32
+from megasched.definition import buffers_following_dtype, kept_in_float32
 from megasched.errors import ConfigError
 from megasched.lowering.context import Context
 from megasched.lowering.context_masks import context_masks, packed_masks
@@ -313,7 +313,7 @@ class ScheduledModel(MegatronModule):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ScheduledModel:
         """As ``nn.Module`` does it, for Float16Module; see ``keeping_precision``."""
-        with keeping_precision(self.definition, self._float32):
+        with keeping_precision(self.definition, self._float32, buffers_following_dtype(self.definition)):
             super()._apply(fn, recurse)
         return self
 

@@ -79,7 +79,7 @@ def build_stage(
     for path in session.plan.blocks:
         if stage.holds(session.plan.structure, path) and session.plan.in_8_bits(path):
             kernels.mark_8_bits(model.definition.get_submodule(path))
-    return model.train()
+    return model.to(setting.dtype).train()  # buffers, too, as Megatron's Float16Module has it
 
 
 def transformer_config(session: Session, setting: Setting) -> TransformerConfig:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.definition import cast_as_loaded
 from megasched.errors import Problem, ScheduleError
 from megasched.objectives import CAUSAL_LM, objective_of
 from megasched.trial.crossing import FlowRun, Place, Side
@@ -124,8 +125,7 @@ class Structure:
             dtype: of its parameters in that run.
         """
         probe = meta_copy(model)
-        for parameter in probe.parameters():
-            parameter.data = parameter.data.to(dtype)
+        cast_as_loaded(probe, dtype)
         layers = [self.layer_path(index) for index in self.called or range(self.count)]
         run = FlowRun(probe, layers, {*self.before, *self.between, *self.after}, self.slot, self.recorded)
         _follow(run, probe, batch, length)
@@ -296,8 +296,7 @@ def _learn_shapes(structure: Structure, probe: nn.Module, calls: list[_Call]) ->
     """
     others, dtype = calls, torch.float32
     for dtype in (torch.bfloat16, torch.float32):
-        for parameter in probe.parameters():
-            parameter.data = parameter.data.to(dtype)
+        cast_as_loaded(probe, dtype)
         try:
             others = _record(probe, _inputs(probe, *SIZES[1]), limit=len(calls))
             break

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megasched.definition import kept_in_float32
+from megasched.definition import cast_as_loaded
 from megasched.verify.checks import Check
 from megasched.verify.locate import Finding, Locator
 from megasched.verify.reference import Float64, HfStep, hf_loss, hf_model, relative
@@ -62,8 +62,8 @@ def rounded_step(
     watch: bool = False,
     adapters: Sequence[Record] = (),
 ) -> HfStep:
-    """One global batch through plain HF with weights rounded to bf16, but for those that transformers keeps in
-    float32; buffers stay as they are.
+    """One global batch through plain HF with weights and buffers rounded to bf16, but for those that transformers
+    keeps in float32.
 
     Args:
         dtype: of the arithmetic: bfloat16, or float64 for the exact result. Gradients are added up in float64 over
@@ -72,9 +72,13 @@ def rounded_step(
         adapters: as for ``hf_model``.
     """
     model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code, adapters=adapters)
-    held = kept_in_float32(model, torch.bfloat16, [name for name, _ in model.named_parameters()])
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.bfloat16().to(dtype) if name not in held else _wider(parameter.data, dtype)
+    cast_as_loaded(model, torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, dtype))
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype == torch.bfloat16:
+                module._buffers[name] = buffer.to(dtype)
     if dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     looker = Watch(model, [path for path, _ in model.named_modules() if path] if watch else [])
@@ -94,10 +98,6 @@ def rounded_step(
                 gradients[name] += parameter.grad
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
     return HfStep(total, logits, gradients, norm, seen if watch else None)
-
-
-def _wider(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return values.to(torch.promote_types(values.dtype, dtype))
 
 
 def compare_bf16(reports: list[RankReport], plain: HfStep, exact: HfStep, tp: int) -> list[Check]:

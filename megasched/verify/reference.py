@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -170,7 +170,17 @@ def _step(model: Any, outcomes: list[tuple[torch.Tensor, torch.Tensor]]) -> HfSt
 
 
 class Float64(TorchFunctionMode):
-    """Where code asks for float32 it gets float64: definitions compute some things in float32 in any case."""
+    """Where code asks for float32, or for no dtype, it gets float64: definitions compute some things in float32 in
+    any case."""
+
+    def __enter__(self) -> Self:
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        torch.set_default_dtype(self._default)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,8 +1,9 @@
-"""What transformers holds in float32 in a model of half precision stays so from the files to the files."""
+"""What transformers holds in float32 in a model of half precision stays so, from files to files; nothing else."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -44,6 +45,39 @@ def test_a_run_in_bf16_writes_what_transformers_would(ranks, tmp_path, model_typ
     for name, value in wanted.items():
         assert found[name].dtype == value.dtype, name
         assert torch.equal(found[name], value), name
+
+
+# What is no part of the state, and has the dtype of the model all the same: GPT's mask, positions, scales.
+@pytest.mark.parametrize("model_type", ["openai-gpt", "xglm", "gemma3_text", "falcon_h1", "minimax"])
+def test_buffers_of_a_run_in_bf16_are_those_of_transformers(ranks, tmp_path, model_type):
+    folder = _write(model_type, tmp_path / "hf")
+    ((found, loss),) = ranks.run(1, _buffers_and_loss, folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    wanted = {name: buffer for name, buffer in theirs.named_buffers() if buffer.is_floating_point()}
+    assert {buffer.dtype for buffer in wanted.values()} >= {torch.bfloat16}
+    assert found.keys() == wanted.keys()
+    for name, buffer in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (buffer.dtype, buffer.shape), name
+        assert torch.equal(found[name], buffer), name
+    flags = ["--bf16", "--pipeline-model-parallel-size", "2"]
+    staged = ranks.run(2, train, folder, flags, iterations=1, random_init=False)
+    assert losses(staged)[0] == pytest.approx(loss, rel=5e-3)
+
+
+def _buffers_and_loss(folder):
+    """What Megatron's wrapper leaves of them, and the first loss."""
+    from megatron.core.transformer.module import Float16Module
+
+    found, wrap = {}, Float16Module.__init__
+
+    def watched(wrapper, config, module):
+        wrap(wrapper, config, module)
+        held = module.definition.named_buffers()
+        found.update((name, buffer.clone()) for name, buffer in held if buffer.is_floating_point())
+
+    with mock.patch.object(Float16Module, "__init__", watched):
+        report = train(folder, ["--bf16"], iterations=1, random_init=False)
+    return found, losses([report])[0]
 
 
 def _write(model_type, folder):

@@ -146,6 +146,13 @@ def test_in_bf16_plain_hf_is_the_measure(ranks, tmp_path):
     assert 2.0**-10 < numbers["logits"].error < numbers["logits"].tolerance < 2.0**-4
 
 
+def test_in_bf16_buffers_are_those_of_a_model_in_bf16(ranks, tmp_path):
+    """XGLM's positions; its code makes tensors of no dtype, too, which the exact result has in float64."""
+    small_config("xglm").save_pretrained(tmp_path)
+    found = verify_schedule("auto", str(tmp_path), TP2, bf16=True, ranks=ranks)
+    assert (found.verdict, found.why) == ("equal", "")
+
+
 def test_in_bf16_a_mistake_is_found_as_well(ranks, tmp_path):
     fault = f"{FAULTS}:dropped_forward_reduce"
     found = verify_schedule(fault, save("llama", tmp_path), TP2, bf16=True, ranks=ranks)
