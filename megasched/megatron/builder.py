@@ -54,9 +54,9 @@ class ScheduledModelBuilder(GPTModelBuilder):
         own = made[pp.size() * (vp_stage or 0) + pp.rank()]
         cuts = [stage.start for stage in made[1:]]
         packing = session.packing(cuts, config.params_dtype, session.batch_shape)
-        if packing is not None:
+        if cuts:
             # Nothing but the shape of what is sent follows it any more: all sizes of layers are the definition's.
-            config.hidden_size = packing.width
+            config.hidden_size = session.sent_width(packing)
         stage = Stage(own.start, own.stop, pre_process, post_process)
         with told_source(session.source, session.plan, stage, config.params_dtype) as source:
             chunk = ScheduledModel(

@@ -188,6 +188,19 @@ class Session:
         packing.fit(boundaries, batch, length // layout.cp)
         return packing
 
+    def sent_width(self, packing: Packing | None) -> int:
+        """The w of what stages send, [s, b, w].
+
+        Args:
+            packing: as ``packing`` gives it. The hidden state as it is may be wider than the config's: there are
+                architectures with several residual streams.
+        """
+        structure = self.plan.structure
+        assert structure is not None
+        width = structure.hidden.dims[2] if packing is None else packing.width
+        assert isinstance(width, int)
+        return width
+
     def with_layout(self, layout: Layout) -> Session:
         """This model with its schedule in another layout, without finding out again what does not depend on it.
 

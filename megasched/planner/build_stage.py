@@ -64,8 +64,8 @@ def build_stage(
     from megasched.megatron.scheduled_model import ScheduledModel
 
     config = transformer_config(session, setting)
-    if packing is not None:
-        config.hidden_size = packing.width  # as the builder of a run has it
+    if not (stage.first and stage.last):
+        config.hidden_size = session.sent_width(packing)  # as the builder of a run has it
     model = ScheduledModel(
         config,
         definition,

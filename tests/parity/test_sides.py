@@ -57,6 +57,17 @@ def test_a_parameter_of_several_stages_is_trained_as_one(ranks, tmp_path):
         torch.testing.assert_close(weights[name], wanted, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_a_hidden_state_wider_than_the_configs_crosses_alone(ranks, tmp_path):
+    """Qwen4's residual streams: before the last layer nothing else crosses."""
+    (folder,) = ranks.run(1, write_small_model, "qwen4_exp_text", str(tmp_path / "model"))
+    options = {"iterations": 2, "random_init": False, "tokens": TOKENS}
+    flags = ["--vocab-size", str(VOCABULARY)]
+    whole = ranks.run(1, train, folder, flags, **options)
+    staged = ranks.run(2, train, folder, [*PP2, "--decoder-first-pipeline-num-layers", "3", *flags], **options)
+    torch.testing.assert_close(losses(staged), losses(whole), rtol=2e-6, atol=0)
+    torch.testing.assert_close(staged[0].grad_norms, whole[0].grad_norms, rtol=1e-5, atol=0)
+
+
 def test_shared_parameters_need_their_gradients_before_they_are_reduced(ranks, tmp_path):
     (folder,) = ranks.run(1, write_small_model, "zamba", str(tmp_path))
     flags = [*PP2, "--overlap-grad-reduce", "--vocab-size", str(VOCABULARY)]
