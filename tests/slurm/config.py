@@ -89,6 +89,9 @@ class Cluster:
             f"NodeName=node[1-{self.nodes}] CPUs={self.cpus} RealMemory={self.memory} "
             f"Gres=gpu:{self.gpu_type}:{self.gpus} State=UNKNOWN",
             "PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
+            # Preempted by `urgent` as `gpu` is, but with time to save.
+            "PartitionName=patient Nodes=ALL MaxTime=INFINITE GraceTime=60 State=UP",
+            "PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF State=UP",
         ]
         return "\n".join(lines) + "\n"
 
@@ -127,6 +130,9 @@ class Cluster:
             "SchedulerType": "sched/backfill",
             "SchedulerParameters": "sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0",
             "JobRequeue": 1,
+            "PreemptType": "preempt/partition_prio",
+            "PreemptMode": "REQUEUE",
+            "SlurmctldParameters": "preempt_send_user_signal",  # that of --signal, where there is time
             "ReturnToService": 2,  # a node that answers again is used again
             # A node is DOWN after about both together. With half of it, messages of jobs that end get lost.
             "SlurmdTimeout": 10,

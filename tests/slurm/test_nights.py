@@ -101,6 +101,37 @@ def test_requeued_by_hand(lab, night, undisturbed):
     night.check_saved()
 
 
+def test_preempted(lab, night, undisturbed):
+    job = night.submit()
+    night.reach(job, SAVE_INTERVAL + 2)
+    _take_all_nodes(lab, night)
+    lab.wait(job, "COMPLETED", seconds=LONG)
+    assert night.starts(job) == [(job, 0), (job, 1)]
+    night.check_equal(undisturbed, job)
+    night.check_saved()
+
+
+def test_preempted_with_time_to_save(lab, night, undisturbed):
+    """Slurm sends the signal at preemption, too, where it is told to: nothing is done twice."""
+    job = night.submit("--partition=patient")
+    night.reach(job, SAVE_INTERVAL + 2)
+    _take_all_nodes(lab, night)
+    lab.wait(job, "COMPLETED", seconds=LONG)
+    assert "it has saved before the time limit: requeued" in night.folder.batch_log(str(job)).read_text()
+    first, second = night.starts(job)
+    assert min(night.iterations(*second)) == max(night.iterations(*first)) + 1
+    night.check_equal(undisturbed, job)
+    night.check_saved()
+
+
+def _take_all_nodes(lab, night):
+    """A job that comes before others has them for a moment."""
+    script = night.folder.path / "urgent.sbatch"
+    script.write_text("#!/bin/bash\nsleep 2\n")
+    urgent = lab.submit(script, "--partition=urgent", f"--nodes={lab.cluster.nodes}", "--exclusive")
+    lab.wait(urgent, "COMPLETED", seconds=LONG)
+
+
 def test_the_signal_before_the_time_limit(lab, night, undisturbed):
     """Slurm's own, by the limit of the job: it saves at once, off the interval, and goes on from there.
 
