@@ -117,7 +117,7 @@ def test_preempted_with_time_to_save(lab, night, undisturbed):
     night.reach(job, SAVE_INTERVAL + 2)
     _take_all_nodes(lab, night)
     lab.wait(job, "COMPLETED", seconds=LONG)
-    assert "it has saved before the time limit: requeued" in night.folder.batch_log(str(job)).read_text()
+    assert "it has saved before its time was over: requeued" in night.folder.batch_log(str(job)).read_text()
     first, second = night.starts(job)
     assert min(night.iterations(*second)) == max(night.iterations(*first)) + 1
     night.check_equal(undisturbed, job)
@@ -144,8 +144,8 @@ def test_the_signal_before_the_time_limit(lab, night, undisturbed):
     job = night.submit()
     lab.wait(job, "COMPLETED", seconds=LONG)
     said = night.folder.batch_log(str(job)).read_text()
-    assert "the time limit is near: the ranks save and end" in said
-    assert "it has saved before the time limit: requeued" in said
+    assert "its time is nearly over: the ranks save and end" in said
+    assert "it has saved before its time was over: requeued" in said
     starts = night.starts(job)
     assert len(starts) >= 2
     for before, after in pairwise(starts):  # nothing is done twice
@@ -217,7 +217,7 @@ def test_by_torchrun(lab, night, undisturbed):
     night.reach(job, SAVE_INTERVAL + 1)
     lab.run("scancel", "--batch", "--signal=USR1", str(job), check=True)
     lab.wait(job, "COMPLETED", seconds=LONG)
-    assert "it has saved before the time limit: requeued" in night.folder.batch_log(str(job)).read_text()
+    assert "it has saved before its time was over: requeued" in night.folder.batch_log(str(job)).read_text()
     assert night.starts(job) == [(job, 0), (job, 1)]
     night.check_equal(undisturbed, job)
     night.check_saved()
