@@ -312,10 +312,14 @@ class ScheduledModel(MegatronModule):
     # precision --------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ScheduledModel:
-        """As ``nn.Module`` does it, for Float16Module; see ``keeping_precision``."""
-        with keeping_precision(self.definition, self._float32, buffers_following_dtype(self.definition)):
+        """As ``nn.Module`` does it, for Float16Module."""
+        with self.keeping_precision():
             super()._apply(fn, recurse)
         return self
+
+    def keeping_precision(self) -> AbstractContextManager[None]:
+        """In which what transformers keeps in float32 is cast to no other dtype."""
+        return keeping_precision(self.definition, self._float32, buffers_following_dtype(self.definition))
 
     # checkpoints ------------------------------------------------------------------------------------
 

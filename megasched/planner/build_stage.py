@@ -79,7 +79,18 @@ def build_stage(
     for path in session.plan.blocks:
         if stage.holds(session.plan.structure, path) and session.plan.in_8_bits(path):
             kernels.mark_8_bits(model.definition.get_submodule(path))
-    return model.to(setting.dtype).train()  # buffers, too, as Megatron's Float16Module has it
+    _cast_buffers(model, setting.dtype)
+    return model.train()
+
+
+def _cast_buffers(model: ScheduledModel, dtype: torch.dtype) -> None:
+    """As Megatron's Float16Module does it with the rest of a chunk. The parameters are made in their dtype, and a
+    cast would take from fake ones what Megatron notes on them: torch swaps subclasses of a tensor."""
+    with model.keeping_precision():
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(dtype)
 
 
 def transformer_config(session: Session, setting: Setting) -> TransformerConfig:
