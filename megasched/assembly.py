@@ -26,12 +26,17 @@ class Assembly:
         groups: in how many groups each part (each component of a packed one) is cut, which then take turns:
             Megatron keeps, for each head of k and v, the heads of q that use it, then k, then v
             (megatron/core/transformer/attention.py). Counted over all TP ranks; 1: whole parts follow each other.
+        entry: the parameter is this entry alone, along axis 0 of the one HF tensor: HF keeps all experts of a
+            layer in one, Megatron each in its own. Counted over all ranks.
     """
 
     parts: tuple[Placement, ...]
     groups: int = 1
+    entry: int | None = None
 
     def __post_init__(self) -> None:
+        if self.entry is not None and (len(self.parts) > 1 or self.groups > 1 or self.parts[0].axis != 0):
+            raise ValueError(f"{self.name}: only one tensor that is cut along axis 0 has entries")
         for part in self.parts if self.groups > 1 else ():
             if any(length % self.groups for length in _components(part)):
                 raise ValueError(f"{part.name}: {list(part.shape)} is not made of {self.groups} groups")
@@ -41,8 +46,15 @@ class Assembly:
         """Of the HF tensors, for messages."""
         return " + ".join(part.name for part in self.parts)
 
+    def cut(self, rank: int, size: int) -> tuple[int, int]:
+        """Which piece of the parts, of how many, the parameter is made of on a rank; an entry is a piece by
+        itself."""
+        return (rank, size) if self.entry is None else (self.entry, self.parts[0].shape[0])
+
     def local_shape(self, size: int) -> tuple[int, ...]:
         """Shape of what each of ``size`` TP ranks holds; ValueError when a part does not divide."""
+        if self.entry is not None:
+            return self.parts[0].shape[1:]
         shapes = [part.local_shape(size) for part in self.parts]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
@@ -50,6 +62,8 @@ class Assembly:
         """The parameter of a rank from its pieces of the parts, as their placements cut them."""
         import torch
 
+        if self.entry is not None:
+            return pieces[0][0]
         if self.groups == 1:
             return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
         groups = self._local_groups(size)
@@ -65,6 +79,8 @@ class Assembly:
         ``join`` (views where that is possible)."""
         import torch
 
+        if self.entry is not None:
+            return [local[None]]
         lengths = self._lengths(size)
         if self.groups == 1:
             return [local] if len(lengths) == 1 else list(local.split([sum(of_part) for of_part in lengths]))

@@ -34,6 +34,24 @@ ROLES: Mapping[str, Cut | None] = {
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """Experts in the place of a gated MLP, of which a router chooses by the softmax of its logits, in float32.
+
+    Attributes:
+        router: module with the router's ``weight`` [experts, h], which has no bias.
+        experts: module in HF's form of experts (``megasched.experts``): ``gate_up_proj`` [experts, 2 f, h] and
+            ``down_proj`` [experts, h, f].
+        chosen: experts of each token.
+        normalized: the weights of a token's experts add up to one; otherwise they are softmax's over all experts.
+    """
+
+    router: str
+    experts: str
+    chosen: int
+    normalized: bool
+
+
+@dataclass(frozen=True)
 class Block:
     """A decoder layer that computes what Megatron's ``TransformerLayer`` does: pre-norm, attention with rotary
     positions, gated MLP. Paths are relative to the layer.
@@ -51,6 +69,7 @@ class Block:
         windows: how many tokens a token of each layer attends to, itself included (None: all); empty: all layers
             attend to all.
         rotated: whether each layer has rotary positions; empty: all have.
+        mixture: what stands in the MLP's place in the layers that have it; None: none has.
     """
 
     heads: int
@@ -75,6 +94,7 @@ class Block:
     q_norm: str = ""
     k_norm: str = ""
     rotary: str = "model.rotary_emb"
+    mixture: Mixture | None = None
 
     @property
     def attention_inputs(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megasched.roles import Block
+from megasched.roles import Block, Mixture
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,6 +14,7 @@ LLAMA_LIKE = (
     *("llama", "mistral", "ministral", "qwen2", "qwen3", "cwm", "seed_oss", "smollm3"),
     *("internlm3", "iquestcoder"),  # both by Llama's class
     "phi3",
+    *("mixtral", "qwen3_moe"),
 )
 # Kinds of rotary positions whose angles do not depend on the length of the input and are not scaled.
 PLAIN_ROTARY = ("default", "linear", "llama3")
@@ -27,7 +28,7 @@ def block_of(model: nn.Module) -> Block | str:
     reason = _why_not(config, model)
     if reason:
         return reason
-    normed, packed = config.model_type == "qwen3", config.model_type == "phi3"
+    normed, packed = config.model_type in ("qwen3", "qwen3_moe"), config.model_type == "phi3"
     return Block(
         heads=config.num_attention_heads,
         groups=config.num_key_value_heads,
@@ -41,7 +42,15 @@ def block_of(model: nn.Module) -> Block | str:
         gate_up="mlp.gate_up_proj" if packed else "",
         q_norm="self_attn.q_norm" if normed else "",
         k_norm="self_attn.k_norm" if normed else "",
+        mixture=_mixture(config),
     )
+
+
+def _mixture(config: Any) -> Mixture | None:
+    if config.model_type not in ("mixtral", "qwen3_moe"):
+        return None
+    normalized = getattr(config, "norm_topk_prob", True)  # Mixtral's always are
+    return Mixture("mlp.gate", "mlp.experts", config.num_experts_per_tok, normalized)
 
 
 def _why_not(config: Any, model: Any) -> str:
@@ -50,13 +59,17 @@ def _why_not(config: Any, model: Any) -> str:
     kind = model.get_submodule("model.rotary_emb").rope_type
     if kind not in PLAIN_ROTARY:
         return f"rotary positions of type {kind!r} depend on the input or are scaled"
+    if getattr(config, "output_router_logits", False):
+        return "output_router_logits adds a loss of HF's routers, which are gone then"
+    if getattr(config, "router_jitter_noise", 0.0):
+        return "router_jitter_noise changes what HF's routers see"
     return ""
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
-    """Of each layer; Mistral's and Phi-3's is that of all layers, the others say which layers have it."""
+    """Of each layer; some have one for all layers, the others say which layers have it."""
     window = getattr(config, "sliding_window", None)
-    if config.model_type in ("mistral", "phi3"):
+    if config.model_type in ("mistral", "mixtral", "phi3", "qwen3_moe"):
         return (window,) * config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or ()
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,5 +1,6 @@
 """The schedule that ``--model-schedule auto`` runs: every role cut as its kind is, and Megatron's own
-layers where they can stand for the definition's and do what was asked for (8 bits, overlap)."""
+layers where they can stand for the definition's and do what was asked for (8 bits, overlap), or have a mixture of
+experts, which they compute with less memory, and under sequence parallelism once for each token."""
 
 from __future__ import annotations
 
@@ -25,8 +26,20 @@ def schedule(sch: Schedule, layout: Layout) -> None:
         axis = {"column": output, "row": 1 - output, "vocab": 0, "features": 1}[cut]
         sch[path].shard("weight", axis=axis)
     block = sch.roles.block
-    by_megatron = layout.fp8 is not None or layout.tp_comm_overlap
-    if by_megatron and isinstance(block, Block) and block.groups % layout.tp == 0:
+    if isinstance(block, Block) and block.groups % layout.tp == 0:
+        by_megatron = layout.fp8 is not None or layout.tp_comm_overlap
         for path, role in sch.roles.role.items():
-            if role == "attn.out":
-                sch[path.removesuffix(f".{block.out}")].level("block")
+            layer = path.removesuffix(f".{block.out}")
+            if role != "attn.out":
+                continue
+            if by_megatron:
+                sch[layer].level("block")
+            elif block.mixture is not None and _takes_mixture(block, layout):
+                sch[layer].level("block", required=False)
+
+
+def _takes_mixture(block: Block, layout: Layout) -> bool:
+    """Megatron's layer takes packed sequences as one row, and Transformer Engine has no window under context
+    parallelism unless a flag says how."""
+    windows = any(window is not None for window in block.windows)
+    return not layout.packed_sequences and not (layout.cp > 1 and windows)

@@ -23,13 +23,14 @@ from torch.nn import functional as F
 from megasched.errors import Problem, ScheduleError
 from megasched.lowering.attention import fused_attention
 from megasched.lowering.attention_te import uses_transformer_engine
-from megasched.lowering.blocks import assemblies, has_bias
+from megasched.lowering.blocks import assemblies, has_bias, mixture_of
 from megasched.lowering.context import Context
 from megasched.lowering.context_parallel import ContextParallel, comm_type
 from megasched.lowering.packed import packed_mask
+from megasched.lowering.plan import Plan
 from megasched.lowering.rng import fork_rng
 from megasched.lowering.zigzag import Zigzag, causal_mask
-from megasched.roles import Block
+from megasched.roles import Block, Mixture
 from megasched.trial.dims import Along
 from megasched.trial.slot import Slot
 
@@ -109,19 +110,15 @@ def lower_block(
     assert structure is not None
     index = structure.index_of(path)
     assert index is not None
-    qkv, out, fc1 = (
-        has_bias(plan, path, name) for name in (block.attention_inputs[0], block.out, block.mlp_inputs[0])
-    )
-    width = plan.placement(f"{path}.{block.down}", "weight").shape[1]
-    config = _config(context, block, index, width, add_bias_linear=out, add_qkv_bias=qkv)
+    config, groups = _config(path, index, block, context), ProcessGroupCollection.use_mpu_process_groups()
     layer = TransformerLayer(
         config,
-        _submodules(path, index, config, context, mlp_bias=fc1),
+        _submodules(path, index, config, context, mlp_bias=has_bias(plan, path, block.mlp_inputs[0])),
         layer_number=index + 1,
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        pg_collection=groups,
         add_layer_offset=False,
     )
-    known = assemblies(plan, path, block)
+    known = assemblies(plan, path, block, groups.ep.rank())
     left = {part.name for assembly in known.values() for part in assembly.parts}
     for name, parameter in layer.named_parameters():
         if name not in known:
@@ -131,6 +128,10 @@ def lower_block(
         context.assemblies[f"{path}.layer.{name}"] = assembly
         held = [model.get_parameter(part.name) for part in assembly.parts]
         context.adopt_assembled(parameter, assembly, held)
+        if assembly.entry is not None:
+            # Whole, as at the other levels: Megatron would sum it over TP x DP as well where EP is 1.
+            parameter.tensor_model_parallel = False
+            parameter.allreduce = assembly.parts[0].group != "ep"
     if left:
         raise RuntimeError(f"{path}: Megatron's layer has no parameter for {', '.join(sorted(left))}")
     parts = context.size if config.sequence_parallel else 1
@@ -156,12 +157,17 @@ def rotary_angles(rotary: nn.Module) -> Angles:
     return angles
 
 
-def _config(context: Context, block: Block, index: int, width: int, **biases: bool) -> TransformerConfig:
-    """The trainer's config with what the definition says of layer number ``index``, whose MLP is so wide."""
+def _config(path: str, index: int, block: Block, context: Context) -> TransformerConfig:
+    """The trainer's config with what the definition says of layer number ``index``."""
+    plan, mixture = context.plan, mixture_of(context.plan, path, block)
     window = block.windows[index] if block.windows else None
+    if mixture is None:
+        mlp = {"ffn_hidden_size": plan.placement(f"{path}.{block.down}", "weight").shape[1]}
+    else:
+        mlp = _mixture(f"{path}.{mixture.experts}", mixture, plan)
     # Without what a run on a GPU alone can do, the flags of the trainer count (fusions, recompute, precision).
     config = context.config_with(
-        ffn_hidden_size=width,
+        **mlp,
         num_attention_heads=block.heads,
         num_query_groups=block.groups,
         kv_channels=block.head_dim,
@@ -169,7 +175,8 @@ def _config(context: Context, block: Block, index: int, width: int, **biases: bo
         layernorm_epsilon=block.eps,
         qk_layernorm=bool(block.q_norm),
         window_size=None if window is None else (window - 1, 0),  # HF counts the token itself
-        **biases,
+        add_bias_linear=has_bias(plan, path, block.out),
+        add_qkv_bias=has_bias(plan, path, block.attention_inputs[0]),
         gated_linear_unit=True,
         activation_func=F.silu,
         hidden_dropout=block.hidden_dropout,
@@ -181,13 +188,36 @@ def _config(context: Context, block: Block, index: int, width: int, **biases: bo
     return config
 
 
+def _mixture(path: str, mixture: Mixture, plan: Plan) -> dict[str, Any]:
+    """What Megatron's config says of a mixture of experts that is HF's at ``path``: no token is dropped, and
+    nothing is added to the loss."""
+    count, _, width = plan.placement(path, "down_proj").shape
+    return {
+        "num_moe_experts": count,
+        "moe_ffn_hidden_size": width,
+        "ffn_hidden_size": width,
+        "moe_router_topk": mixture.chosen,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": not mixture.normalized,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": True,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
 def _submodules(
     path: str, index: int, config: TransformerConfig, context: Context, mlp_bias: bool
 ) -> TransformerLayerSubmodules:
     """Transformer Engine's modules where it is there, else Megatron's own with torch's norm and attention."""
     if uses_transformer_engine(context.device):
         _refuse_window_in_context(path, index, config, context)
-        submodules = get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=config.qk_layernorm)
+        submodules = get_gpt_layer_with_transformer_engine_submodules(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
     else:
         submodules = _without_transformer_engine(config, context)
     build, other = submodules.mlp, copy.copy(config)
@@ -212,7 +242,9 @@ def _refuse_window_in_context(path: str, index: int, config: TransformerConfig, 
 
 def _without_transformer_engine(config: TransformerConfig, context: Context) -> TransformerLayerSubmodules:
     device = context.device
-    submodules = get_gpt_layer_local_submodules(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    submodules = get_gpt_layer_local_submodules(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
 
     def norm(config: TransformerConfig, hidden_size: int, eps: float) -> nn.Module:
         return nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype, device=device)

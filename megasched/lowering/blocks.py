@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from megasched.assembly import Assembly
 from megasched.errors import Problem
 from megasched.lowering.joining import level_at, levels_asked
 from megasched.lowering.plan import Plan
+from megasched.placement import Placement
 from megasched.records import Record
-from megasched.roles import Block, Cut
+from megasched.roles import Block, Cut, Mixture
 
 # Calls on the layer itself are carried out on what takes its place; nothing inside it is left to call.
 _INSIDE = ("shard", "level")
 
 
 def choose_blocks(plan: Plan, block: Block | str, trained: Mapping[str, bool], by_trainer: bool) -> list[Problem]:
-    """Fills ``plan.blocks`` with the layers at level ``block``; a problem for each that can't be.
+    """Fills ``plan.blocks`` with the layers at level ``block``; a problem for each that can't be and must.
 
     Args:
         block: how the definition's layers are put together, or why that is not known.
@@ -31,7 +33,7 @@ def choose_blocks(plan: Plan, block: Block | str, trained: Mapping[str, bool], b
     if plan.structure is None or not by_trainer:
         what = "Megatron's layers need the config of its trainer"
         remedy = "train through `python -m megasched pretrain_gpt.py`, or use level('fused')"
-        return [Problem(what, path, record.source, remedy) for path, record in asked.items()]
+        return [Problem(what, path, r.source, remedy) for path, r in asked.items() if _required(r)]
     layers = plan.structure.layer_paths()
     problems = []
     chosen = {}
@@ -46,12 +48,18 @@ def choose_blocks(plan: Plan, block: Block | str, trained: Mapping[str, bool], b
     inside = _Inside(plan)
     for layer, record in chosen.items():
         reason = block if isinstance(block, str) else _why_not(plan, layer, block, trained, inside)
-        if reason:
+        if not reason:
+            plan.blocks.add(layer)
+        elif _required(record):
             what = f"Megatron's layer can't stand for this one: {reason}"
             problems.append(Problem(what, layer, record.source, "use level('fused') here"))
         else:
-            plan.blocks.add(layer)
+            plan.not_blocks[layer] = reason
     return problems
+
+
+def _required(record: Record) -> bool:
+    return record.arguments.get("required", True)
 
 
 def overlap_problems(plan: Plan) -> list[Problem]:
@@ -86,10 +94,13 @@ class _Inside:
 
 
 def _why_not(plan: Plan, layer: str, block: Block, trained: Mapping[str, bool], inside: _Inside) -> str:
-    wanted: dict[str, Cut] = {
-        **dict.fromkeys((*block.attention_inputs, *block.mlp_inputs), "column"),
-        **dict.fromkeys((block.out, block.down), "row"),
-    }
+    mixture = mixture_of(plan, layer, block)
+    inputs, outputs = block.attention_inputs, (block.out,)
+    if mixture is None:
+        inputs, outputs = (*inputs, *block.mlp_inputs), (*outputs, block.down)
+    elif plan.layout.tp > 1 and not plan.layout.sp:
+        return "its mixture of experts wants sequence parallelism where there are TP ranks"
+    wanted: dict[str, Cut] = {**dict.fromkeys(inputs, "column"), **dict.fromkeys(outputs, "row")}
     for name, cut in wanted.items():
         path = f"{layer}.{name}"
         if plan.cuts.get(path) != cut or path in plan.derived.gather or path in plan.derived.scatter:
@@ -100,10 +111,12 @@ def _why_not(plan: Plan, layer: str, block: Block, trained: Mapping[str, bool], 
         what = record.path[len(layer) + 1 :] or "the layer"
         return f"the schedule calls {record.primitive} on {what}, which is gone then"
     names = inside.names[layer]
-    known = {f"{layer}.{name}" for name in _parameters(block)}
+    known = {f"{layer}.{name}" for name in _parameters(block, mixture)}
     strange = [name[len(layer) + 1 :] for name in names if name not in known]
     if strange:
         return f"nothing is known of {', '.join(strange)}"
+    if mixture is not None and plan.placement(f"{layer}.{mixture.router}", "weight").sharded:
+        return f"{mixture.router} is sharded"
     reason = _uneven_biases(plan, layer, block)
     if reason:
         return reason
@@ -117,7 +130,8 @@ def _why_not(plan: Plan, layer: str, block: Block, trained: Mapping[str, bool], 
 
 def _uneven_biases(plan: Plan, layer: str, block: Block) -> str:
     """What of a layer's biases Megatron's has not."""
-    first, second = block.attention_inputs, (*block.mlp_inputs, block.down)
+    first = block.attention_inputs
+    second = (*block.mlp_inputs, block.down) if mixture_of(plan, layer, block) is None else ()
     for names in (first, second):
         if len({has_bias(plan, layer, name) for name in names}) > 1:
             return f"only some of {', '.join(names)} have a bias"
@@ -131,16 +145,34 @@ def has_bias(plan: Plan, layer: str, name: str) -> bool:
     return f"{layer}.{name}.bias" in plan.canonical
 
 
-def _parameters(block: Block) -> list[str]:
+def mixture_of(plan: Plan, layer: str, block: Block) -> Mixture | None:
+    """The mixture of experts in a layer; None where it has an MLP."""
+    mixture = block.mixture
+    return mixture if mixture is not None and f"{layer}.{mixture.router}.weight" in plan.canonical else None
+
+
+def _parameters(block: Block, mixture: Mixture | None) -> list[str]:
     """Names in a layer of all that the block speaks of; biases need not be there."""
-    linears = (*block.attention_inputs, block.out, *block.mlp_inputs, block.down)
-    norms = filter(None, (block.input_norm, block.mlp_norm, block.q_norm, block.k_norm))
-    return [*(f"{name}.weight" for name in (*linears, *norms)), *(f"{name}.bias" for name in linears)]
+    linears, others = (
+        (*block.attention_inputs, block.out),
+        [f"{block.input_norm}.weight", f"{block.mlp_norm}.weight"],
+    )
+    if mixture is None:
+        linears = (*linears, *block.mlp_inputs, block.down)
+    else:
+        others += [f"{mixture.router}.weight", *(f"{mixture.experts}.{name}" for name in _STACKED.values())]
+    others += [f"{name}.weight" for name in (block.q_norm, block.k_norm) if name]
+    return [*others, *(f"{name}.weight" for name in linears), *(f"{name}.bias" for name in linears)]
 
 
-def assemblies(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
+def assemblies(plan: Plan, layer: str, block: Block, ep_rank: int = 0) -> dict[str, Assembly]:
     """Parameter of Megatron's ``TransformerLayer`` -> HF tensors. Norms have two names: their own module's, and
-    that of Transformer Engine's linear that has the norm in it."""
+    that of Transformer Engine's linear that has the norm in it; experts, that of a module for each and that of
+    Transformer Engine's for all.
+
+    Args:
+        ep_rank: which experts are meant.
+    """
 
     def of(names: Iterable[str], groups: int = 1) -> Assembly:
         return Assembly(tuple(plan.placement(*f"{layer}.{name}".rsplit(".", 1)) for name in names), groups)
@@ -149,21 +181,53 @@ def assemblies(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
     found = {
         "self_attention.linear_qkv.weight": of((f"{name}.weight" for name in qkv), block.groups),
         "self_attention.linear_proj.weight": of([f"{block.out}.weight"]),
-        "mlp.linear_fc1.weight": of(f"{name}.weight" for name in fc1),
-        "mlp.linear_fc2.weight": of([f"{block.down}.weight"]),
         "input_layernorm.weight": of([f"{block.input_norm}.weight"]),
         "self_attention.linear_qkv.layer_norm_weight": of([f"{block.input_norm}.weight"]),
         "pre_mlp_layernorm.weight": of([f"{block.mlp_norm}.weight"]),
-        "mlp.linear_fc1.layer_norm_weight": of([f"{block.mlp_norm}.weight"]),
     }
+    mixture = mixture_of(plan, layer, block)
+    if mixture is None:
+        found |= {
+            "mlp.linear_fc1.weight": of(f"{name}.weight" for name in fc1),
+            "mlp.linear_fc2.weight": of([f"{block.down}.weight"]),
+            "mlp.linear_fc1.layer_norm_weight": of([f"{block.mlp_norm}.weight"]),
+        }
+    else:
+        found["mlp.router.weight"] = Assembly(
+            (_of_part(plan, plan.placement(f"{layer}.{mixture.router}", "weight")),)
+        )
+        found |= _experts(plan, f"{layer}.{mixture.experts}", ep_rank)
     if has_bias(plan, layer, qkv[0]):
         found["self_attention.linear_qkv.bias"] = of((f"{name}.bias" for name in qkv), block.groups)
     if has_bias(plan, layer, block.out):
         found["self_attention.linear_proj.bias"] = of([f"{block.out}.bias"])
-    if has_bias(plan, layer, fc1[0]):
+    if mixture is None and has_bias(plan, layer, fc1[0]):
         found["mlp.linear_fc1.bias"] = of(f"{name}.bias" for name in fc1)
         found["mlp.linear_fc2.bias"] = of([f"{block.down}.bias"])
     if block.q_norm:
         found["self_attention.q_layernorm.weight"] = of([f"{block.q_norm}.weight"])
         found["self_attention.k_layernorm.weight"] = of([f"{block.k_norm}.weight"])
     return found
+
+
+# Megatron's linear of an expert -> HF's parameter of all.
+_STACKED = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
+
+
+def _experts(plan: Plan, path: str, ep_rank: int) -> dict[str, Assembly]:
+    """Of the experts that an EP rank has, which Megatron counts from 0."""
+    found = {}
+    for linear, name in _STACKED.items():
+        placement = plan.placement(path, name)
+        stacked = placement if placement.group == "ep" else replace(_of_part(plan, placement), axis=0)
+        count = plan.local_shape(placement)[0]
+        for own in range(count):
+            one = Assembly((stacked,), entry=ep_rank * count + own)
+            found[f"mlp.experts.local_experts.{own}.{linear}.weight"] = one
+            found[f"mlp.experts.{linear}.weight{own}"] = one
+    return found
+
+
+def _of_part(plan: Plan, placement: Placement) -> Placement:
+    """Of a parameter that every TP rank has, and uses for its part of the sequence alone."""
+    return replace(placement, tp_gradient="partial" if plan.layout.sp else "complete")

@@ -99,12 +99,12 @@ class Context:
         self._fill(parameter, assembly, held)
         reduce_partial_gradient(parameter, assembly.parts[0], self)
 
-    def _local(self, placement: Placement, held: torch.Tensor) -> torch.Tensor | None:
-        """What this rank holds of an HF tensor; None while there is nothing to take values from."""
+    def _local(self, placement: Placement, held: torch.Tensor, rank: int, size: int) -> torch.Tensor | None:
+        """A piece of an HF tensor; None while there is nothing to take values from."""
         if self.source is not None:
-            return self.source.local(placement, *self.place(placement))
+            return self.source.local(placement, rank, size)
         if held.device.type != "meta":
-            return placement.shard(held, *self.place(placement))
+            return placement.shard(held, rank, size)
         return None  # deferred by init_empty_weights
 
     def _fill(self, parameter: nn.Parameter, assembly: Assembly, held: Sequence[torch.Tensor]) -> None:
@@ -112,11 +112,12 @@ class Context:
         device, dtype = parameter.device, parameter.dtype
         if self.source is not None:
             parameter.data = torch.empty(0, dtype=dtype, device=device)  # a large one is not held twice
-        pieces = [self._local(part, tensor) for part, tensor in zip(assembly.parts, held, strict=True)]
+        cut = assembly.cut(*self.place(assembly.parts[0]))
+        pieces = [self._local(part, tensor, *cut) for part, tensor in zip(assembly.parts, held, strict=True)]
         found = [piece for piece in pieces if piece is not None]
         if len(found) == len(pieces):
             with torch.no_grad():
-                values = assembly.join(found, self.place(assembly.parts[0])[1])
+                values = assembly.join(found, cut[1])
                 if self.source is None:
                     parameter.copy_(values)
                 else:

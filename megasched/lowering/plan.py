@@ -33,6 +33,7 @@ class Plan:
         packed: what packed sequences do; None without.
         blocks: decoder layers that Megatron's ``TransformerLayer`` computes; nothing inside them is lowered
             by itself.
+        not_blocks: layers that were to be in ``blocks`` if that could be -> why it can't.
         te_linears: linears whose product is Transformer Engine's, in 8 bits; those in ``blocks`` are not named.
         joint: columns that are computed by one matrix product; paths in the order of their calls.
     """
@@ -49,6 +50,7 @@ class Plan:
     sequence: SequencePlan | None = None
     packed: PackedPlan | None = None
     blocks: set[str] = field(default_factory=set)
+    not_blocks: dict[str, str] = field(default_factory=dict)
     te_linears: set[str] = field(default_factory=set)
     joint: list[tuple[str, ...]] = field(default_factory=list)
 

@@ -226,6 +226,7 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
     ]
     if any(problems):
         raise ConfigError("\n".join([f"--hf-model {args.hf_model}:", *filter(None, problems)]))
+    args.expert_tensor_parallel_size = 1  # experts are whole; Megatron would take TP's
     for dest, found in derived.items():
         setattr(args, dest, found.value)
     if args.tokenizer_type in NULL_TOKENIZERS and args.vocab_size is None:

@@ -26,13 +26,14 @@ class Place(NamedTuple):
     """Where a rank stands among those that share a parameter.
 
     Attributes:
-        rank, size: in the group that it is cut over.
-        replica: among the ranks that hold the same piece by data parallelism (context parallel ranks included).
+        rank, size: which piece of how many it holds; of entries, those of all ranks.
+        replica: among the ranks that hold the same piece, in the group that it could be cut over, and by data
+            parallelism (context parallel ranks included).
     """
 
     rank: int
     size: int
-    replica: int
+    replica: tuple[int, int]
 
 
 def sharded_entry(
@@ -47,7 +48,9 @@ def sharded_entry(
         copy: it is the copy of a tied parameter that another stage writes.
     """
     rank, size, replica = place
-    parts = [_Part(placement, rank, size, (int(copy), replica)) for placement in assembly.parts]
+    parts = [_Part(placement, rank, size, (int(copy), *replica)) for placement in assembly.parts]
+    if assembly.entry is not None:
+        return parts[0].entry(parameter)
     if len(parts) == 1 and parts[0].regular:
         return parts[0].tensor(parts[0].placement.name, parameter)
 
@@ -78,9 +81,8 @@ class _Part:
     Packed and transposed pieces are written in HF's orientation, as blocks of one size on a regular grid.
     """
 
-    def __init__(self, placement: Placement, rank: int, size: int, replica: tuple[int, int]) -> None:
-        self.placement, self.rank, self.size = placement, rank, size
-        self.replica: ReplicaId = (replica[0], 0 if placement.sharded else rank, replica[1])
+    def __init__(self, placement: Placement, rank: int, size: int, replica: ReplicaId) -> None:
+        self.placement, self.rank, self.size, self.replica = placement, rank, size, replica
         self.regular = not placement.sharded or (len(placement.component_sizes) == 1 and not placement.transposed)
         self.count = 1 if self.regular else len(self._offsets())
 
@@ -95,6 +97,16 @@ class _Part:
             (placement.axis, self.rank, self.size),
             replica_id=self.replica,
             allow_shape_mismatch=placement.padded is not None,
+        )
+
+    def entry(self, local: torch.Tensor) -> ShardedTensor:
+        """The one entry of a tensor's entry, which has an axis less."""
+        return ShardedTensor.from_rank_offsets(
+            self.placement.name,
+            local,
+            (0, self.rank, self.size),
+            replica_id=self.replica,
+            prepend_axis_num=1,
         )
 
     def blocks(self, key: str, local: torch.Tensor) -> list[ShardedTensor]:

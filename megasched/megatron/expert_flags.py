@@ -18,11 +18,10 @@ def expert_misfits(args: Namespace) -> list[str]:
     """Flags of expert parallelism that can't be used as they are; nothing needs to be validated yet."""
     ep, given = args.expert_model_parallel_size, args.expert_tensor_parallel_size
     lines = []
-    if (given or 1) > 1 or (ep > 1 and given is None and args.tensor_model_parallel_size > 1):
-        said = f"{given}" if given else f"not given, so it is {args.tensor_model_parallel_size} as TP is"
+    if (given or 1) > 1:
         lines.append(
-            f"--expert-tensor-parallel-size: {said}, and experts are shared out whole, not cut by features: say "
-            "--expert-tensor-parallel-size 1"
+            f"--expert-tensor-parallel-size {given}: experts are shared out whole, not cut by features; leave it "
+            "out"
         )
     stages = args.pipeline_model_parallel_size
     ranks = args.world_size // stages

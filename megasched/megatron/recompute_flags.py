@@ -13,7 +13,8 @@ from megasched.trial.structure import Structure
 
 
 def apply_recompute_flags(model: nn.Module, structure: Structure, stage: Stage, config: TransformerConfig) -> None:
-    """``--recompute-granularity`` full (uniform or block) and selective (core_attn, mlp) on this stage's layers.
+    """``--recompute-granularity`` full (uniform or block) and selective (core_attn, mlp; in Megatron's own layers
+    what Megatron has) on this stage's layers.
 
     ``uniform`` recomputes every layer, each on its own: a definition calls its layers one by one, so a
     group of several can't be one unit, and ``--recompute-num-layers`` above 1 keeps more than it asks for,
@@ -40,7 +41,7 @@ def _selective(layers: list[nn.Module], modules: list[str]) -> None:
         elif name == "mlp":
             for layer in layers:
                 recompute_module(_mlp(layer))
-        else:
+        elif layers:
             raise ConfigError(
                 f"--recompute-modules {name}: a definition has core_attn and mlp; recompute others by "
                 '.checkpoint() in the schedule, e.g. sch["model.layers.*.input_layernorm"].checkpoint()'

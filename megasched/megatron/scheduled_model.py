@@ -333,8 +333,10 @@ class ScheduledModel(MegatronModule):
 
     def names_with_nan(self) -> list[str]:
         """HF names of parameters and persistent buffers that have NaN on this rank."""
-        held = {assembly.name: parameter.detach() for parameter, assembly in self.local_parameters().values()}
-        return with_nan(held | self._buffers_saved.values())
+        held = self.local_parameters()
+        parameters = with_nan({name: parameter.detach() for name, (parameter, _) in held.items()})
+        names = dict.fromkeys(held[name][1].name for name in parameters)
+        return [*names, *with_nan(self._buffers_saved.values())]
 
     def _checkpointed(self) -> dict[str, tuple[nn.Parameter, Assembly]]:
         held = self.local_parameters().items()
@@ -349,10 +351,12 @@ class ScheduledModel(MegatronModule):
         Args:
             dp_rank: among the replicas of what is no expert.
         """
-        groups = self.pg_collection
-        if assembly.parts[0].group == "ep":
-            return Place(groups.ep.rank(), groups.ep.size(), groups.expt_dp.rank())
-        return Place(groups.tp.rank(), groups.tp.size(), dp_rank)
+        groups, part = self.pg_collection, assembly.parts[0]
+        if part.group == "ep":
+            return Place(*assembly.cut(groups.ep.rank(), groups.ep.size()), (0, groups.expt_dp.rank()))
+        whole = assembly.entry is not None or not part.sharded
+        replica = (groups.tp.rank() if whole else 0, dp_rank)
+        return Place(*assembly.cut(groups.tp.rank(), groups.tp.size()), replica)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -116,6 +116,23 @@ def swiglu(x: torch.Tensor, bias: torch.Tensor | None, *args: Any) -> Any:
     return _Pointwise.apply(x, (*x.shape[:-1], x.shape[-1] // 2), True)
 
 
+def weighted_swiglu(x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, *args: Any) -> Any:
+    """For ``weighted_bias_swiglu_impl`` of the same file: times a weight of each token."""
+    return _Weighted.apply(x, weights)
+
+
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weights)
+        return kernel([x, weights], ((*x.shape[:-1], x.shape[-1] // 2), x.dtype))[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weights = ctx.saved_tensors
+        return tuple(kernel([gradient, x, weights], like(x), like(weights)))
+
+
 def rotary(t: torch.Tensor, freqs: torch.Tensor, **options: Any) -> Any:
     """For Transformer Engine's fused rotary embedding."""
     return _Pointwise.apply(t, t.shape, False)
@@ -333,6 +350,7 @@ def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
     return {
         "torch.nn.functional:rms_norm": rms_norm,
         "megatron.core.transformer.mlp:bias_swiglu_impl": swiglu,
+        "megatron.core.transformer.mlp:weighted_bias_swiglu_impl": weighted_swiglu,
         "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": rotary,
         "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": megatrons_linear,
         "megasched.lowering.joint:linear_with_grad_accumulation_and_async_allreduce": megatrons_linear,

@@ -171,8 +171,6 @@ def run_words(report: PlanReport, candidate: Candidate) -> list[str]:
     """The flags of a candidate, as words of a command line."""
     layout, job = candidate.layout, report.job
     words = layout.flags()
-    if layout.ep > 1:  # experts are shared out whole
-        words += ["--expert-tensor-parallel-size", "1"]
     words += [
         "--micro-batch-size",
         str(layout.micro_batch_size),

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 from megasched.errors import ConfigError, MegaschedError
 from megasched.lowering import experts
 from megasched.patches.attributes import set_attribute
-from megasched.planner import kernels
+from megasched.planner import even_routing, kernels
 from megasched.planner.build_stage import Setting, build_stage, copy_with_layers
 from megasched.planner.fake_results import FakeResults
 from megasched.planner.live_bytes import LiveBytes
@@ -78,8 +78,12 @@ _WITHOUT_VALUES: dict[str, Callable[..., Any]] = {
 
 def _functions(session: Session, setting: Setting) -> dict[str, Callable[..., Any]]:
     """What takes the place of what while a stage runs."""
-    fp8 = session.plan.layout.fp8
-    return _WITHOUT_VALUES | (kernels.stand_ins(fp8 and fp8.fp8_recipe) if setting.on_gpu else {})
+    found, fp8 = dict(_WITHOUT_VALUES), session.plan.layout.fp8
+    if session.plan.blocks:
+        found |= even_routing.STAND_INS
+    if setting.on_gpu:
+        found |= kernels.stand_ins(fp8 and fp8.fp8_recipe)
+    return found
 
 
 @contextmanager
@@ -101,6 +105,7 @@ def fake_groups(layout: Layout) -> Iterator[None]:
                 layout.tp,
                 context_parallel_size=layout.cp,
                 expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=1,
                 create_gloo_process_groups=False,
             )
             model_parallel_cuda_manual_seed(1234)

@@ -21,14 +21,16 @@ class Level(Primitive):
             product, and RMS norms by torch's one kernel. ``block`` has a whole decoder layer computed by
             Megatron's ``TransformerLayer``, for architectures whose layer is known to be the same. Checkpoints
             keep HF's names at all of them.
+        required: where Megatron's layer can't stand for this one, the schedule is refused; otherwise the layer is
+            at ``fused`` then, and ``megasched explain`` says why.
 
     Example: ``sch["model.layers.0"].level("leaf")``
     """
 
     name = "level"
 
-    def record(self, node: Node, name: str) -> Mapping[str, Any]:
-        return {"name": name}
+    def record(self, node: Node, name: str, *, required: bool = True) -> Mapping[str, Any]:
+        return {"name": name} if required else {"name": name, "required": False}
 
     def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
         name = arguments["name"]

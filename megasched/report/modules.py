@@ -200,6 +200,8 @@ class _View:
         others = [other.rpartition(".")[2] for other in self.joint.get(path, ()) if other != path]
         if others:
             notes.append(f"by one matrix product with {', '.join(others)}")
+        if path in self.plan.not_blocks:
+            notes.append(f"not Megatron's layer: {self.plan.not_blocks[path]}")
         if path in self.plan.experts:
             notes.append(f"experts shared out over EP {self.plan.layout.ep}, tokens sent to them")
         notes += self._context_notes(path)

@@ -293,14 +293,18 @@ def _record_logits(report: RankReport) -> Callable[[], None]:
 
 def _shards(chunks: list[Any], take: Callable[[Any], torch.Tensor]) -> dict[str, tuple[torch.Tensor, Any]]:
     """Placement's name -> (this rank's shard, placement); the second copy of a tie is left out."""
+    found: dict[str, tuple[list[torch.Tensor], Any]] = {}
+    for chunk in chunks:
+        for parameter, assembly in chunk.local_parameters().values():
+            if getattr(parameter, "shared", False):
+                continue
+            pieces = assembly.split(take(parameter), chunk.place(assembly, 0).size)
+            for part, piece in zip(assembly.parts, pieces, strict=True):
+                found.setdefault(part.name, ([], chunk.plan.placements[part.name]))[0].append(piece)
+    # Entries of one tensor come one by one, in their order.
     return {
-        placement.name: (piece, placement)
-        for chunk in chunks
-        for parameter, assembly in chunk.local_parameters().values()
-        if not getattr(parameter, "shared", False)
-        for placement, piece in zip(
-            assembly.parts, assembly.split(take(parameter), chunk.place(assembly, 0).size), strict=True
-        )
+        name: (pieces[0] if len(pieces) == 1 else torch.cat(pieces), placement)
+        for name, (pieces, placement) in found.items()
     }
 
 

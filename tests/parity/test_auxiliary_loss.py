@@ -14,7 +14,7 @@ from megasched.verify.small_models import write_small_model
 from megasched.verify.trainer_run import batches_of, losses, train
 
 EP2 = "--expert-model-parallel-size 2"
-TP2 = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
+TP2 = "--tensor-model-parallel-size 2"
 SP = f"{TP2} --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 VPP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"

@@ -13,7 +13,7 @@ from megasched.verify.trainer_run import batches_of, gather, losses, train
 
 TYPES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
 EP2 = "--expert-model-parallel-size 2"
-TP2 = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
+TP2 = "--tensor-model-parallel-size 2"
 LAYOUTS = {
     "ep2": CheckedLayout(2, 1, EP2),
     "ep2-dp4": CheckedLayout(4, 1, EP2),
@@ -39,11 +39,10 @@ def folders(ranks, tmp_path_factory):
     return get
 
 
-def run(ranks, folder, layout: CheckedLayout, *more: str, iterations: int = 1):
+def run(ranks, folder, layout: CheckedLayout, *more: str, iterations: int = 1, schedule: str = "auto"):
     flags = [*layout.flags.split(), *RUN, *more]
-    return ranks.run(
-        layout.world_size, train, folder, flags, iterations=iterations, random_init=False, tokens=TOKENS
-    )
+    options = {"iterations": iterations, "schedule": schedule, "random_init": False, "tokens": TOKENS}
+    return ranks.run(layout.world_size, train, folder, flags, **options)
 
 
 def assert_first_step_equals_hf(ranks, folder, reports, tp):
@@ -81,11 +80,11 @@ def test_the_distributed_optimizer_takes_the_same_steps(ranks, folders, model_ty
         assert_same_run(reports, one)
 
 
-def assert_same_run(reports, expected, skip: int = 0):
+def assert_same_run(reports, expected, skip: int = 0, tp: int = 1):
     torch.testing.assert_close(losses(reports), losses(expected)[skip:], rtol=2e-6, atol=0)
     for report in reports:
         torch.testing.assert_close(report.grad_norms, expected[0].grad_norms[skip:], rtol=1e-5, atol=0)
-    weights, wanted = gather(reports, "weights", 1), gather(expected, "weights", 1)
+    weights, wanted = gather(reports, "weights", tp), gather(expected, "weights", 1)
     assert weights.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=2e-6, msg=name)
@@ -112,10 +111,6 @@ def test_a_checkpoint_of_shared_out_experts_resumes(ranks, folders, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (
-            f"{EP2} --tensor-model-parallel-size 2",
-            "not given, so it is 2 as TP is.*--expert-tensor-parallel-size 1",
-        ),
         ("--expert-tensor-parallel-size 2", "experts are shared out whole, not cut by features"),
         ("--expert-model-parallel-size 3", "each of the 1 pipeline stages has 2 ranks, which is no multiple of 3"),
     ],

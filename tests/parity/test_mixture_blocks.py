@@ -1,0 +1,195 @@
+"""Layers with experts by Megatron's own ``TransformerLayer`` and ``MoELayer``, against the HF model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megasched.layout import Layout
+from megasched.megatron.session import open_session
+from megasched.verify.parity import CheckedLayout
+from megasched.verify.rank_pool import RankError
+from megasched.verify.shrink import TOKENS
+from megasched.verify.small_models import small_config, write_model
+from megasched.verify.trainer_run import losses, train
+from tests.parity.test_experts import (
+    ADAM,
+    RUN,
+    SAVE,
+    assert_first_step_equals_hf,
+    assert_same_run,
+    folders,  # noqa: F401 (a fixture)
+    run,
+)
+from tests.parity.test_levels import block  # noqa: F401 (a fixture)
+
+TYPES = ("mixtral", "qwen3_moe")
+EP2, TP2_SP = "--expert-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
+LAYOUTS = {
+    "one": CheckedLayout(1, 1, ""),
+    "dp2": CheckedLayout(2, 1, ""),
+    "ep2": CheckedLayout(2, 1, EP2),
+    "cp2": CheckedLayout(2, 1, "--context-parallel-size 2"),
+    "tp2-sp": CheckedLayout(2, 2, TP2_SP),
+    "ep2-tp2-sp": CheckedLayout(2, 2, f"{EP2} {TP2_SP}"),
+    "ep2-tp2-sp-dp2": CheckedLayout(4, 2, f"{EP2} {TP2_SP}"),
+    "ep4-tp2-sp-dp2": CheckedLayout(4, 2, f"--expert-model-parallel-size 4 {TP2_SP}"),
+    "ep2-pp2": CheckedLayout(4, 1, f"{EP2} --pipeline-model-parallel-size 2"),
+    "ep2-cp2": CheckedLayout(4, 1, f"{EP2} --context-parallel-size 2"),
+    "tp2-sp-pp2-vpp2": CheckedLayout(
+        4, 2, f"{TP2_SP} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+    ),
+}
+
+
+def _small(model_type, folder, changes):
+    config = small_config(model_type)
+    for field, value in changes.items():
+        setattr(config, field, value)
+    return write_model(config, folder)
+
+
+def _mixtures_of_run(folder, flags, schedule):
+    """A run of one step, and the mixtures of Megatron's that this rank made, and their experts."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    made = []
+    real = MoELayer.__init__
+
+    def init(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        made.append(self.num_local_experts)
+
+    MoELayer.__init__ = init
+    try:
+        options = {"schedule": schedule, "random_init": False, "tokens": TOKENS}
+        return train(folder, [*flags, *RUN], iterations=1, **options), made
+    finally:
+        MoELayer.__init__ = real
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_first_step_equals_hf(ranks, folders, block, model_type, name):  # noqa: F811
+    """Loss, logits, every gradient and the norm; each rank has its experts alone, and Megatron's router."""
+    layout = LAYOUTS[name]
+    folder = folders(model_type)
+    found = ranks.run(layout.world_size, _mixtures_of_run, folder, layout.flags.split(), block())
+    experts = 4 // int(name[2]) if name.startswith("ep") else 4
+    assert [made for _, made in found] == [[experts] * (2 if "pp2" in name else 4)] * layout.world_size
+    assert_first_step_equals_hf(ranks, folder, [report for report, _ in found], layout.tp)
+
+
+VARIANTS = {
+    "weights that do not add up to one": ("qwen3_moe", {"norm_topk_prob": False}, 4),
+    "weights that do": ("qwen3_moe", {"norm_topk_prob": True}, 4),
+    "an MLP in some layers": ("qwen3_moe", {"mlp_only_layers": [1]}, 3),
+    "a window": ("mixtral", {"sliding_window": 5}, 4),
+    "a window that is switched on": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}, 4),
+    "attention bias": ("qwen3_moe", {"attention_bias": True}, 4),
+    "one expert of each token": ("mixtral", {"num_experts_per_tok": 1}, 4),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_equal_hf(ranks, tmp_path, block, variant):  # noqa: F811
+    model_type, changes, mixtures = VARIANTS[variant]
+    (folder,) = ranks.run(1, _small, model_type, str(tmp_path / "model"), changes)
+    layout = LAYOUTS["ep2-tp2-sp"]
+    found = ranks.run(2, _mixtures_of_run, folder, layout.flags.split(), block())
+    assert [made for _, made in found] == [[2] * mixtures] * 2
+    assert_first_step_equals_hf(ranks, folder, [report for report, _ in found], layout.tp)
+
+
+@pytest.mark.parametrize("name", ["ep2", "ep2-tp2-sp-dp2", "tp2-sp-pp2-vpp2"])
+def test_the_distributed_optimizer_takes_the_same_steps(ranks, folders, block, name):  # noqa: F811
+    one = run(ranks, folders("mixtral"), LAYOUTS["one"], iterations=3)
+    reports = run(ranks, folders("mixtral"), LAYOUTS[name], *ADAM, iterations=3, schedule=block())
+    assert_same_run(reports, one, tp=LAYOUTS[name].tp)
+
+
+@pytest.mark.parametrize("first", ["block", "auto"])
+def test_a_checkpoint_goes_between_levels_and_layouts(ranks, folders, block, tmp_path, first):  # noqa: F811
+    """Each expert is written by itself and read with the others, and the other way round; the optimizer's states
+    too."""
+    folder, kept = folders("qwen3_moe"), ["--load", str(tmp_path / "kept")]
+    whole = run(ranks, folder, LAYOUTS["ep2"], *SAVE, iterations=4)
+    schedules = [block(), "auto"] if first == "block" else ["auto", block()]
+    saving = ["--save", str(tmp_path / "kept"), "--save-interval", "2"]
+    wide = LAYOUTS["ep4-tp2-sp-dp2"]
+    run(ranks, folder, wide, *SAVE, *saving, iterations=2, schedule=schedules[0])
+    assert_same_run(
+        run(ranks, folder, LAYOUTS["ep2"], *SAVE, *kept, iterations=4, schedule=schedules[1]), whole, skip=2
+    )
+
+
+def test_a_checkpoint_of_whole_experts_goes_between_levels(ranks, folders, block, tmp_path):  # noqa: F811
+    """Where all TP ranks have all experts, one of them writes each."""
+    folder, kept = folders("mixtral"), ["--load", str(tmp_path)]
+    whole = run(ranks, folder, LAYOUTS["one"], *SAVE, iterations=4)
+    saving = ["--save", str(tmp_path), "--save-interval", "2"]
+    run(ranks, folder, LAYOUTS["tp2-sp"], *SAVE, *saving, iterations=2, schedule=block())
+    assert_same_run(run(ranks, folder, LAYOUTS["dp2"], *SAVE, *kept, iterations=4), whole, skip=2)
+
+
+RECOMPUTE = {
+    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "moe": "--recompute-granularity selective --recompute-modules moe core_attn",
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_recompute_changes_no_bit(ranks, folders, block, name):  # noqa: F811
+    layout, folder = LAYOUTS["ep2-tp2-sp"], folders("mixtral")
+    plain = run(ranks, folder, layout, schedule=block())
+    again = run(ranks, folder, layout, *RECOMPUTE[name].split(), schedule=block())
+    assert losses(again) == losses(plain)
+    for one, other in zip(plain, again, strict=True):
+        for key, (gradient, _) in one.gradients.items():
+            assert torch.equal(gradient, other.gradients[key][0]), key
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "reason"),
+    [
+        ("--tensor-model-parallel-size 2", {}, "its mixture of experts wants sequence parallelism"),
+        ("", {"output_router_logits": True}, "output_router_logits adds a loss of HF's routers"),
+        ("", {"router_jitter_noise": 0.1}, "router_jitter_noise changes what HF's routers see"),
+    ],
+)
+def test_mixtures_that_are_not_megatrons_are_refused(ranks, tmp_path, block, flags, changes, reason):  # noqa: F811
+    (folder,) = ranks.run(1, _small, "mixtral", str(tmp_path / "model"), changes)
+    with pytest.raises(RankError, match=reason):
+        run(ranks, folder, CheckedLayout(2, 1, flags), schedule=block())
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (Layout(), None),
+        (Layout(tensor_model_parallel_size=2, sequence_parallel=True), None),
+        (Layout(tensor_model_parallel_size=2), "its mixture of experts wants sequence parallelism"),
+        (Layout(packed_sequences=True), ""),  # of several rows, and as one row to Megatron's layer
+    ],
+)
+def test_auto_takes_megatrons_mixture_where_it_can(ranks, folders, layout, reason):  # noqa: F811
+    plan = open_session("auto", folders("mixtral"), layout).plan
+    layers = plan.structure.layer_paths()
+    assert sorted(plan.blocks) == (sorted(layers) if reason is None else [])
+    assert all(plan.not_blocks[layer].startswith(reason) for layer in layers if reason)
+    assert bool(plan.not_blocks) == bool(reason)
+
+
+def test_auto_leaves_layers_whose_modules_a_schedule_names(ranks, folders, tmp_path):  # noqa: F811
+    """A schedule that adapts experts' neighbours, written for level fused, runs as before."""
+    path = tmp_path / "adapted.py"
+    path.write_text(
+        "from megasched.model_adapters.default_schedule import schedule as default\n\n\n"
+        "def schedule(sch, layout):\n    default(sch, layout)\n"
+        '    sch["model.layers.1.self_attn.q_proj"].adapt(rank=2)\n'
+    )
+    plan = open_session(str(path), folders("mixtral"), Layout()).plan
+    assert len(plan.blocks) == 3
+    assert plan.not_blocks == {
+        "model.layers.1": "the schedule calls adapt on self_attn.q_proj, which is gone then"
+    }
