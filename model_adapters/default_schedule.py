@@ -26,20 +26,15 @@ def schedule(sch: Schedule, layout: Layout) -> None:
         axis = {"column": output, "row": 1 - output, "vocab": 0, "features": 1}[cut]
         sch[path].shard("weight", axis=axis)
     block = sch.roles.block
-    if isinstance(block, Block) and block.groups % layout.tp == 0:
-        by_megatron = layout.fp8 is not None or layout.tp_comm_overlap
+    by_megatron = layout.fp8 is not None or layout.tp_comm_overlap
+    if isinstance(block, Block) and (by_megatron or _takes_mixture(block, layout)):
         for path, role in sch.roles.role.items():
-            layer = path.removesuffix(f".{block.out}")
-            if role != "attn.out":
-                continue
-            if by_megatron:
-                sch[layer].level("block")
-            elif block.mixture is not None and _takes_mixture(block, layout):
-                sch[layer].level("block", required=False)
+            if role == "attn.out":
+                sch[path.removesuffix(f".{block.out}")].level("block", required=False)
 
 
 def _takes_mixture(block: Block, layout: Layout) -> bool:
     """Megatron's layer takes packed sequences as one row, and Transformer Engine has no window under context
     parallelism unless a flag says how."""
     windows = any(window is not None for window in block.windows)
-    return not layout.packed_sequences and not (layout.cp > 1 and windows)
+    return block.mixture is not None and not layout.packed_sequences and not (layout.cp > 1 and windows)

@@ -102,12 +102,26 @@ BLOCKS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Those with experts.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {**_SMALL, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        **_SMALL,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+}
+
 
 def config(family: str, **changes: Any) -> Any:
     """The tiny HF config of a family, some fields changed."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(family, **{**(FAMILIES | BLOCKS)[family], **changes})
+    return AutoConfig.for_model(family, **{**(FAMILIES | BLOCKS | MIXTURES)[family], **changes})
 
 
 def save(family: str, folder: Any, **changes: Any) -> str:

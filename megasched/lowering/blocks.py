@@ -14,6 +14,9 @@ from megasched.placement import Placement
 from megasched.records import Record
 from megasched.roles import Block, Cut, Mixture
 
+# Megatron's name of a router's weight in its layer.
+ROUTER = "mlp.router.weight"
+
 # Calls on the layer itself are carried out on what takes its place; nothing inside it is left to call.
 _INSIDE = ("shard", "level")
 
@@ -193,9 +196,7 @@ def assemblies(plan: Plan, layer: str, block: Block, ep_rank: int = 0) -> dict[s
             "mlp.linear_fc1.layer_norm_weight": of([f"{block.mlp_norm}.weight"]),
         }
     else:
-        found["mlp.router.weight"] = Assembly(
-            (_of_part(plan, plan.placement(f"{layer}.{mixture.router}", "weight")),)
-        )
+        found[ROUTER] = Assembly((_of_part(plan, plan.placement(f"{layer}.{mixture.router}", "weight")),))
         found |= _experts(plan, f"{layer}.{mixture.experts}", ep_rank)
     if has_bias(plan, layer, qkv[0]):
         found["self_attention.linear_qkv.bias"] = of((f"{name}.bias" for name in qkv), block.groups)

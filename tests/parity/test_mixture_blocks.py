@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megasched.layout import Layout
-from megasched.megatron.session import open_session
 from megasched.verify.parity import CheckedLayout
 from megasched.verify.rank_pool import RankError
 from megasched.verify.shrink import TOKENS
@@ -161,35 +159,3 @@ def test_mixtures_that_are_not_megatrons_are_refused(ranks, tmp_path, block, fla
     (folder,) = ranks.run(1, _small, "mixtral", str(tmp_path / "model"), changes)
     with pytest.raises(RankError, match=reason):
         run(ranks, folder, CheckedLayout(2, 1, flags), schedule=block())
-
-
-@pytest.mark.parametrize(
-    ("layout", "reason"),
-    [
-        (Layout(), None),
-        (Layout(tensor_model_parallel_size=2, sequence_parallel=True), None),
-        (Layout(tensor_model_parallel_size=2), "its mixture of experts wants sequence parallelism"),
-        (Layout(packed_sequences=True), ""),  # of several rows, and as one row to Megatron's layer
-    ],
-)
-def test_auto_takes_megatrons_mixture_where_it_can(ranks, folders, layout, reason):  # noqa: F811
-    plan = open_session("auto", folders("mixtral"), layout).plan
-    layers = plan.structure.layer_paths()
-    assert sorted(plan.blocks) == (sorted(layers) if reason is None else [])
-    assert all(plan.not_blocks[layer].startswith(reason) for layer in layers if reason)
-    assert bool(plan.not_blocks) == bool(reason)
-
-
-def test_auto_leaves_layers_whose_modules_a_schedule_names(ranks, folders, tmp_path):  # noqa: F811
-    """A schedule that adapts experts' neighbours, written for level fused, runs as before."""
-    path = tmp_path / "adapted.py"
-    path.write_text(
-        "from megasched.model_adapters.default_schedule import schedule as default\n\n\n"
-        "def schedule(sch, layout):\n    default(sch, layout)\n"
-        '    sch["model.layers.1.self_attn.q_proj"].adapt(rank=2)\n'
-    )
-    plan = open_session(str(path), folders("mixtral"), Layout()).plan
-    assert len(plan.blocks) == 3
-    assert plan.not_blocks == {
-        "model.layers.1": "the schedule calls adapt on self_attn.q_proj, which is gone then"
-    }

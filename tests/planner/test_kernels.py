@@ -151,3 +151,36 @@ def test_pairs_are_counted(length, window, causal):
 def test_ranks_share_pairs_evenly(part, window, ranks):
     whole = attended(part * ranks, part * ranks, True, window, 1)
     assert attended(part, part, True, window, ranks) * ranks == pytest.approx(whole)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mixture")
+    config_of("mixtral").save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_megatrons_mixture_computes_as_much_and_keeps_less(mixture, tmp_path, ep, on_gpu):
+    """Pairs of token and expert, two of each token, go to their experts and come back; with a weight each."""
+    layout = {"expert_model_parallel_size": ep} if ep > 1 else {}
+    fused, block = (
+        measured(mixture, schedule_at(level, tmp_path), on_gpu=on_gpu, **layout) for level in ("fused", "block")
+    )
+    assert block.forward_work.flops == fused.forward_work.flops
+    assert block.backward_work.flops == fused.backward_work.flops
+    assert block.layer < (0.6 if on_gpu else 0.9) * fused.layer
+    pairs = 2 * BATCH * LENGTH
+    there_and_back = {("alltoall_base", "EXPERT_MODEL_PARALLEL_GROUP", False): pairs * (2 * HIDDEN + 1) * 2}
+    assert dict(block.forward_work.sent) == (there_and_back if ep > 1 else {})
+
+
+def test_under_sequence_parallelism_a_mixture_computes_each_token_once(mixture, tmp_path):
+    """HF's experts see the tokens of all TP ranks, on each."""
+    fused, block = (
+        measured(mixture, schedule_at(level, tmp_path), tensor_model_parallel_size=2).forward_work
+        for level in ("fused", "block")
+    )
+    parameters = 3 * HIDDEN * FFN * 2  # of the two experts of a token
+    assert fused.flops - block.flops == pytest.approx(2 * BATCH * LENGTH * parameters / 2, rel=0.01)

@@ -210,7 +210,6 @@ def test_experts_are_shared_out(tmp_path):
     assert shared.fullest.optimizer == whole.fullest.optimizer
     words = run_words(report, shared)
     assert words[words.index("--expert-model-parallel-size") + 1] == "2"
-    assert words[words.index("--expert-tensor-parallel-size") + 1] == "1"
 
 
 def test_what_asks_for_values_is_out_with_the_reason(model, tmp_path, monkeypatch):

@@ -72,6 +72,7 @@ def install() -> Any:
     _allow_8_bits()
     te.Linear.forward = _linear
     te.LayerNormLinear.forward = _norm_linear
+    te.GroupedLinear.forward = _grouped_linear
     te.RMSNorm.forward = lambda self, x, *args, **kwargs: F.rms_norm(x, self.weight.shape, self.weight, self.eps)
     te.DotProductAttention.__init__ = _on_cpu(te.DotProductAttention.__init__)
     te.DotProductAttention.forward = _on_cpu(_attention)
@@ -143,6 +144,16 @@ def _norm_linear(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     assert not self.return_layernorm_output
     normed = F.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
     return _linear(self, normed, **kwargs)
+
+
+def _grouped_linear(
+    self: Any, x: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None, **kwargs: Any
+) -> Any:
+    assert not self.use_bias
+    assert not self.return_bias
+    counts = m_splits if isinstance(m_splits, list) else m_splits.tolist()
+    weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+    return torch.cat([F.linear(part, weight) for part, weight in zip(x.split(counts), weights, strict=True)])
 
 
 def _attention(

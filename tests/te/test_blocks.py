@@ -8,11 +8,12 @@ import pytest
 from tests.process import TE, run_case
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "phi3")
+MIXTURES = ("mixtral", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
 def found():
-    return run_case(TE, "tests.te.blocks_case", *FAMILIES)
+    return run_case(TE, "tests.te.blocks_case", *FAMILIES, *MIXTURES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -22,7 +23,14 @@ def test_the_layer_is_made_of_transformer_engines_modules(found, family):
     assert not {"ColumnParallelLinear", "RowParallelLinear", "CoreAttention"} & set(classes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_experts_are_transformer_engines_too(found, family):
+    classes = found[family]["classes"]
+    assert {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear", "TopKRouter"} <= set(classes)
+    assert not {"ColumnParallelLinear", "RowParallelLinear", "CoreAttention", "SequentialMLP"} & set(classes)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_output_and_every_gradient_equal_the_definitions(found, family):
     assert found[family]["missing"] == []
     assert {name: gap for name, gap in found[family]["distances"].items() if not gap < 1e-5} == {}
