@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import nn
 from torch.nn import functional as F
 
+from megasched.assembly import Assembly
 from megasched.errors import Problem, ScheduleError
 from megasched.lowering.attention import fused_attention
 from megasched.lowering.attention_te import uses_transformer_engine
@@ -118,22 +119,7 @@ def lower_block(
         pg_collection=groups,
         add_layer_offset=False,
     )
-    known = assemblies(plan, path, block, groups.ep.rank())
-    left = {part.name for assembly in known.values() for part in assembly.parts}
-    for name, parameter in layer.named_parameters():
-        if name not in known:
-            raise RuntimeError(f"{path}: nothing is known of {name} in Megatron's layer")
-        assembly = known[name]
-        left -= {part.name for part in assembly.parts}
-        context.assemblies[f"{path}.layer.{name}"] = assembly
-        held = [model.get_parameter(part.name) for part in assembly.parts]
-        context.adopt_assembled(parameter, assembly, held)
-        if assembly.entry is not None:
-            # Whole, as at the other levels: Megatron would sum it over TP x DP as well where EP is 1.
-            parameter.tensor_model_parallel = False
-            parameter.allreduce = assembly.parts[0].group != "ep"
-    if left:
-        raise RuntimeError(f"{path}: Megatron's layer has no parameter for {', '.join(sorted(left))}")
+    _fill(path, layer, assemblies(plan, path, block, groups.ep.rank()), model, context)
     parts = context.size if config.sequence_parallel else 1
     ranks = context.context_parallel
     rotated = not block.rotated or block.rotated[index]
@@ -142,6 +128,29 @@ def lower_block(
         if isinstance(value, str | int | float) and name not in vars(new):
             setattr(new, name, value)
     return new
+
+
+def _fill(
+    path: str, layer: TransformerLayer, known: dict[str, Assembly], model: nn.Module, context: Context
+) -> None:
+    """Gives the parameters of Megatron's layer their values; see ``lower_block``."""
+    own: dict[str, Any] = dict(layer.named_parameters())
+    unknown = own.keys() - known.keys()
+    if unknown:
+        raise RuntimeError(f"{path}: nothing is known of {', '.join(sorted(unknown))} in Megatron's layer")
+    left = {part.name for assembly in known.values() for part in assembly.parts}
+    # Entries of one tensor one after the other: where values are made, the whole tensor is.
+    for name in sorted(own, key=lambda name: known[name].name):
+        parameter, assembly = own[name], known[name]
+        left -= {part.name for part in assembly.parts}
+        context.assemblies[f"{path}.layer.{name}"] = assembly
+        context.adopt_assembled(parameter, assembly, [model.get_parameter(part.name) for part in assembly.parts])
+        if assembly.entry is not None:
+            # Whole, as at the other levels: Megatron would sum it over TP x DP as well where EP is 1.
+            parameter.tensor_model_parallel = False
+            parameter.allreduce = assembly.parts[0].group != "ep"
+    if left:
+        raise RuntimeError(f"{path}: Megatron's layer has no parameter for {', '.join(sorted(left))}")
 
 
 def rotary_angles(rotary: nn.Module) -> Angles:

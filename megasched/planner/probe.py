@@ -240,8 +240,10 @@ class _Run:
         layer.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def warm_up(self) -> None:
-        """A forward: what a micro-batch leaves behind, tables and communication buffers, it makes there."""
-        self._forward()
+        """A forward: what a micro-batch leaves behind, tables and communication buffers, it makes there. Without a
+        graph: what modules remember of a micro-batch would hold on to it, as after a backward pass it doesn't."""
+        with torch.no_grad():
+            self._forward()
 
     def once(self, held: int) -> Measured:
         live = self.live

@@ -31,7 +31,8 @@ class RandomInit:
 
     A value depends on the seed, the parameter's canonical name and the config, and on nothing else: not on
     the layout, nor on which other parameters were asked for. (Hosts whose CPUs lack AVX2 differ from those
-    that have it in the last bits.) Memory: one full float32 parameter at a time.
+    that have it in the last bits.) Memory: one full float32 parameter at a time; the last one stays, if parts of
+    it were asked for.
 
     Args:
         definition: from ``megasched.definition.build_definition``, parameters on meta, not scheduled yet.
@@ -56,6 +57,7 @@ class RandomInit:
             param.__dict__.update(original.__dict__)
             setattr(param, INITIALIZED, True)
         self._sources = self._find_sources()
+        self._kept: tuple[str, torch.Tensor] | None = None
 
     def local(self, placement: Placement, rank: int, size: int) -> torch.Tensor:
         """See ``WeightSource.local``; float32.
@@ -74,10 +76,12 @@ class RandomInit:
                 f"{placement.name}: {type(self._skeleton).__name__} has it in shape {list(shape)}, "
                 f"expected {list(placement.shape)}"
             )
-        full = self._initialised(placement.name)
+        kept, self._kept = self._kept, None
+        full = kept[1] if kept is not None and kept[0] == placement.name else self._initialised(placement.name)
         piece = placement.shard(full, rank, size)
         if piece.numel() == full.numel():
             return piece.contiguous()
+        self._kept = placement.name, full  # of experts, each is asked for by itself
         # A view would keep the memory of the full parameter.
         return piece.clone(memory_format=torch.contiguous_format)
 

@@ -88,6 +88,21 @@ def test_slices_concatenate_to_the_full_parameter(definition, size):
             assert all(piece.untyped_storage().nbytes() == piece.nbytes for piece in pieces), name
 
 
+def test_parts_that_are_asked_for_one_by_one_are_made_once(tiny, monkeypatch):
+    """Experts of a layer are parameters of their own in Megatron's, and one in HF's."""
+    made = []
+    real = RandomInit._initialised
+    monkeypatch.setattr(RandomInit, "_initialised", lambda self, name: made.append(name) or real(self, name))
+    definition = build_definition(tiny("mixtral"))
+    source = RandomInit(definition, SEED)
+    name, other = (f"model.layers.0.mlp.experts.{own}" for own in ("gate_up_proj", "down_proj"))
+    shape = tuple(definition.get_parameter(name).shape)
+    parts = [source.local(Placement(name, shape, axis=0), rank, shape[0]) for rank in range(shape[0])]
+    source.local(whole(definition, other), 0, 1)
+    assert torch.equal(torch.cat(parts), source.local(whole(definition, name), 0, 1))
+    assert made == [name, other, name]
+
+
 def test_packed_transposed_slices(tiny):
     definition = build_definition(tiny("gpt2"))
     source = RandomInit(definition, SEED)
