@@ -248,6 +248,7 @@ def cases(draw):
     ep = draw(st.sampled_from([1, 2, 4])) if family in EXPERTS else 1
     layout = Layout(
         tensor_model_parallel_size=tp if ep == 1 else 1,
+        sequence_parallel=tp > 1 and ep == 1 and draw(st.booleans()),
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
         expert_model_parallel_size=ep,
@@ -264,7 +265,10 @@ def groups_of(rank: int, layout: Layout) -> Iterator[None]:
     torch.distributed.init_process_group("fake", rank=rank, world_size=layout.tp * layout.ep)
     try:
         parallel_state.initialize_model_parallel(
-            layout.tp, expert_model_parallel_size=layout.ep, create_gloo_process_groups=False
+            layout.tp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,
         )
         yield
     finally:
@@ -324,7 +328,8 @@ def test_every_layout_writes_every_value_once(tiny, trained, tmp_path_factory, c
             with groups_of(rank, layout):
                 for entry in entries_of_rank(session, source, stages, dtype):
                     value = full.setdefault(entry.key, torch.zeros(entry.global_shape, dtype=entry.dtype))
-                    ranges = zip(entry.global_offset, entry.local_shape, strict=True)
+                    shape = (1,) * entry.prepend_axis_num + entry.local_shape  # of an expert by itself
+                    ranges = zip(entry.global_offset, shape, strict=True)
                     place = tuple(slice(start, start + length) for start, length in ranges)
                     value[place] = entry.data.detach()
                     times.setdefault(entry.key, torch.zeros(entry.global_shape, dtype=torch.int))[place] += 1
