@@ -43,10 +43,21 @@ def transfers(plan: Plan) -> dict[str, list[Transfer]]:
     found = {path: _of_cut(derived_syncs(plan, path), path in entered) for path in plan.cuts}
     order = {name.rpartition(".")[0]: place for place, name in enumerate(plan.canonical)}
     for path, columns in regions.items():
+        if not columns:  # what is whole inside reads the sequence of all ranks, as experts do
+            found[path] = [] if plan.in_block(path) else _of_whole_region(plan, path)
+            continue
         # They are found in the order in which a set has them, which differs between layers and runs.
         names = tuple(column[len(path) + 1 :] for column in sorted(columns, key=order.__getitem__))
         found[path] = _of_input(derived_syncs(plan, columns[0]), names)
     return {path: sent for path, sent in found.items() if sent}
+
+
+def _of_whole_region(plan: Plan, path: str) -> list[Transfer]:
+    """Of a module that is entered as a region and has no columns in it (``lowering/region.py``)."""
+    structure = plan.structure
+    split = plan.layout.sp and structure is not None and structure.index_of(path) is not None
+    syncs = {"fwd_pre": "all_gather", "bwd_post": "reduce_scatter"} if split else {"bwd_post": "all_reduce"}
+    return _of_input({"fwd_pre": None, **syncs})
 
 
 def _of_input(syncs: dict[str, str | None], shared_by: tuple[str, ...] = ()) -> list[Transfer]:

@@ -8,7 +8,9 @@ from megasched.lowering.plan import Plan
 from megasched.lowering.sync import shared_regions
 from megasched.megatron.session import open_session
 from megasched.report.communication import Transfer, transfers
+from megasched.report.show import inspect_schedule
 from megasched.trial.labels import Derived, Region
+from tests import tiny
 
 LAYER = "model.layers.1"
 
@@ -61,6 +63,23 @@ def test_transfers_at_tp_2(inspect):
     assert found[f"{LAYER}.mlp.down_proj"].transfers == (Transfer("forward", "all_reduce", "output"),)
     assert found["model.embed_tokens"].transfers == (Transfer("forward", "all_reduce", "output"),)
     assert found["lm_head"].transfers == (Transfer("backward", "all_reduce", "input"),)
+
+
+@pytest.mark.parametrize(("level", "sent"), [("fused", True), ("block", False)])
+def test_tokens_of_a_mixture_under_sequence_parallelism(tmp_path, level, sent):
+    """HF's reads those of all ranks; Megatron's has each rank's part."""
+    schedule = tmp_path / "level.py"
+    schedule.write_text(
+        "from megasched.model_adapters.default_schedule import schedule as default\n\n\n"
+        f"def schedule(sch, layout):\n    default(sch, layout)\n    sch['model.layers.*'].level('{level}')\n"
+    )
+    layout = Layout(tensor_model_parallel_size=2, sequence_parallel=True)
+    found = modules(inspect_schedule(str(schedule), tiny.save("mixtral", tmp_path / "model"), layout))
+    wanted = (Transfer("forward", "all_gather", "input"), Transfer("backward", "reduce_scatter", "input"))
+    assert found["model.layers.1.mlp"].transfers == (wanted if sent else ())
+    assert found["model.layers.1"].becomes == (
+        "Megatron's TransformerLayer" if level == "block" else "MixtralDecoderLayer"
+    )
 
 
 def test_transfers_and_gradients_under_sequence_parallelism(inspect):
