@@ -101,33 +101,33 @@ def test_variants_equal_hf(ranks, tmp_path, block, variant):  # noqa: F811
 
 @pytest.mark.parametrize("name", ["ep2", "ep2-tp2-sp-dp2", "tp2-sp-pp2-vpp2"])
 def test_the_distributed_optimizer_takes_the_same_steps(ranks, folders, block, name):  # noqa: F811
-    one = run(ranks, folders("mixtral"), LAYOUTS["one"], iterations=3)
+    one = run(ranks, folders("mixtral"), LAYOUTS["one"], iterations=3, schedule=block(level="fused"))
     reports = run(ranks, folders("mixtral"), LAYOUTS[name], *ADAM, iterations=3, schedule=block())
     assert_same_run(reports, one, tp=LAYOUTS[name].tp)
 
 
-@pytest.mark.parametrize("first", ["block", "auto"])
+@pytest.mark.parametrize("first", ["block", "fused"])
 def test_a_checkpoint_goes_between_levels_and_layouts(ranks, folders, block, tmp_path, first):  # noqa: F811
     """Each expert is written by itself and read with the others, and the other way round; the optimizer's states
     too."""
     folder, kept = folders("qwen3_moe"), ["--load", str(tmp_path / "kept")]
-    whole = run(ranks, folder, LAYOUTS["ep2"], *SAVE, iterations=4)
-    schedules = [block(), "auto"] if first == "block" else ["auto", block()]
+    second = "fused" if first == "block" else "block"
+    whole = run(ranks, folder, LAYOUTS["ep2"], *SAVE, iterations=4, schedule=block(level="fused"))
     saving = ["--save", str(tmp_path / "kept"), "--save-interval", "2"]
     wide = LAYOUTS["ep4-tp2-sp-dp2"]
-    run(ranks, folder, wide, *SAVE, *saving, iterations=2, schedule=schedules[0])
-    assert_same_run(
-        run(ranks, folder, LAYOUTS["ep2"], *SAVE, *kept, iterations=4, schedule=schedules[1]), whole, skip=2
-    )
+    run(ranks, folder, wide, *SAVE, *saving, iterations=2, schedule=block(level=first))
+    resumed = run(ranks, folder, LAYOUTS["ep2"], *SAVE, *kept, iterations=4, schedule=block(level=second))
+    assert_same_run(resumed, whole, skip=2)
 
 
 def test_a_checkpoint_of_whole_experts_goes_between_levels(ranks, folders, block, tmp_path):  # noqa: F811
     """Where all TP ranks have all experts, one of them writes each."""
     folder, kept = folders("mixtral"), ["--load", str(tmp_path)]
-    whole = run(ranks, folder, LAYOUTS["one"], *SAVE, iterations=4)
+    whole = run(ranks, folder, LAYOUTS["one"], *SAVE, iterations=4, schedule=block(level="fused"))
     saving = ["--save", str(tmp_path), "--save-interval", "2"]
     run(ranks, folder, LAYOUTS["tp2-sp"], *SAVE, *saving, iterations=2, schedule=block())
-    assert_same_run(run(ranks, folder, LAYOUTS["dp2"], *SAVE, *kept, iterations=4), whole, skip=2)
+    resumed = run(ranks, folder, LAYOUTS["dp2"], *SAVE, *kept, iterations=4, schedule=block(level="fused"))
+    assert_same_run(resumed, whole, skip=2)
 
 
 RECOMPUTE = {
