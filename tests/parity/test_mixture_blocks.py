@@ -21,7 +21,6 @@ from tests.parity.test_experts import (
 )
 from tests.parity.test_levels import block  # noqa: F401 (a fixture)
 
-TYPES = ("mixtral", "qwen3_moe")
 EP2, TP2_SP = "--expert-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
 LAYOUTS = {
     "one": CheckedLayout(1, 1, ""),
@@ -66,8 +65,11 @@ def _mixtures_of_run(folder, flags, schedule):
         MoELayer.__init__ = real
 
 
-@pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("mixtral", name) for name in LAYOUTS]
+    + [("qwen3_moe", name) for name in ("one", "ep2-tp2-sp-dp2", "ep2-cp2", "tp2-sp-pp2-vpp2")],
+)
 def test_first_step_equals_hf(ranks, folders, block, model_type, name):  # noqa: F811
     """Loss, logits, every gradient and the norm; each rank has its experts alone, and Megatron's router."""
     layout = LAYOUTS[name]
