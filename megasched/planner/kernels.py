@@ -24,7 +24,9 @@ Shape = Sequence[int]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 _library = torch.library.Library("megasched_planner", "DEF")
 _library.define("kernel(Tensor[] read, int[] sizes, int[] dims, int[] dtypes, float flops) -> Tensor[]")
-_library.define("product(Tensor left, Tensor right, int[] shape, int k, int dtype, bool added) -> Tensor")
+_library.define(
+    "product(Tensor left, Tensor right, int[] shape, int k, int dtype, bool added, int batch) -> Tensor"
+)
 
 
 @torch.library.register_fake("megasched_planner::kernel", lib=_library)
@@ -38,7 +40,7 @@ def _make(read: list[torch.Tensor], sizes: list[int], dims: list[int], dtypes: l
 
 @torch.library.register_fake("megasched_planner::product", lib=_library)
 def _multiply(
-    left: torch.Tensor, right: torch.Tensor, shape: list[int], k: int, dtype: int, added: bool
+    left: torch.Tensor, right: torch.Tensor, shape: list[int], k: int, dtype: int, added: bool, batch: int
 ) -> torch.Tensor:
     return torch.empty([0] if added else shape, dtype=_DTYPES[dtype], device="cpu")
 
@@ -64,17 +66,23 @@ def like(tensor: torch.Tensor) -> tuple[Shape, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 
-def product(left: torch.Tensor, right: torch.Tensor, shape: Shape, k: int, dtype: torch.dtype) -> torch.Tensor:
-    """A matrix product over ``k``; ``left`` tells in how many bits."""
+def product(
+    left: torch.Tensor, right: torch.Tensor, shape: Shape, k: int, dtype: torch.dtype, batch: int = 1
+) -> torch.Tensor:
+    """A matrix product over ``k``; ``left`` tells in how many bits.
+
+    Args:
+        batch: of how many products, each with other rows, the result is put together.
+    """
     found: torch.Tensor = torch.ops.megasched_planner.product(
-        left, right, list(shape), k, _DTYPES.index(dtype), False
+        left, right, list(shape), k, _DTYPES.index(dtype), False, batch
     )
     return found
 
 
-def add_product(left: torch.Tensor, right: torch.Tensor, shape: Shape, k: int) -> None:
+def add_product(left: torch.Tensor, right: torch.Tensor, shape: Shape, k: int, batch: int = 1) -> None:
     """A matrix product that is added to a gradient that is there (``--gradient-accumulation-fusion``)."""
-    torch.ops.megasched_planner.product(left, right, list(shape), k, _DTYPES.index(torch.float32), True)
+    torch.ops.megasched_planner.product(left, right, list(shape), k, _DTYPES.index(torch.float32), True, batch)
 
 
 class _Norm(torch.autograd.Function):
@@ -114,23 +122,6 @@ class _Pointwise(torch.autograd.Function):
 def swiglu(x: torch.Tensor, bias: torch.Tensor | None, *args: Any) -> Any:
     """For ``bias_swiglu_impl`` of megatron/core/fusions/fused_bias_swiglu.py."""
     return _Pointwise.apply(x, (*x.shape[:-1], x.shape[-1] // 2), True)
-
-
-def weighted_swiglu(x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, *args: Any) -> Any:
-    """For ``weighted_bias_swiglu_impl`` of the same file: times a weight of each token."""
-    return _Weighted.apply(x, weights)
-
-
-class _Weighted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weights)
-        return kernel([x, weights], ((*x.shape[:-1], x.shape[-1] // 2), x.dtype))[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weights = ctx.saved_tensors
-        return tuple(kernel([gradient, x, weights], like(x), like(weights)))
 
 
 def rotary(t: torch.Tensor, freqs: torch.Tensor, **options: Any) -> Any:
@@ -286,7 +277,8 @@ def no_context(*args: Any) -> Any:
     return nullcontext()
 
 
-_EIGHT_BITS = "megasched_in_8_bits"
+# Marks a weight whose products are in 8 bits.
+EIGHT_BITS = "megasched_in_8_bits"
 
 
 def linear(
@@ -306,7 +298,7 @@ def linear(
     Args:
         recipe: of weights that are in 8 bits.
     """
-    eight = recipe if getattr(weight, _EIGHT_BITS, False) else None
+    eight = recipe if getattr(weight, EIGHT_BITS, False) else None
     return _Linear.apply(x, bias, sequence_parallel, allreduce_dgrad, tp_group, eight, weight)
 
 
@@ -316,7 +308,7 @@ def mark_8_bits(layer: nn.Module) -> None:
 
     for module in layer.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            setattr(module.weight, _EIGHT_BITS, True)
+            setattr(module.weight, EIGHT_BITS, True)
 
 
 class TeLinear(nn.Module):
@@ -350,7 +342,6 @@ def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
     return {
         "torch.nn.functional:rms_norm": rms_norm,
         "megatron.core.transformer.mlp:bias_swiglu_impl": swiglu,
-        "megatron.core.transformer.mlp:weighted_bias_swiglu_impl": weighted_swiglu,
         "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": rotary,
         "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": megatrons_linear,
         "megasched.lowering.joint:linear_with_grad_accumulation_and_async_allreduce": megatrons_linear,

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 from megasched.errors import ConfigError, MegaschedError
 from megasched.lowering import experts
 from megasched.patches.attributes import set_attribute
-from megasched.planner import even_routing, kernels
+from megasched.planner import even_routing, expert_kernels, kernels
 from megasched.planner.build_stage import Setting, build_stage, copy_with_layers
 from megasched.planner.fake_results import FakeResults
 from megasched.planner.live_bytes import LiveBytes
@@ -79,10 +79,11 @@ _WITHOUT_VALUES: dict[str, Callable[..., Any]] = {
 def _functions(session: Session, setting: Setting) -> dict[str, Callable[..., Any]]:
     """What takes the place of what while a stage runs."""
     found, fp8 = dict(_WITHOUT_VALUES), session.plan.layout.fp8
-    if session.plan.blocks:
-        found |= even_routing.STAND_INS
+    recipe = fp8 and fp8.fp8_recipe
     if setting.on_gpu:
-        found |= kernels.stand_ins(fp8 and fp8.fp8_recipe)
+        found |= kernels.stand_ins(recipe)
+    if session.plan.blocks:
+        found |= even_routing.STAND_INS | (expert_kernels.stand_ins(recipe) if setting.on_gpu else {})
     return found
 
 

@@ -136,9 +136,9 @@ class CountWork(TorchDispatchMode):
         """Of ``megasched/planner/kernels.py``."""
         self.work.kernels += 1
         if func.overloadpacket.__name__ == "product":
-            left, _, shape, k, _, added = args
+            left, _, shape, k, _, added, batch = args
             written = 2 * 4 if added else output.element_size()
-            made = Product(1, math.prod(shape[:-1]), shape[-1], k, left.element_size(), written)
+            made = Product(batch, math.prod(shape[:-1]) // batch, shape[-1], k, left.element_size(), written)
             self.work.products[made] += 1
         elif flops := args[4]:
             self.work.attention += flops
