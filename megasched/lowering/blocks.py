@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megasched.assembly import Assembly
 from megasched.errors import Problem
-from megasched.lowering.joining import level_at, levels_asked
+from megasched.lowering.joining import level_at, levels_asked, required
 from megasched.lowering.plan import Plan
 from megasched.placement import Placement
 from megasched.records import Record
@@ -36,7 +36,7 @@ def choose_blocks(plan: Plan, block: Block | str, trained: Mapping[str, bool], b
     if plan.structure is None or not by_trainer:
         what = "Megatron's layers need the config of its trainer"
         remedy = "train through `python -m megasched pretrain_gpt.py`, or use level('fused')"
-        return [Problem(what, path, r.source, remedy) for path, r in asked.items() if _required(r)]
+        return [Problem(what, path, r.source, remedy) for path, r in asked.items() if required(r)]
     layers = plan.structure.layer_paths()
     problems = []
     chosen = {}
@@ -45,7 +45,7 @@ def choose_blocks(plan: Plan, block: Block | str, trained: Mapping[str, bool], b
         if record is not None and record.arguments["name"] == "block":
             chosen[layer] = record
     for path, record in asked.items():
-        if plan.structure.index_of(path) is not None and path not in chosen:
+        if plan.structure.index_of(path) is not None and path not in layers:
             what = "a block is a whole decoder layer"
             problems.append(Problem(what, path, record.source, "call level('block') on the layer"))
     inside = _Inside(plan)
@@ -53,16 +53,12 @@ def choose_blocks(plan: Plan, block: Block | str, trained: Mapping[str, bool], b
         reason = block if isinstance(block, str) else _why_not(plan, layer, block, trained, inside)
         if not reason:
             plan.blocks.add(layer)
-        elif _required(record):
+        elif required(record):
             what = f"Megatron's layer can't stand for this one: {reason}"
             problems.append(Problem(what, layer, record.source, "use level('fused') here"))
         else:
             plan.not_blocks[layer] = reason
     return problems
-
-
-def _required(record: Record) -> bool:
-    return record.arguments.get("required", True)
 
 
 def overlap_problems(plan: Plan) -> list[Problem]:

@@ -36,10 +36,22 @@ def levels_asked(plan: Plan) -> dict[str, Record]:
 
 
 def level_at(asked: Mapping[str, Record], path: str) -> Record | None:
-    """The call of ``level`` on the module or on the nearest one around it; None without any."""
-    while path not in asked and path:
+    """The call of ``level`` on the module or on the nearest one around it; None without any. One that is not
+    required counts where there is no other."""
+    preferred = None
+    while True:
+        found = asked.get(path)
+        if found is not None and required(found):
+            return found
+        preferred = preferred or found
+        if not path:
+            return preferred
         path = path.rpartition(".")[0]
-    return asked.get(path)
+
+
+def required(level: Record) -> bool:
+    """Whether a call of ``level`` has to be done."""
+    return bool(level.arguments.get("required", True))
 
 
 def fused_paths(plan: Plan) -> Callable[[str], bool]:

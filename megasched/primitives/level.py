@@ -22,7 +22,7 @@ class Level(Primitive):
             Megatron's ``TransformerLayer``, for architectures whose layer is known to be the same. Checkpoints
             keep HF's names at all of them.
         required: where Megatron's layer can't stand for this one, the schedule is refused; otherwise the layer is
-            at ``fused`` then, and ``megasched show`` says why.
+            at ``fused`` then, and ``megasched show`` says why. A required call on a module around it counts more.
 
     Example: ``sch["model.layers.0"].level("leaf")``
     """

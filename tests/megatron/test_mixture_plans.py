@@ -37,6 +37,16 @@ def test_auto_takes_megatrons_layer_where_it_can(tmp_path, layout, reason):
     assert all(found.startswith(reason) for found in plan.not_blocks.values())
 
 
+@pytest.mark.parametrize("path", ["model.layers", "model.layers.*", "model", "model.layers.1"])
+def test_any_other_level_counts_more_than_autos(tmp_path, path):
+    schedule = tmp_path / "fused.py"
+    schedule.write_text(
+        "from megasched.model_adapters.default_schedule import schedule as default\n\n\n"
+        f"def schedule(sch, layout):\n    default(sch, layout)\n    sch['{path}'].level('fused')\n"
+    )
+    assert len(plan_of(tmp_path, Layout(), str(schedule)).blocks) == (3 if path.endswith("1") else 0)
+
+
 def test_auto_leaves_layers_whose_modules_a_schedule_names(tmp_path):
     """One that adapts what would be inside of Megatron's layer needs no other level for it."""
     schedule = tmp_path / "adapted.py"
