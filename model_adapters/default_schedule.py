@@ -1,6 +1,5 @@
 """The schedule that ``--model-schedule auto`` runs: every role cut as its kind is, and Megatron's own
-layers where they can stand for the definition's and do what was asked for (8 bits, overlap), or have a mixture of
-experts, which they compute with less memory, and under sequence parallelism once for each token."""
+layers where they can stand for the definition's and do what was asked for (8 bits, overlap) or have experts."""
 
 from __future__ import annotations
 
@@ -34,7 +33,8 @@ def schedule(sch: Schedule, layout: Layout) -> None:
 
 
 def _takes_mixture(block: Block, layout: Layout) -> bool:
-    """Megatron's layer takes packed sequences as one row, and Transformer Engine has no window under context
-    parallelism unless a flag says how."""
+    """Whether experts are for Megatron's layer, which keeps less, and under sequence parallelism computes each
+    token once. It takes packed sequences as one row, and Transformer Engine has no window under context parallelism
+    unless a flag says how."""
     windows = any(window is not None for window in block.windows)
     return block.mixture is not None and not layout.packed_sequences and not (layout.cp > 1 and windows)
