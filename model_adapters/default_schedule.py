@@ -34,7 +34,7 @@ def schedule(sch: Schedule, layout: Layout) -> None:
 
 def _takes_mixture(block: Block, layout: Layout) -> bool:
     """Whether experts are for Megatron's layer, which keeps less, and under sequence parallelism computes each
-    token once. It takes packed sequences as one row, and Transformer Engine has no window under context parallelism
-    unless a flag says how."""
+    token once. It takes packed sequences as one row, and Transformer Engine has no window under context
+    parallelism unless a flag says how."""
     windows = any(window is not None for window in block.windows)
     return block.mixture is not None and not layout.packed_sequences and not (layout.cp > 1 and windows)
