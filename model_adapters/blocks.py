@@ -10,11 +10,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 # Model types whose layers are built as Llama's are; tests/parity/test_levels.py proves each of them.
+MIXTURES = ("mixtral", "qwen3_moe")  # as Llama's, but for their MLP
 LLAMA_LIKE = (
     *("llama", "mistral", "ministral", "qwen2", "qwen3", "cwm", "seed_oss", "smollm3"),
     *("internlm3", "iquestcoder"),  # both by Llama's class
     "phi3",
-    *("mixtral", "qwen3_moe"),
+    *MIXTURES,
 )
 # Kinds of rotary positions whose angles do not depend on the length of the input and are not scaled.
 PLAIN_ROTARY = ("default", "linear", "llama3")
@@ -47,7 +48,7 @@ def block_of(model: nn.Module) -> Block | str:
 
 
 def _mixture(config: Any) -> Mixture | None:
-    if config.model_type not in ("mixtral", "qwen3_moe"):
+    if config.model_type not in MIXTURES:
         return None
     normalized = getattr(config, "norm_topk_prob", True)  # Mixtral's always are
     return Mixture("mlp.gate", "mlp.experts", config.num_experts_per_tok, normalized)

@@ -88,11 +88,6 @@ class Context:
         deferred = self.source is None and held.device.type == "meta"
         return init_empty_weights() if deferred else nullcontext()
 
-    def splits_sequence(self, path: str) -> bool:
-        """Whether activations around the module are split along the sequence."""
-        structure = self.plan.structure
-        return self.plan.layout.sp and structure is not None and structure.index_of(path) is not None
-
     def adopt_assembled(self, parameter: nn.Parameter, assembly: Assembly, held: Sequence[nn.Parameter]) -> None:
         """The same as ``adopt`` for a parameter that is made of several HF tensors."""
         parameter.requires_grad_(held[0].requires_grad)

@@ -187,7 +187,7 @@ def lower_te_linear(path: str, module: nn.Module, context: Context, *, entered: 
         entered: a region around it already takes the input over to TP (see ``region.py``).
     """
     plan = context.plan
-    column, split = plan.cuts[path] == "column", context.splits_sequence(path)
+    column, split = plan.cuts[path] == "column", plan.splits_sequence(path)
     lowered: TeLinear
     if column:
         lowered = TeColumnLinear(context.group, split, entered, path in plan.derived.gather)

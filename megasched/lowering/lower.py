@@ -180,7 +180,7 @@ def _lower_regions(
         if not here(path):
             continue
         module, needed = model.get_submodule(path), path in derived.needed_regions
-        split = context.splits_sequence(path) and not (columns and derived.whole_inputs.issuperset(columns))
+        split = context.plan.splits_sequence(path) and not (columns and derived.whole_inputs.issuperset(columns))
         whole = derived.whole_slots[path] if needed else ()
         enter_region(module, slots, context.group, split, needed=needed, whole=whole)
         if split and not needed:

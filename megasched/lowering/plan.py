@@ -74,6 +74,10 @@ class Plan:
         layer = "" if index is None else self.structure.layer_path(index)
         return layer != path and layer in self.blocks
 
+    def splits_sequence(self, path: str) -> bool:
+        """Whether activations around the module at ``path`` are split along the sequence over the TP ranks."""
+        return self.layout.sp and self.structure is not None and self.structure.index_of(path) is not None
+
     def in_8_bits(self, path: str) -> bool:
         """Whether the module at ``path`` is a layer, or in one, that 8-bit training covers."""
         fp8, structure = self.layout.fp8, self.structure

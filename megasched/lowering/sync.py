@@ -14,8 +14,7 @@ def derived_syncs(plan: Plan, path: str) -> dict[str, str | None]:
     their all-gather and reduce-scatter forms (Korthikanti et al., arXiv 2205.05198).
     """
     cut = plan.cuts[path]
-    split = plan.layout.sp and plan.structure is not None and plan.structure.index_of(path) is not None
-    split = split and path not in plan.derived.whole_inputs
+    split = plan.splits_sequence(path) and path not in plan.derived.whole_inputs
     if cut == "column":
         return {
             "fwd_pre": "all_gather" if split else None,

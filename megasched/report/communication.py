@@ -54,8 +54,7 @@ def transfers(plan: Plan) -> dict[str, list[Transfer]]:
 
 def _of_whole_region(plan: Plan, path: str) -> list[Transfer]:
     """Of a module that is entered as a region and has no columns in it (``lowering/region.py``)."""
-    structure = plan.structure
-    split = plan.layout.sp and structure is not None and structure.index_of(path) is not None
+    split = plan.splits_sequence(path)
     syncs = {"fwd_pre": "all_gather", "bwd_post": "reduce_scatter"} if split else {"bwd_post": "all_reduce"}
     return _of_input({"fwd_pre": None, **syncs})
 

@@ -31,8 +31,8 @@ class RandomInit:
 
     A value depends on the seed, the parameter's canonical name and the config, and on nothing else: not on
     the layout, nor on which other parameters were asked for. (Hosts whose CPUs lack AVX2 differ from those
-    that have it in the last bits.) Memory: one full float32 parameter at a time; the last one stays, if parts of
-    it were asked for.
+    that have it in the last bits.) Memory: one full float32 parameter at a time. One whose entries are asked
+    for one by one (an expert of a stack) stays until another is asked for.
 
     Args:
         definition: from ``megasched.definition.build_definition``, parameters on meta, not scheduled yet.
@@ -76,12 +76,10 @@ class RandomInit:
                 f"{placement.name}: {type(self._skeleton).__name__} has it in shape {list(shape)}, "
                 f"expected {list(placement.shape)}"
             )
-        kept, self._kept = self._kept, None
-        full = kept[1] if kept is not None and kept[0] == placement.name else self._initialised(placement.name)
+        full = self._full(placement.name, keep=placement.axis == 0 and size == placement.shape[0])
         piece = placement.shard(full, rank, size)
         if piece.numel() == full.numel():
             return piece.contiguous()
-        self._kept = placement.name, full  # of experts, each is asked for by itself
         # A view would keep the memory of the full parameter.
         return piece.clone(memory_format=torch.contiguous_format)
 
@@ -107,6 +105,16 @@ class RandomInit:
             if canonical.get(target) is not None and canonical[target] == canonical.get(source):
                 sources[canonical[target]] = source
         return sources
+
+    def _full(self, name: str, keep: bool) -> torch.Tensor:
+        """The full parameter of that canonical name, made once while it is kept."""
+        if self._kept is not None and self._kept[0] == name:
+            return self._kept[1]
+        self._kept = None  # before the next is made: never two at a time
+        full = self._initialised(name)
+        if keep:
+            self._kept = name, full
+        return full
 
     def _initialised(self, name: str) -> torch.Tensor:
         """The full parameter of that canonical name; float32, CPU."""

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import re
+import weakref
 from collections import defaultdict
 
 import pytest
@@ -101,6 +102,30 @@ def test_parts_that_are_asked_for_one_by_one_are_made_once(tiny, monkeypatch):
     source.local(whole(definition, other), 0, 1)
     assert torch.equal(torch.cat(parts), source.local(whole(definition, name), 0, 1))
     assert made == [name, other, name]
+
+
+def test_no_more_than_one_full_parameter_is_in_memory(tiny, monkeypatch):
+    """An embedding of a large model is gigabytes: neither may it outlive its shard, nor a stack the next one."""
+    alive: list[weakref.ref] = []
+    real = RandomInit._initialised
+
+    def initialised(self, name):
+        assert not [ref for ref in alive if ref() is not None], name
+        full = real(self, name)
+        alive.append(weakref.ref(full.untyped_storage()))
+        return full
+
+    monkeypatch.setattr(RandomInit, "_initialised", initialised)
+    definition = build_definition(tiny("mixtral"))
+    source = RandomInit(definition, SEED)
+    head, stack = "lm_head.weight", "model.layers.0.mlp.experts.down_proj"
+    shapes = {name: tuple(definition.get_parameter(name).shape) for name in (head, stack)}
+    shards = [source.local(Placement(head, shapes[head], axis=0), 1, 2)]
+    assert alive[-1]() is None
+    shards += [source.local(Placement(stack, shapes[stack], axis=0), 0, shapes[stack][0])]
+    shards += [source.local(Placement(head, shapes[head], axis=0), 0, 2)]
+    assert len(alive) == 3
+    assert not [ref for ref in alive if ref() is not None]
 
 
 def test_packed_transposed_slices(tiny):
