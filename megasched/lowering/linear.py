@@ -132,7 +132,7 @@ def lower_linear(path: str, module: nn.Module, context: Context, *, entered: boo
     weight = plan.placement(path, "weight")
     out_features, in_features = _sizes(module)
     bias = getattr(module, "bias", None) is not None
-    split = plan.splits_sequence(path) and path not in plan.derived.whole_inputs
+    split = plan.splits_sequence(path)
     if path in plan.replicated_heads:
         rows = plan.replicated_heads[path].rows(context.rank, context.size, out_features)
         lowered: nn.Module = ReplicatedHeadsLinear(rows, context.group, entered=entered, split=split)

@@ -76,7 +76,9 @@ class Plan:
 
     def splits_sequence(self, path: str) -> bool:
         """Whether activations around the module at ``path`` are split along the sequence over the TP ranks."""
-        return self.layout.sp and self.structure is not None and self.structure.index_of(path) is not None
+        if not self.layout.sp or self.structure is None or path in self.derived.whole_inputs:
+            return False
+        return self.structure.index_of(path) is not None
 
     def in_8_bits(self, path: str) -> bool:
         """Whether the module at ``path`` is a layer, or in one, that 8-bit training covers."""

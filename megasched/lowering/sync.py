@@ -14,7 +14,7 @@ def derived_syncs(plan: Plan, path: str) -> dict[str, str | None]:
     their all-gather and reduce-scatter forms (Korthikanti et al., arXiv 2205.05198).
     """
     cut = plan.cuts[path]
-    split = plan.splits_sequence(path) and path not in plan.derived.whole_inputs
+    split = plan.splits_sequence(path)
     if cut == "column":
         return {
             "fwd_pre": "all_gather" if split else None,
