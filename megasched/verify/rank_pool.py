@@ -53,7 +53,7 @@ class RankError(AssertionError):
 class Template:
     """The process that imports torch and Megatron once; ranks are forked from it (never from its owner)."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cwd: Path | None) -> None:
         self.log = folder / "template.log"
         self.control, theirs = Pipe()
         with self.log.open("ab") as log:
@@ -63,6 +63,7 @@ class Template:
                 stdout=log,
                 stderr=log,
                 pass_fds=[theirs.fileno()],
+                cwd=cwd,
                 # The working directory must not come first on sys.path: a folder `megatron` there is not Megatron.
                 env={
                     **os.environ,
@@ -133,12 +134,13 @@ class Rank:
 class RankPool:
     """Processes that are started when a case first needs them."""
 
-    def __init__(self, most: int = MAX_RANKS) -> None:
+    def __init__(self, most: int = MAX_RANKS, cwd: Path | None = None) -> None:
         """
         Args:
             most: processes that there may be.
+            cwd: where they work; where the caller is when they start by default. It must not go away before them.
         """
-        self.most = most
+        self.most, self._cwd = most, cwd
         self._template: Template | None = None
         self._ranks: list[Rank] = []
         self._store: Any = None
@@ -205,7 +207,7 @@ class RankPool:
     def _started(self, count: int) -> list[Rank]:
         folder = Path(self._folder.name)
         if self._template is None:
-            self._template = Template(folder)
+            self._template = Template(folder, self._cwd)
         for number in range(len(self._ranks), count):
             self._ranks.append(Rank(self._template, number, self._port(), folder))
         return self._ranks[:count]
