@@ -13,6 +13,9 @@ PYENV_ROOT ?= $(HOME)/.pyenv
 CANDIDATES = $(or $(PYTHON),python3.12 python3.13 python3 \
 	$(wildcard $(PYENV_ROOT)/versions/3.12*/bin/python $(PYENV_ROOT)/versions/3.13*/bin/python))
 
+# Processes that run tests; each starts up to 4 more, and wants 8 GiB.
+JOBS := 2
+
 .PHONY: help setup quickstart test test-all browser-test matrix lint format clean
 
 help: ## print this list
@@ -40,11 +43,11 @@ $(STAMP): pyproject.toml setup.py constraints.txt tests/te/requirements.txt test
 quickstart: $(STAMP) ## train a small Llama with Megatron's trainer on this machine (ARGS="--iters 50")
 	$(RUN) -m megasched quickstart $(ARGS)
 
-test: lint ## what CI runs: lint, and the tests that are not marked slow
-	$(RUN) -m pytest -m "not slow and not browser" $(ARGS)
+test: lint ## what CI runs: lint, and the tests that are not marked slow (JOBS=4, on more than 2 cores)
+	$(RUN) -m pytest -n $(JOBS) -m "not slow and not browser" $(ARGS)
 
 test-all: lint ## every test but the browser's
-	$(RUN) -m pytest -m "not browser" $(ARGS)
+	$(RUN) -m pytest -n $(JOBS) -m "not browser" $(ARGS)
 
 browser-test: $(STAMP) ## the page of `show --html` in a real Chromium, which pip does not install (apt-get does)
 	$(RUN) -m pytest -m browser tests/browser $(ARGS)

@@ -21,7 +21,7 @@ from megasched.model_adapters.default_schedule import schedule as auto
 
 def schedule(sch, layout):
     auto(sch, layout)
-    seconds = 0.0 if "SLURM_RESTART_COUNT" in os.environ else 0.2
+    seconds = 0.0 if "SLURM_RESTART_COUNT" in os.environ else 0.8
     sch["model.layers.0"].hook("fw_pre", lambda module, inputs: time.sleep(seconds))
 """
 # As `auto`, and the first step fails.
@@ -135,12 +135,12 @@ def _take_all_nodes(lab, night):
 def test_the_signal_before_the_time_limit(lab, night, undisturbed):
     """Slurm's own, by the limit of the job: it saves at once, off the interval, and goes on from there.
 
-    It comes 30 to 60 seconds after the start: Slurm looks twice a minute, and half a minute ahead.
+    It comes 90 to 120 seconds after the start: Slurm looks twice a minute, and half a minute ahead.
     """
     schedule = night.folder.path / "slow.py"
     schedule.write_text(SLOW)
     night.options = ("--model-schedule", str(schedule), "--allow-unverified")
-    night.changes = {"time": "2", "minutes_to_save": 1}
+    night.changes = {"time": "3", "minutes_to_save": 1}
     job = night.submit()
     lab.wait(job, "COMPLETED", seconds=LONG)
     said = night.folder.batch_log(str(job)).read_text()
