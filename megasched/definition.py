@@ -41,6 +41,9 @@ def check_transformers() -> None:
         )
 
 
+LARGE = 2**30  # bytes
+
+
 @contextmanager
 def init_empty_weights() -> Iterator[None]:
     """Modules constructed inside hold their parameters on the meta device; buffers stay real.
@@ -48,9 +51,21 @@ def init_empty_weights() -> Iterator[None]:
     Each parameter is moved as it is registered, before its initialisation runs, so that nothing of its
     size is ever touched. Buffers (rotary frequencies and the like) are computed as the class does it,
     so that nothing has to be rebuilt afterwards. A parameter registered at two places stays one.
+    What ``torch.empty`` makes above ``LARGE`` bytes is on meta at once: all experts of a layer are one tensor,
+    in DeepSeek-V3 of 28 GiB, which no memory may be there to promise.
     """
     import torch
+    from torch.overrides import TorchFunctionMode
     from torch.utils.weak import WeakIdKeyDictionary
+
+    class LargeOnMeta(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func is torch.empty and kwargs.get("device") is None:
+                shape = func(*args, **{**kwargs, "device": "meta"})
+                if shape.nbytes > LARGE:
+                    return shape
+            return func(*args, **kwargs)
 
     register = torch.nn.Module.register_parameter
     moved: Any = WeakIdKeyDictionary()  # what a class holds on to, it may register again
@@ -66,7 +81,8 @@ def init_empty_weights() -> Iterator[None]:
 
     torch.nn.Module.register_parameter = register_on_meta
     try:
-        yield
+        with LargeOnMeta():
+            yield
     finally:
         torch.nn.Module.register_parameter = register
 

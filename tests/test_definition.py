@@ -1,6 +1,8 @@
 """From config to definition: meta parameters, real buffers, and errors that teach."""
 
 import json
+import subprocess
+import sys
 from importlib.metadata import requires
 
 import pytest
@@ -222,6 +224,23 @@ def test_overrides_that_name_nothing_are_refused(folder, override, message):
 def test_a_folder_without_config(tmp_path):
     with pytest.raises(ConfigError, match=r"the folder has no config\.json"):
         load_config(tmp_path)
+
+
+IN_LITTLE_MEMORY = """
+import resource
+from megasched.definition import build_definition
+from transformers import AutoConfig
+resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
+model = build_definition(AutoConfig.for_model("deepseek_v3", num_hidden_layers=5))
+experts = model.model.layers[4].mlp.experts
+print(experts.gate_up_proj.device, experts.gate_up_proj.nbytes >> 30, model.model.rotary_emb.inv_freq.device)
+"""
+
+
+def test_experts_larger_than_memory():
+    """A layer's are one tensor of 28 GiB in DeepSeek-V3: it may not even be asked for."""
+    run = subprocess.run([sys.executable, "-c", IN_LITTLE_MEMORY], capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["meta", "28", "cpu"], run.stderr[-2000:]
 
 
 @pytest.mark.parametrize("name", ["nowhere", "nowhere/config.json"])
