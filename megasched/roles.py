@@ -35,20 +35,71 @@ ROLES: Mapping[str, Cut | None] = {
 
 @dataclass(frozen=True)
 class Mixture:
-    """Experts in the place of a gated MLP, of which a router chooses by the softmax of its logits, in float32.
+    """Experts in the place of a gated MLP, of which a router chooses by scores of its logits, in float32.
 
     Attributes:
         router: module with the router's ``weight`` [experts, h], which has no bias.
         experts: module in HF's form of experts (``megasched.experts``): ``gate_up_proj`` [experts, 2 f, h] and
             ``down_proj`` [experts, h, f].
         chosen: experts of each token.
-        normalized: the weights of a token's experts add up to one; otherwise they are softmax's over all experts.
+        normalized: the weights of a token's experts add up to one; otherwise they are the scores. Of sigmoids they
+            do where more than one is chosen.
+        scores: what is made of the logits. By ``sigmoid``, logits are computed in float32, too.
+        correction: buffer [experts] of the router that is added to scores where experts are chosen, and not in
+            their weights; empty for none.
+        groups, chosen_groups: experts lie in so many groups, and are chosen from those ``chosen_groups`` that have
+            the largest sums of their best ``chosen / chosen_groups`` scores; 1: from all.
+        scale: of the weights.
+        shared: gated MLP that every token goes through beside; its linears are called as the block's ``gate``,
+            ``up`` and ``down``. Empty for none.
+        shared_gate: linear [1, h] whose sigmoid ``shared``'s output is multiplied with; empty for none.
     """
 
     router: str
     experts: str
     chosen: int
     normalized: bool
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    correction: str = ""
+    groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0
+    shared: str = ""
+    shared_gate: str = ""
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Attention whose q, k and v are made of compressed forms (arXiv 2405.04434). Paths are relative to the layer.
+
+    Attributes:
+        kv_down: projection to the compressed form of k and v, and to the rotated part of k, which all heads share.
+        kv_norm, kv_up: RMS norm of the compressed form; projection of it to each head's rest of k, then its v.
+        q_down, q_norm, q_up: the same for q, of which each head's rotated part comes last.
+        q_rank, kv_rank: sizes of the compressed forms.
+        plain, rotated, value: sizes of a head: what of q and k has no positions, what has, and v. Pairs that are
+            rotated together lie side by side.
+        eps: of both norms.
+        factor: of the rotated parts.
+        softmax_factor, softmax_mscale: ``factor`` and ``mscale_all_dim`` of YaRN (arXiv 2309.00071), by which the
+            softmax is scaled; 1 and 0 without.
+    """
+
+    q_rank: int
+    kv_rank: int
+    plain: int
+    rotated: int
+    value: int
+    eps: float = 1e-6
+    factor: float = 1.0
+    softmax_factor: float = 1.0
+    softmax_mscale: float = 0.0
+    kv_down: str = "self_attn.kv_a_proj_with_mqa"
+    kv_norm: str = "self_attn.kv_a_layernorm"
+    kv_up: str = "self_attn.kv_b_proj"
+    q_down: str = "self_attn.q_a_proj"
+    q_norm: str = "self_attn.q_a_layernorm"
+    q_up: str = "self_attn.q_b_proj"
 
 
 @dataclass(frozen=True)
@@ -70,6 +121,8 @@ class Block:
             attend to all.
         rotated: whether each layer has rotary positions; empty: all have.
         mixture: what stands in the MLP's place in the layers that have it; None: none has.
+        latent: how q, k and v are made where they are compressed first; the other projections and the norms of
+            heads do not count then. None: they are not.
     """
 
     heads: int
@@ -95,10 +148,13 @@ class Block:
     k_norm: str = ""
     rotary: str = "model.rotary_emb"
     mixture: Mixture | None = None
+    latent: Latent | None = None
 
     @property
     def attention_inputs(self) -> tuple[str, ...]:
         """The projections to q, k and v."""
+        if self.latent is not None:
+            return (self.latent.q_up, self.latent.kv_up)
         return (self.qkv,) if self.qkv else (self.q, self.k, self.v)
 
     @property

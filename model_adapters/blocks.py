@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megasched.roles import Block, Mixture
+from megasched.roles import Block, Latent, Mixture
 
 if TYPE_CHECKING:
     from torch import nn
 
+# Routed as in DeepSeek-V3 (arXiv 2412.19437).
+SIGMOID_MIXTURES = ("dots1", "glm4_moe", "solar_open", "deepseek_v3", "glm4_moe_lite")
+# Latent attention as in DeepSeek-V3.
+LATENT = ("deepseek_v3", "glm4_moe_lite", "youtu")
 # Model types whose layers are built as Llama's are; tests/parity/test_levels.py proves each of them.
-MIXTURES = ("mixtral", "qwen3_moe")  # as Llama's, but for their MLP
+# As Llama's, but for their MLP.
+MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", *SIGMOID_MIXTURES)
 LLAMA_LIKE = (
     *("llama", "mistral", "ministral", "qwen2", "qwen3", "cwm", "seed_oss", "smollm3"),
     *("internlm3", "iquestcoder"),  # both by Llama's class
     "phi3",
     *MIXTURES,
+    *LATENT,
 )
 # Kinds of rotary positions whose angles do not depend on the length of the input and are not scaled.
 PLAIN_ROTARY = ("default", "linear", "llama3")
@@ -29,11 +36,12 @@ def block_of(model: nn.Module) -> Block | str:
     reason = _why_not(config, model)
     if reason:
         return reason
-    normed, packed = config.model_type in ("qwen3", "qwen3_moe"), config.model_type == "phi3"
+    packed = config.model_type == "phi3"
+    normed = any(name.endswith(".self_attn.q_norm.weight") for name, _ in model.named_parameters())
     return Block(
         heads=config.num_attention_heads,
         groups=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        head_dim=_head_dim(config),
         eps=config.rms_norm_eps,
         attention_dropout=config.attention_dropout,
         hidden_dropout=config.resid_pdrop if packed else getattr(config, "residual_dropout", 0.0),
@@ -44,6 +52,29 @@ def block_of(model: nn.Module) -> Block | str:
         q_norm="self_attn.q_norm" if normed else "",
         k_norm="self_attn.k_norm" if normed else "",
         mixture=_mixture(config),
+        latent=_latent(config, model) if config.model_type in LATENT else None,
+    )
+
+
+def _head_dim(config: Any) -> int:
+    if config.model_type in LATENT:
+        return config.qk_nope_head_dim + config.qk_rope_head_dim
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _latent(config: Any, model: Any) -> Latent:
+    rope, attention = config.rope_parameters, model.get_submodule("model.layers.0.self_attn")
+    scaled = rope["rope_type"] != "default" and bool(rope.get("mscale_all_dim", 0))
+    return Latent(
+        kv_rank=config.kv_lora_rank,
+        plain=config.qk_nope_head_dim,
+        rotated=config.qk_rope_head_dim,
+        value=config.v_head_dim,
+        q_rank=config.q_lora_rank,
+        eps=attention.kv_a_layernorm.variance_epsilon,
+        factor=model.get_submodule("model.rotary_emb").attention_scaling,
+        softmax_factor=rope["factor"] if scaled else 1.0,
+        softmax_mscale=rope["mscale_all_dim"] if scaled else 0.0,
     )
 
 
@@ -51,19 +82,50 @@ def _mixture(config: Any) -> Mixture | None:
     if config.model_type not in MIXTURES:
         return None
     normalized = getattr(config, "norm_topk_prob", True)  # Mixtral's always are
-    return Mixture("mlp.gate", "mlp.experts", config.num_experts_per_tok, normalized)
+    found = Mixture("mlp.gate", "mlp.experts", config.num_experts_per_tok, normalized)
+    if config.model_type == "qwen2_moe":
+        return replace(found, shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
+    if config.model_type not in SIGMOID_MIXTURES:
+        return found
+    grouped = config.topk_group < config.n_group  # else all groups are chosen
+    return replace(
+        found,
+        scores="sigmoid",
+        correction="e_score_correction_bias",
+        groups=config.n_group if grouped else 1,
+        chosen_groups=config.topk_group if grouped else 1,
+        scale=config.routed_scaling_factor,
+        shared="mlp.shared_experts",
+    )
 
 
 def _why_not(config: Any, model: Any) -> str:
     if config.hidden_act != "silu":
         return f"hidden_act is {config.hidden_act!r}, and Megatron's gated MLP is given silu"
     kind = model.get_submodule("model.rotary_emb").rope_type
-    if kind not in PLAIN_ROTARY:
+    if config.model_type in LATENT and not config.rope_interleave:
+        return "rope_interleave is false, and Megatron's latent attention rotates neighbours"
+    if config.model_type in LATENT and config.q_lora_rank is None:
+        return "q is not compressed (q_lora_rank), and Megatron's latent attention would norm what it is made of"
+    if kind not in PLAIN_ROTARY and not (config.model_type in LATENT and kind == "yarn"):
         return f"rotary positions of type {kind!r} depend on the input or are scaled"
     if getattr(config, "output_router_logits", False):
         return "output_router_logits adds a loss of HF's routers, which are gone then"
     if getattr(config, "router_jitter_noise", 0.0):
         return "router_jitter_noise changes what HF's routers see"
+    return _why_not_routed(config) if config.model_type in SIGMOID_MIXTURES else ""
+
+
+def _why_not_routed(config: Any) -> str:
+    """What of sigmoid routers Megatron's does otherwise (``topk_routing_with_score_function`` and
+    ``group_limited_topk`` in megatron/core/transformer/moe/moe_utils.py)."""
+    chosen = config.num_experts_per_tok
+    if config.norm_topk_prob != (chosen > 1):
+        adds = "add up to one" if config.norm_topk_prob else "are the scores themselves"
+        return f"the weights of a token's {chosen} experts {adds} (norm_topk_prob), and not in Megatron's router"
+    if config.topk_group < config.n_group and chosen // config.topk_group != 2:
+        each = chosen // config.topk_group
+        return f"HF's router finds groups by the best 2 scores in each, Megatron's by the best {each}"
     return ""
 
 

@@ -28,7 +28,7 @@ def schedule(sch: Schedule, layout: Layout) -> None:
     by_megatron = layout.fp8 is not None or layout.tp_comm_overlap
     if isinstance(block, Block) and (by_megatron or _takes_mixture(block, layout)):
         for path, role in sch.roles.role.items():
-            if role == "attn.out":
+            if ROLES[role] == "row" and path.endswith(f".{block.out}"):  # inferred ones have no role of their own
                 sch[path.removesuffix(f".{block.out}")].level("block", required=False)
 
 

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import nn
@@ -24,13 +25,13 @@ from megasched.assembly import Assembly
 from megasched.errors import Problem, ScheduleError
 from megasched.lowering.attention import fused_attention
 from megasched.lowering.attention_te import uses_transformer_engine
-from megasched.lowering.blocks import assemblies, has_bias, mixture_of
+from megasched.lowering.blocks import CORRECTION, assemblies, has_bias, mixture_of, mlp_of
 from megasched.lowering.context import Context
 from megasched.lowering.context_parallel import ContextParallel, comm_type
+from megasched.lowering.latent_attention import LatentAngles, latent_config, settle_latent_attention
 from megasched.lowering.packed import packed_mask
-from megasched.lowering.plan import Plan
 from megasched.lowering.rng import fork_rng
-from megasched.lowering.zigzag import Zigzag, causal_mask
+from megasched.lowering.zigzag import causal_mask
 from megasched.roles import Block, Mixture
 from megasched.trial.dims import Along
 from megasched.trial.slot import Slot
@@ -44,17 +45,21 @@ class MegatronLayer(nn.Module):
     Args:
         layer: Megatron's, which takes and returns [s (/ tp under SP), b, h].
         slot: where the hidden state stands in the definition's call.
-        angles: (sequence length, device) -> rotary angles [s, 1, 1, head_dim], float32; None without positions.
+        angles: (device, length) -> rotary angles [s, 1, 1, head_dim] of this rank, float32; None where the layer
+            is given none.
         parts: in how many parts the hidden state is split along the sequence by sequence parallelism.
-        zigzag: which part of the sequence that hidden state is of; None for all of it.
     """
 
     def __init__(
-        self, layer: TransformerLayer, slot: Slot, angles: Angles | None, parts: int, zigzag: Zigzag | None = None
+        self,
+        layer: TransformerLayer,
+        slot: Slot,
+        angles: Callable[[torch.device, int], torch.Tensor] | None,
+        parts: int,
     ) -> None:
         super().__init__()
         self.layer = layer
-        self.slot, self.angles, self.parts, self.zigzag = slot, angles, parts, zigzag
+        self.slot, self.angles, self.parts = slot, angles, parts
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The hidden state [b, s (/ tp), h] among the arguments goes through the layer. Of the others, the bounds
@@ -66,7 +71,7 @@ class MegatronLayer(nn.Module):
         hidden = hidden.transpose(0, 1).contiguous()
         length = hidden.shape[0] * self.parts
         # Of packed sequences, attention sees the distance of two tokens alone, wherever Megatron counts from.
-        angles = None if self.angles is None else self._angles_of(length, self.angles, hidden.device)
+        angles = None if self.angles is None else self.angles(hidden.device, length)
         try:
             output, _ = self.layer(hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed)
         finally:
@@ -74,11 +79,6 @@ class MegatronLayer(nn.Module):
             # hidden state then, and with it all that was recomputed, until it is called again.
             self.layer.mlp_norm_manager = None
         return self.slot.wrap(output.transpose(0, 1).reshape(shape))
-
-    def _angles_of(self, length: int, angles: Angles, device: torch.device) -> torch.Tensor:
-        if self.zigzag is None:
-            return angles(length, device)
-        return self.zigzag.own_part(angles(length * self.zigzag.size, device), Along(0))
 
 
 def _packed_params(arguments: dict[str, Any]) -> PackedSeqParams | None:
@@ -112,6 +112,8 @@ def lower_block(
     index = structure.index_of(path)
     assert index is not None
     config, groups = _config(path, index, block, context), ProcessGroupCollection.use_mpu_process_groups()
+    parts = context.size if config.sequence_parallel else 1
+    ranks = context.context_parallel
     layer = TransformerLayer(
         config,
         _submodules(path, index, config, context, mlp_bias=has_bias(plan, path, block.mlp_inputs[0])),
@@ -119,11 +121,17 @@ def lower_block(
         pg_collection=groups,
         add_layer_offset=False,
     )
+    if block.latent is not None:
+        own = LatentAngles(partial(_own_angles, angles, ranks, context.device), parts, block.latent.factor)
+        te = uses_transformer_engine(context.device)
+        settle_latent_attention(layer.self_attention, block.latent, config, own, context.device, te)
     _fill(path, layer, assemblies(plan, path, block, groups.ep.rank()), model, context)
-    parts = context.size if config.sequence_parallel else 1
-    ranks = context.context_parallel
-    rotated = not block.rotated or block.rotated[index]
-    new = MegatronLayer(layer, structure.slot, angles if rotated else None, parts, ranks and ranks.zigzag)
+    mixture = mixture_of(plan, path, block)
+    if mixture is not None and mixture.correction:
+        context.renamed_buffers[f"{path}.layer.{CORRECTION}"] = f"{path}.{mixture.router}.{mixture.correction}"
+    rotated = block.latent is None and (not block.rotated or block.rotated[index])
+    given = partial(_own_angles, angles, ranks) if rotated else None
+    new = MegatronLayer(layer, structure.slot, given, parts)
     for name, value in vars(old).items():  # the model may read them off its layers (attention_type)
         if isinstance(value, str | int | float) and name not in vars(new):
             setattr(new, name, value)
@@ -166,23 +174,34 @@ def rotary_angles(rotary: nn.Module) -> Angles:
     return angles
 
 
+def _own_angles(angles: Angles, ranks: ContextParallel | None, device: torch.device, length: int) -> torch.Tensor:
+    """Those of the part of the sequence that this rank has, of so many tokens; all of it without context
+    parallelism."""
+    if ranks is None:
+        return angles(length, device)
+    return ranks.zigzag.own_part(angles(length * ranks.zigzag.size, device), Along(0))
+
+
 def _config(path: str, index: int, block: Block, context: Context) -> TransformerConfig:
     """The trainer's config with what the definition says of layer number ``index``."""
     plan, mixture = context.plan, mixture_of(context.plan, path, block)
     window = block.windows[index] if block.windows else None
     if mixture is None:
-        mlp = {"ffn_hidden_size": plan.placement(f"{path}.{block.down}", "weight").shape[1]}
+        width = plan.placement(f"{path}.{block.down}", "weight").shape[1]
+        mlp = {"ffn_hidden_size": width, "num_moe_experts": None, "moe_ffn_hidden_size": None}
     else:
-        mlp = _mixture(f"{path}.{mixture.experts}", mixture, plan)
+        mlp = _mixture(path, block, mixture, context)
+    latent = block.latent
+    attention = {"qk_layernorm": bool(block.q_norm)} if latent is None else latent_config(latent)
     # Without what a run on a GPU alone can do, the flags of the trainer count (fusions, recompute, precision).
     config = context.config_with(
         **mlp,
+        **attention,
         num_attention_heads=block.heads,
         num_query_groups=block.groups,
         kv_channels=block.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=block.eps,
-        qk_layernorm=bool(block.q_norm),
         window_size=None if window is None else (window - 1, 0),  # HF counts the token itself
         add_bias_linear=has_bias(plan, path, block.out),
         add_qkv_bias=has_bias(plan, path, block.attention_inputs[0]),
@@ -197,21 +216,36 @@ def _config(path: str, index: int, block: Block, context: Context) -> Transforme
     return config
 
 
-def _mixture(path: str, mixture: Mixture, plan: Plan) -> dict[str, Any]:
-    """What Megatron's config says of a mixture of experts that is HF's at ``path``: no token is dropped, and
-    nothing is added to the loss."""
-    count, _, width = plan.placement(path, "down_proj").shape
+def _mixture(path: str, block: Block, mixture: Mixture, context: Context) -> dict[str, Any]:
+    """What Megatron's config says of a mixture of experts that is HF's in the layer at ``path``: no token is
+    dropped. Of the losses, the dispatcher and the fusions, the trainer's flags count."""
+    plan, trainer = context.plan, context.config
+    assert isinstance(trainer, TransformerConfig)
+    flex = trainer.moe_token_dispatcher_type == "flex"
+    count, _, width = plan.placement(f"{path}.{mixture.experts}", "down_proj").shape
+    _, down = mlp_of(block, mixture)
+    sigmoid, grouped = mixture.scores == "sigmoid", mixture.groups > 1
     return {
         "num_moe_experts": count,
         "moe_ffn_hidden_size": width,
         "ffn_hidden_size": width,
         "moe_router_topk": mixture.chosen,
-        "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": not mixture.normalized,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_score_function": mixture.scores,
+        "moe_router_pre_softmax": not (sigmoid or mixture.normalized),
+        "moe_router_dtype": trainer.moe_router_dtype or ("fp32" if sigmoid else None),
+        "moe_router_enable_expert_bias": bool(mixture.correction),
+        "moe_router_num_groups": mixture.groups if grouped else None,
+        "moe_router_group_topk": mixture.chosen_groups if grouped else None,
+        "moe_router_topk_scaling_factor": None if mixture.scale == 1 else mixture.scale,
+        "moe_router_load_balancing_type": trainer.moe_router_load_balancing_type
+        if trainer.moe_aux_loss_coeff
+        else "none",
+        "moe_token_dispatcher_type": "flex" if flex else "alltoall",
         "moe_grouped_gemm": True,
+        "moe_shared_expert_intermediate_size": plan.placement(f"{path}.{down[0]}", "weight").shape[1]
+        if down
+        else None,
+        "moe_shared_expert_gate": bool(mixture.shared_gate),
         "expert_tensor_parallel_size": 1,
     }
 
@@ -226,6 +260,7 @@ def _submodules(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
         )
     else:
         submodules = _without_transformer_engine(config, context)
@@ -252,7 +287,10 @@ def _refuse_window_in_context(path: str, index: int, config: TransformerConfig, 
 def _without_transformer_engine(config: TransformerConfig, context: Context) -> TransformerLayerSubmodules:
     device = context.device
     submodules = get_gpt_layer_local_submodules(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+        multi_latent_attention=config.multi_latent_attention,
     )
 
     def norm(config: TransformerConfig, hidden_size: int, eps: float) -> nn.Module:
@@ -261,7 +299,10 @@ def _without_transformer_engine(config: TransformerConfig, context: Context) -> 
     submodules.input_layernorm = submodules.pre_mlp_layernorm = norm
     inner = submodules.self_attention.submodules
     inner.core_attention = partial(CoreAttention, ranks=context.context_parallel)
-    if config.qk_layernorm:
+    if config.multi_latent_attention:
+        inner.core_attention = ModuleSpec(CoreAttention, params={"ranks": context.context_parallel})
+        inner.q_layernorm = inner.kv_layernorm = norm
+    elif config.qk_layernorm:
         inner.q_layernorm = inner.k_layernorm = norm
     return submodules
 

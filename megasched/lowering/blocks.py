@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from megasched.assembly import Assembly
 from megasched.errors import Problem
+from megasched.experts import find_experts
 from megasched.lowering.joining import level_at, levels_asked, required
 from megasched.lowering.plan import Plan
 from megasched.placement import Placement
 from megasched.records import Record
 from megasched.roles import Block, Cut, Mixture
 
-# Megatron's name of a router's weight in its layer.
-ROUTER = "mlp.router.weight"
+if TYPE_CHECKING:
+    from torch import nn
+
+# Megatron's names in its layer of a router's weight and buffer, and of the weight of shared experts' gate.
+ROUTER, CORRECTION, SHARED_GATE = "mlp.router.weight", "mlp.router.expert_bias", "mlp.shared_experts.gate_weight"
 
 # Calls on the layer itself are carried out on what takes its place; nothing inside it is left to call.
 _INSIDE = ("shard", "level")
@@ -72,6 +77,30 @@ def overlap_problems(plan: Plan) -> list[Problem]:
     return [Problem(what, layer, remedy=remedy) for layer in layers if layer not in plan.blocks]
 
 
+def mixture_problems(plan: Plan, model: nn.Module, block: Block | str) -> list[Problem]:
+    """A problem for each mixture that is not Megatron's own where its flags ask for that."""
+    flags, structure = plan.layout.mixture_flags, plan.structure
+    if not flags or structure is None:
+        return []
+    what = f"{', '.join(flags)}: Megatron's own mixtures of experts do that"
+    layers = dict.fromkeys(structure.index_of(path) for path in find_experts(model))
+    mixed = [structure.layer_path(index) for index in layers if index is not None]
+    if not mixed:
+        none = f"{what}, and the model has none of the form that HF gives experts"
+        return [Problem(none, remedy="leave it out")]
+    remedy = "leave it out, or call level('block') on the layer, where the model has it"
+    problems = []
+    for layer in mixed:
+        if layer not in plan.blocks:
+            reason = plan.not_blocks.get(layer, "")
+            problems.append(Problem(f"{what}, and not this one{reason and f': {reason}'}", layer, remedy=remedy))
+    corrected = isinstance(block, Block) and block.mixture is not None and bool(block.mixture.correction)
+    bias = "--moe-router-enable-expert-bias"
+    if bias in flags and not problems and not corrected:
+        problems.append(Problem(f"{bias}: the definition's routers choose without a bias", remedy="leave it out"))
+    return problems
+
+
 class _Inside:
     """Layer -> names of the parameters in it, and the calls on modules in it."""
 
@@ -94,11 +123,12 @@ class _Inside:
 
 def _why_not(plan: Plan, layer: str, block: Block, trained: Mapping[str, bool], inside: _Inside) -> str:
     mixture = mixture_of(plan, layer, block)
-    inputs, outputs = block.attention_inputs, (block.out,)
-    if mixture is None:
-        inputs, outputs = (*inputs, *block.mlp_inputs), (*outputs, block.down)
-    elif plan.layout.tp > 1 and not plan.layout.sp:
+    if mixture is not None and plan.layout.tp > 1 and not plan.layout.sp:
         return "its mixture of experts wants sequence parallelism where there are TP ranks"
+    if block.latent is not None and plan.layout.tp > 1 and not plan.layout.sp:
+        return "its latent attention wants sequence parallelism where there are TP ranks"
+    mlp_inputs, mlp_outputs = mlp_of(block, mixture)
+    inputs, outputs = (*block.attention_inputs, *mlp_inputs), (block.out, *mlp_outputs)
     wanted: dict[str, Cut] = {**dict.fromkeys(inputs, "column"), **dict.fromkeys(outputs, "row")}
     for name, cut in wanted.items():
         path = f"{layer}.{name}"
@@ -114,8 +144,9 @@ def _why_not(plan: Plan, layer: str, block: Block, trained: Mapping[str, bool], 
     strange = [name[len(layer) + 1 :] for name in names if name not in known]
     if strange:
         return f"nothing is known of {', '.join(strange)}"
-    if mixture is not None and plan.placement(f"{layer}.{mixture.router}", "weight").sharded:
-        return f"{mixture.router} is sharded"
+    for name in _whole(block, mixture):
+        if plan.placement(f"{layer}.{name}", "weight").sharded:
+            return f"{name} is sharded"
     reason = _uneven_biases(plan, layer, block)
     if reason:
         return reason
@@ -130,8 +161,8 @@ def _why_not(plan: Plan, layer: str, block: Block, trained: Mapping[str, bool], 
 def _uneven_biases(plan: Plan, layer: str, block: Block) -> str:
     """What of a layer's biases Megatron's has not."""
     first = block.attention_inputs
-    second = (*block.mlp_inputs, block.down) if mixture_of(plan, layer, block) is None else ()
-    for names in (first, second):
+    inputs, outputs = mlp_of(block, mixture_of(plan, layer, block))
+    for names in (first, (*inputs, *outputs)):
         if len({has_bias(plan, layer, name) for name in names}) > 1:
             return f"only some of {', '.join(names)} have a bias"
     if has_bias(plan, layer, block.out) and not has_bias(plan, layer, first[0]):
@@ -150,18 +181,39 @@ def mixture_of(plan: Plan, layer: str, block: Block) -> Mixture | None:
     return mixture if mixture is not None and f"{layer}.{mixture.router}.weight" in plan.canonical else None
 
 
+def mlp_of(block: Block, mixture: Mixture | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Linears in a layer of the gated MLP that all tokens go through, and have an input or an output of; of a
+    mixture, those of its shared experts, if it has any."""
+    if mixture is None:
+        return block.mlp_inputs, (block.down,)
+    if not mixture.shared:
+        return (), ()
+
+    def of(name: str) -> str:
+        return f"{mixture.shared}.{name.rpartition('.')[2]}"
+
+    return tuple(map(of, block.mlp_inputs)), (of(block.down),)
+
+
 def _parameters(block: Block, mixture: Mixture | None) -> list[str]:
     """Names in a layer of all that the block speaks of; biases need not be there."""
-    linears, others = (
-        (*block.attention_inputs, block.out),
-        [f"{block.input_norm}.weight", f"{block.mlp_norm}.weight"],
-    )
-    if mixture is None:
-        linears = (*linears, *block.mlp_inputs, block.down)
-    else:
-        others += [f"{mixture.router}.weight", *(f"{mixture.experts}.{name}" for name in _STACKED.values())]
-    others += [f"{name}.weight" for name in (block.q_norm, block.k_norm) if name]
-    return [*others, *(f"{name}.weight" for name in linears), *(f"{name}.bias" for name in linears)]
+    inputs, outputs = mlp_of(block, mixture)
+    attention = (*block.attention_inputs, block.out)
+    norms = [block.input_norm, block.mlp_norm, block.q_norm, block.k_norm]
+    norms += [block.latent.q_norm, block.latent.kv_norm] if block.latent is not None else []
+    found = [] if mixture is None else [f"{mixture.experts}.{name}" for name in _STACKED.values()]
+    names = (*norms, *_whole(block, mixture), *attention, *inputs, *outputs)
+    found += [f"{name}.weight" for name in names if name]
+    biased = () if block.latent is not None else attention
+    biased = biased if mixture is not None else (*biased, *inputs, *outputs)
+    return [*found, *(f"{name}.bias" for name in biased)]
+
+
+def _whole(block: Block, mixture: Mixture | None) -> list[str]:
+    """Linears of a layer that every TP rank has whole."""
+    found = [] if mixture is None else [mixture.router, mixture.shared_gate]
+    found += [] if block.latent is None else [block.latent.q_down, block.latent.kv_down]
+    return [name for name in found if name]
 
 
 def assemblies(plan: Plan, layer: str, block: Block, ep_rank: int = 0) -> dict[str, Assembly]:
@@ -173,38 +225,71 @@ def assemblies(plan: Plan, layer: str, block: Block, ep_rank: int = 0) -> dict[s
         ep_rank: which experts are meant.
     """
 
-    def of(names: Iterable[str], groups: int = 1) -> Assembly:
-        return Assembly(tuple(plan.placement(*f"{layer}.{name}".rsplit(".", 1)) for name in names), groups)
+    def of(names: Iterable[str]) -> Assembly:
+        return Assembly(tuple(plan.placement(*f"{layer}.{name}".rsplit(".", 1)) for name in names))
 
-    qkv, fc1 = block.attention_inputs, block.mlp_inputs
-    found = {
-        "self_attention.linear_qkv.weight": of((f"{name}.weight" for name in qkv), block.groups),
-        "self_attention.linear_proj.weight": of([f"{block.out}.weight"]),
-        "input_layernorm.weight": of([f"{block.input_norm}.weight"]),
-        "self_attention.linear_qkv.layer_norm_weight": of([f"{block.input_norm}.weight"]),
-        "pre_mlp_layernorm.weight": of([f"{block.mlp_norm}.weight"]),
-    }
     mixture = mixture_of(plan, layer, block)
+    fc1, fc2 = mlp_of(block, mixture)
+    found = {
+        "input_layernorm.weight": of([f"{block.input_norm}.weight"]),
+        "pre_mlp_layernorm.weight": of([f"{block.mlp_norm}.weight"]),
+        "self_attention.linear_proj.weight": of([f"{block.out}.weight"]),
+        **(_attention if block.latent is None else _latent_attention)(plan, layer, block),
+    }
+    if fc1:
+        mlp = "mlp" if mixture is None else "mlp.shared_experts"
+        found[f"{mlp}.linear_fc1.weight"] = of(f"{name}.weight" for name in fc1)
+        found[f"{mlp}.linear_fc2.weight"] = of(f"{name}.weight" for name in fc2)
     if mixture is None:
-        found |= {
-            "mlp.linear_fc1.weight": of(f"{name}.weight" for name in fc1),
-            "mlp.linear_fc2.weight": of([f"{block.down}.weight"]),
-            "mlp.linear_fc1.layer_norm_weight": of([f"{block.mlp_norm}.weight"]),
-        }
+        found["mlp.linear_fc1.layer_norm_weight"] = of([f"{block.mlp_norm}.weight"])
     else:
-        found[ROUTER] = Assembly((_of_part(plan, plan.placement(f"{layer}.{mixture.router}", "weight")),))
+        for own, name in ((ROUTER, mixture.router), (SHARED_GATE, mixture.shared_gate)):
+            if name:
+                found[own] = Assembly((_of_part(plan, plan.placement(f"{layer}.{name}", "weight")),))
         found |= _experts(plan, f"{layer}.{mixture.experts}", ep_rank)
-    if has_bias(plan, layer, qkv[0]):
-        found["self_attention.linear_qkv.bias"] = of((f"{name}.bias" for name in qkv), block.groups)
     if has_bias(plan, layer, block.out):
         found["self_attention.linear_proj.bias"] = of([f"{block.out}.bias"])
     if mixture is None and has_bias(plan, layer, fc1[0]):
         found["mlp.linear_fc1.bias"] = of(f"{name}.bias" for name in fc1)
-        found["mlp.linear_fc2.bias"] = of([f"{block.down}.bias"])
-    if block.q_norm:
-        found["self_attention.q_layernorm.weight"] = of([f"{block.q_norm}.weight"])
-        found["self_attention.k_layernorm.weight"] = of([f"{block.k_norm}.weight"])
+        found["mlp.linear_fc2.bias"] = of(f"{name}.bias" for name in fc2)
     return found
+
+
+def _attention(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
+    """Of Megatron's ``SelfAttention``, but for its output projection."""
+
+    def of(names: Iterable[str], parameter: str, groups: int = 1) -> Assembly:
+        return Assembly(tuple(plan.placement(f"{layer}.{name}", parameter) for name in names), groups)
+
+    qkv = block.attention_inputs
+    found = {
+        "self_attention.linear_qkv.weight": of(qkv, "weight", block.groups),
+        "self_attention.linear_qkv.layer_norm_weight": of([block.input_norm], "weight"),
+    }
+    if has_bias(plan, layer, qkv[0]):
+        found["self_attention.linear_qkv.bias"] = of(qkv, "bias", block.groups)
+    if block.q_norm:
+        found["self_attention.q_layernorm.weight"] = of([block.q_norm], "weight")
+        found["self_attention.k_layernorm.weight"] = of([block.k_norm], "weight")
+    return found
+
+
+def _latent_attention(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
+    """Of Megatron's ``MLASelfAttention``, but for its output projection."""
+    latent = block.latent
+    assert latent is not None
+    whole = {
+        "linear_q_down_proj.weight": latent.q_down,
+        "q_layernorm.weight": latent.q_norm,
+        "linear_q_up_proj.layer_norm_weight": latent.q_norm,
+        "linear_kv_down_proj.weight": latent.kv_down,
+        "kv_layernorm.weight": latent.kv_norm,
+        "linear_kv_up_proj.layer_norm_weight": latent.kv_norm,
+    }
+    cut = {"linear_q_up_proj.weight": latent.q_up, "linear_kv_up_proj.weight": latent.kv_up}
+    found = {own: _of_part(plan, plan.placement(f"{layer}.{name}", "weight")) for own, name in whole.items()}
+    found |= {own: plan.placement(f"{layer}.{name}", "weight") for own, name in cut.items()}
+    return {f"self_attention.{own}": Assembly((placement,)) for own, placement in found.items()}
 
 
 # Megatron's linear of an expert -> HF's parameter of all.

@@ -40,6 +40,7 @@ class Context:
         float32: names of what stays in float32 whatever the run's precision
             (``megasched.definition.kept_in_float32``).
         assemblies: name in the lowered model -> HF tensors, for parameters of blocks.
+        renamed_buffers: name in the lowered model -> name in the definition, for buffers of blocks.
         made: canonical name -> parameter on this rank, so that ties stay ties.
     """
 
@@ -50,6 +51,7 @@ class Context:
     device: torch.device
     megatron_finalizes: bool
     assemblies: dict[str, Assembly] = field(default_factory=dict)
+    renamed_buffers: dict[str, str] = field(default_factory=dict)
     made: dict[str, nn.Parameter] = field(default_factory=dict)
     expert_group: Any = None
     context_parallel: ContextParallel | None = None

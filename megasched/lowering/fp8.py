@@ -16,7 +16,7 @@ from torch import nn
 from megasched.assembly import Assembly
 from megasched.errors import Problem
 from megasched.lora import adapted, adapter_names
-from megasched.lowering.blocks import ROUTER, assemblies
+from megasched.lowering.blocks import ROUTER, SHARED_GATE, assemblies
 from megasched.lowering.placing import is_linear
 from megasched.lowering.plan import Plan
 from megasched.lowering.wrap import Forward, wrap_forward
@@ -46,7 +46,7 @@ def choose_fp8(plan: Plan, block: Block | str) -> list[Problem]:
         if layer in plan.blocks:
             assert isinstance(block, Block)
             found = assemblies(plan, layer, block)
-            found.pop(ROUTER, None)  # Megatron's is in 16 bits at least
+            found = {name: product for name, product in found.items() if name not in (ROUTER, SHARED_GATE)}
             products = list({product.name: product for product in found.values()}.values())  # experts are alike
         else:
             linears = _linears(plan, index)

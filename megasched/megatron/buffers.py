@@ -22,9 +22,29 @@ def persistent_buffers(definition: nn.Module) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in definition.state_dict().items() if name not in parameters}
 
 
-def fill_buffers(definition: nn.Module, names: Sequence[str], source: WeightSource, device: torch.device) -> None:
-    """Copies what the source has, and moves all buffers to the device."""
-    held = dict(definition.named_buffers())
+def buffers_by_name(definition: nn.Module, renamed: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """The buffers of a lowered definition, by their names before.
+
+    Args:
+        renamed: name in the lowered definition -> name before, where it differs.
+    """
+    return {renamed.get(name, name): buffer for name, buffer in definition.named_buffers()}
+
+
+def fill_buffers(
+    definition: nn.Module,
+    names: Sequence[str],
+    source: WeightSource,
+    device: torch.device,
+    renamed: Mapping[str, str],
+) -> None:
+    """Copies what the source has, and moves all buffers to the device.
+
+    Args:
+        names: of persistent buffers, before the definition was lowered.
+        renamed: as for ``buffers_by_name``.
+    """
+    held = buffers_by_name(definition, renamed)
     for name in names:
         value = source.buffer(name)
         if value is not None:
@@ -43,6 +63,7 @@ class SavedBuffers:
     Args:
         shapes: of the definition's persistent buffers, before it was lowered.
         definition: the lowered one.
+        renamed: as for ``buffers_by_name``.
         stages: all of them, in the order in which the model runs.
         stage: this one.
     """
@@ -51,14 +72,15 @@ class SavedBuffers:
         self,
         shapes: Mapping[str, torch.Size],
         definition: nn.Module,
+        renamed: Mapping[str, str],
         plan: Plan,
         stages: Sequence[Stage],
         stage: Stage,
     ) -> None:
-        self._definition = definition
+        self._definition, self._renamed = definition, renamed
         # Name -> whether an earlier stage has it, too.
         self._copies: dict[str, bool] = {}
-        for name, buffer in definition.named_buffers():
+        for name, buffer in buffers_by_name(definition, renamed).items():
             assert plan.structure is not None
             path = name.rpartition(".")[0]
             if shapes.get(name) == buffer.shape and stage.holds(plan.structure, path):
@@ -67,7 +89,7 @@ class SavedBuffers:
 
     def values(self) -> dict[str, torch.Tensor]:
         """Name -> buffer."""
-        held = dict(self._definition.named_buffers())
+        held = buffers_by_name(self._definition, self._renamed)
         return {name: held[name] for name in self._copies}
 
     def entries(self, tp_rank: int, dp_rank: int) -> dict[str, ShardedTensor]:

@@ -85,16 +85,17 @@ class ScheduledModel(MegatronModule):
         persistent = persistent_buffers(definition)
         kept = kept_in_float32(definition, config.params_dtype, [*plan.placements, *persistent])
         self._float32 = kept.union(name for name, canonical in plan.canonical.items() if canonical in kept)
-        self._build(schedule, source)
-        fill_buffers(
-            definition, [name for name in persistent if self._here(name.rpartition(".")[0])], source, self._device
-        )
+        renamed = self._build(schedule, source)
+        self._float32 = self._float32.union(own for own, name in renamed.items() if name in kept)
+        here = [name for name in persistent if self._here(name.rpartition(".")[0])]
+        fill_buffers(definition, here, source, self._device, renamed)
         self.not_loaded: frozenset[str] = frozenset()
-        self._buffers_saved = SavedBuffers(persistent, definition, plan, stages, stage)
+        self._buffers_saved = SavedBuffers(persistent, definition, renamed, plan, stages, stage)
         self._tie()
         self._share(stages)
 
-    def _build(self, schedule: Schedule, source: WeightSource) -> None:
+    def _build(self, schedule: Schedule, source: WeightSource) -> Mapping[str, str]:
+        """Lowers the definition; the names of buffers that have another now, and which they had."""
         plan, structure = self.plan, self.plan.structure
         assert structure is not None
         context = Context(
@@ -121,6 +122,7 @@ class ScheduledModel(MegatronModule):
             set_exit(self.definition, structure, self.stage)
         self._loss = self._make_loss()
         self.definition.loss_function = self._loss
+        return context.renamed_buffers
 
     def _make_loss(self) -> VocabParallelLoss:
         plan, head = self.plan, self.definition.get_output_embeddings()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megasched.verify.parity import CheckedLayout
 from megasched.verify.rank_pool import RankError
@@ -16,7 +20,6 @@ from tests.parity.test_experts import (
     SAVE,
     assert_first_step_equals_hf,
     assert_same_run,
-    folders,  # noqa: F401 (a fixture)
     run,
 )
 from tests.parity.test_levels import block  # noqa: F401 (a fixture)
@@ -39,11 +42,25 @@ LAYOUTS = {
 }
 
 
+# What of small models is changed, so that their routers do all they can and are Megatron's.
+ROUTED = {
+    "dots1": {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 2, "topk_group": 1},
+    "glm4_moe": {"routed_scaling_factor": 2.5, "attention_bias": True, "use_qk_norm": True},
+    "qwen2_moe": {"norm_topk_prob": True},
+}
+
+
 def _small(model_type, folder, changes):
     config = small_config(model_type)
-    for field, value in changes.items():
+    for field, value in {**ROUTED.get(model_type, {}), **changes}.items():
         setattr(config, field, value)
-    return write_model(config, folder)
+    written = Path(write_model(config, folder)) / "model.safetensors"
+    tensors = load_file(written)
+    for name, value in tensors.items():
+        if name.endswith("e_score_correction_bias"):  # zeros, as HF makes them: they would change no choice
+            tensors[name] = torch.linspace(-0.3, 0.3, len(value))
+    save_file(tensors, written, metadata={"format": "pt"})
+    return folder
 
 
 def _mixtures_of_run(folder, flags, schedule):
@@ -65,10 +82,26 @@ def _mixtures_of_run(folder, flags, schedule):
         MoELayer.__init__ = real
 
 
+@pytest.fixture(scope="module")
+def folders(ranks, tmp_path_factory):
+    """Folder with a small model's config and weights, made when first asked for."""
+
+    @cache
+    def get(model_type: str) -> str:
+        return ranks.run(1, _small, model_type, str(tmp_path_factory.mktemp(model_type)), {})[0]
+
+    return get
+
+
+SOME = ("one", "ep2-tp2-sp-dp2", "ep2-cp2", "tp2-sp-pp2-vpp2")
+OTHERS = ("qwen3_moe", "qwen2_moe", "dots1", "glm4_moe", "solar_open", "deepseek_v3", "glm4_moe_lite")
+# Layers of these that are not mixtures.
+DENSE = {"dots1": 1, "glm4_moe": 1, "deepseek_v3": 1, "glm4_moe_lite": 1}
+
+
 @pytest.mark.parametrize(
     ("model_type", "name"),
-    [("mixtral", name) for name in LAYOUTS]
-    + [("qwen3_moe", name) for name in ("one", "ep2-tp2-sp-dp2", "ep2-cp2", "tp2-sp-pp2-vpp2")],
+    [("mixtral", name) for name in LAYOUTS] + [(other, name) for other in OTHERS for name in SOME],
 )
 def test_first_step_equals_hf(ranks, folders, block, model_type, name):  # noqa: F811
     """Loss, logits, every gradient and the norm; each rank has its experts alone, and Megatron's router."""
@@ -76,7 +109,9 @@ def test_first_step_equals_hf(ranks, folders, block, model_type, name):  # noqa:
     folder = folders(model_type)
     found = ranks.run(layout.world_size, _mixtures_of_run, folder, layout.flags.split(), block())
     experts = 4 // int(name[2]) if name.startswith("ep") else 4
-    assert [made for _, made in found] == [[experts] * (2 if "pp2" in name else 4)] * layout.world_size
+    layers = 4 - DENSE.get(model_type, 0)
+    made = [count for _, of_rank in found for count in of_rank]
+    assert made == [experts] * (layers * layout.world_size // (2 if "pp2" in name else 1))
     assert_first_step_equals_hf(ranks, folder, [report for report, _ in found], layout.tp)
 
 
@@ -88,6 +123,12 @@ VARIANTS = {
     "a window that is switched on": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}, 4),
     "attention bias": ("qwen3_moe", {"attention_bias": True}, 4),
     "one expert of each token": ("mixtral", {"num_experts_per_tok": 1}, 4),
+    "weights of sigmoids as they are": (
+        "dots1",
+        {"norm_topk_prob": False, "num_experts_per_tok": 1, "n_group": 1},
+        3,
+    ),
+    "shared experts beside weights that do not add up": ("qwen2_moe", {"norm_topk_prob": False}, 4),
 }
 
 

@@ -39,15 +39,19 @@ def compare(family: str) -> dict[str, Any]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     import megasched
+    from megasched.inference.infer import infer_roles
     from megasched.lowering import block
     from megasched.lowering.context import Context
     from megasched.lowering.planning import make_plan
     from megasched.model_adapters.default_schedule import schedule as default
     from megasched.model_adapters.registry import roles_of
+    from megasched.trial.structure import find_structure
     from tests.lowering.models import tiny_model
 
     model = tiny_model(family, tie_word_embeddings=False, **CHANGES.get(family, {}))
-    sch = megasched.create_schedule(model, roles=roles_of(model))
+    model.config.use_cache = False
+    roles = infer_roles(model, roles_of(model), find_structure(model), tp=1)
+    sch = megasched.create_schedule(model, roles=roles)
     default(sch, sch.layout)
     sch["model.layers.*"].level("block")
     plan = make_plan(sch, causal_lm=True)

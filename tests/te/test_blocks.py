@@ -8,7 +8,7 @@ import pytest
 from tests.process import TE, run_case
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "phi3")
-MIXTURES = ("mixtral", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,77 @@
+"""Latent attention by Megatron's ``TransformerLayer`` and ``MLASelfAttention``, against the HF model."""
+
+from __future__ import annotations
+
+import pytest
+
+from megasched.verify.parity import CheckedLayout
+from megasched.verify.rank_pool import RankError
+from tests.parity.test_experts import assert_first_step_equals_hf, run
+from tests.parity.test_levels import block  # noqa: F401 (a fixture)
+from tests.parity.test_mixture_blocks import LAYOUTS, _mixtures_of_run, _small
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "original_max_position_embeddings": 8,
+}
+VARIANTS = {
+    "no experts": ("youtu", {}, "tp2-sp"),
+    "no experts, stages": ("youtu", {}, "tp2-sp-pp2-vpp2"),
+    "no experts, contexts": ("youtu", {}, "cp2"),
+    "YaRN that scales rotated parts and softmax": ("deepseek_v3", {"rope_parameters": YARN}, "ep2-tp2-sp"),
+    "YaRN over contexts": ("deepseek_v3", {"rope_parameters": YARN}, "ep2-cp2"),
+    "experts in groups": (
+        "deepseek_v3",
+        {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5},
+        "ep2-tp2-sp",
+    ),
+    "another epsilon than the norms of layers": ("youtu", {"rms_norm_eps": 1e-3}, "tp2-sp"),
+}
+
+
+def _latent_layers_of_run(folder, flags, schedule):
+    """A run of one step, and how many latent attentions of Megatron's this rank made."""
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    made = []
+    real = MLASelfAttention.__init__
+
+    def init(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        made.append(self)
+
+    MLASelfAttention.__init__ = init
+    try:
+        report, _ = _mixtures_of_run(folder, flags, schedule)
+        return report, len(made)
+    finally:
+        MLASelfAttention.__init__ = real
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_first_step_equals_hf(ranks, tmp_path, block, variant):  # noqa: F811
+    model_type, changes, name = VARIANTS[variant]
+    (folder,) = ranks.run(1, _small, model_type, str(tmp_path / "model"), changes)
+    layout = LAYOUTS[name]
+    found = ranks.run(layout.world_size, _latent_layers_of_run, folder, layout.flags.split(), block())
+    assert [made for _, made in found] == [2 if "pp2" in name else 4] * layout.world_size
+    assert_first_step_equals_hf(ranks, folder, [report for report, _ in found], layout.tp)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "reason"),
+    [
+        ({}, "--tensor-model-parallel-size 2", "its latent attention wants sequence parallelism"),
+        ({"rope_interleave": False}, "", "Megatron's latent attention rotates neighbours"),
+        ({"q_lora_rank": None}, "", "q is not compressed"),
+        ({"attention_bias": True}, "", "nothing is known of self_attn.q_a_proj.bias"),
+    ],
+)
+def test_what_is_not_megatrons_is_refused(ranks, tmp_path, block, changes, flags, reason):  # noqa: F811
+    (folder,) = ranks.run(1, _small, "youtu", str(tmp_path / "model"), changes)
+    with pytest.raises(RankError, match=reason):
+        run(ranks, folder, CheckedLayout(2, 1, flags), schedule=block())
