@@ -53,6 +53,7 @@ class Layout:
         micro_batch_size: sequences in one forward.
         fp8: 8-bit training, if it was asked for; a schedule may choose by it.
         tp_comm_overlap: communication over TP is to overlap with matrix products, which Megatron's own layers do.
+        mixture_flags: Megatron's flags that were given and that only its own mixtures of experts know.
         packed_sequences: a row of a batch may hold several sequences (``--sft``).
     """
 
@@ -66,6 +67,7 @@ class Layout:
     micro_batch_size: int = 1
     fp8: Fp8 | None = None
     tp_comm_overlap: bool = False
+    mixture_flags: tuple[str, ...] = ()
     packed_sequences: bool = False
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from megasched.errors import Problem, ScheduleError
 from megasched.experts import find_experts
-from megasched.lowering.blocks import choose_blocks, overlap_problems
+from megasched.lowering.blocks import choose_blocks, mixture_problems, overlap_problems
 from megasched.lowering.fp8 import choose_fp8
 from megasched.lowering.joining import join_columns
 from megasched.lowering.known_runs import KnownRuns
@@ -76,7 +76,12 @@ def make_plan(
         join_columns(plan, model)
         problems += _plan_sequence(plan, model, runs)
         problems += _plan_packed(plan, model, runs)
-        problems = problems or [*choose_fp8(plan, schedule.roles.block), *overlap_problems(plan)]
+        block = schedule.roles.block
+        problems = problems or [
+            *choose_fp8(plan, block),
+            *overlap_problems(plan),
+            *mixture_problems(plan, model, block),
+        ]
     if problems:
         raise ScheduleError(problems)
     return plan

@@ -22,6 +22,7 @@ from megasched.megatron.derive import Derived, derive, one_head_for_tp
 from megasched.megatron.expert_flags import expert_arguments, expert_misfits
 from megasched.megatron.hang_watch import FLAG as HANG_FLAG
 from megasched.megatron.hang_watch import minutes
+from megasched.megatron.mixture_flags import is_mixture_flag, mixture_flags_asked, mixture_misfits
 from megasched.megatron.refused_flags import REFUSED, REFUSED_VALUES
 from megasched.megatron.sft_flags import sft_misfits
 from megasched.megatron.te_flags import fp8_from_args, te_misfits
@@ -205,8 +206,8 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
     derived = one_head_for_tp(derived, args.tensor_model_parallel_size)
     vocab = derived.pop("vocab_size")
     derived["padded_vocab_size"] = _padded(vocab, args)
-    if args.expert_model_parallel_size > 1:
-        derived |= expert_arguments(config, objective, derived, trust_remote_code=bool(args.trust_remote_code))
+    if args.expert_model_parallel_size > 1 or mixture_flags_asked(args):
+        derived |= expert_arguments(args, config, objective, derived)
     positions = derived["position_embedding_type"]
     derived["use_rotary_position_embeddings"] = Derived(positions.value == "rope", positions.source)
     fixed = derived.get("seq_length")
@@ -219,7 +220,7 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
         _report("Flags that contradict the HF config", _contradictions(derived, given), _CONTRADICTION_REMEDY),
         _report(_REFUSED_TITLE, _refusals(given)),
         _report("Sizes that do not fit the model", _misfits(args, sequence, vocab, derived)),
-        _report("Flags of expert parallelism that do not fit", expert_misfits(args)),
+        _report("Flags of expert parallelism that do not fit", [*expert_misfits(args), *mixture_misfits(args)]),
         _report("Flags that Transformer Engine can't carry out here", te_misfits(args)),
         _report("Flags of fine-tuning that do not fit", sft_misfits(args)),
         _report("Iterations that can't be recorded", trace_misfits(args)),
@@ -288,7 +289,7 @@ def _contradictions(derived: Mapping[str, Derived], given: Mapping[str, GivenFla
 def _refusals(given: Mapping[str, GivenFlag]) -> list[str]:
     lines = []
     for dest, flag in given.items():
-        if flag.value == flag.default:
+        if flag.value == flag.default or is_mixture_flag(dest):
             continue
         name = str(getattr(flag.value, "name", flag.value))
         reasons = [reason for pattern, reason in REFUSED.items() if fnmatchcase(dest, pattern)]
@@ -367,6 +368,7 @@ def layout_from_args(args: argparse.Namespace) -> Layout:
         micro_batch_size=args.micro_batch_size or 1,
         fp8=fp8_from_args(args),
         tp_comm_overlap=args.tp_comm_overlap,
+        mixture_flags=mixture_flags_asked(args),
         packed_sequences=args.sft,
     )
 

@@ -39,14 +39,15 @@ class ScheduledModelBuilder(GPTModelBuilder):
         # With it Megatron sums gradients of parameters *named* q_layernorm or k_layernorm over TP
         # (megatron/core/distributed/finalize_model_grads.py:453); ours are summed where the placement says so.
         config.qk_layernorm = False
-        # Megatron wants it for expert parallelism; what it then scales and logs is of its own router alone.
-        config.num_moe_experts = None
         vp_size, pp = config.virtual_pipeline_model_parallel_size, pg_collection.pp
         if pre_process is None:
             pre_process = is_vp_first_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_first_stage(pp)
         if post_process is None:
             post_process = is_vp_last_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_last_stage(pp)
         session = get_session()
+        if not session.plan.layout.mixture_flags:
+            # Megatron wants it for expert parallelism; what it then scales is losses of its own routers alone.
+            config.num_moe_experts = None
         structure = session.plan.structure
         assert session.source is not None
         assert structure is not None

@@ -1,4 +1,4 @@
-"""What Megatron must be told for expert parallelism, and which of its forms there is none of under a schedule."""
+"""What Megatron must be told of mixtures of experts, and which forms of expert parallelism there are none of."""
 
 from __future__ import annotations
 
@@ -34,23 +34,30 @@ def expert_misfits(args: Namespace) -> list[str]:
 
 
 def expert_arguments(
-    config: PretrainedConfig, objective: Objective, derived: Mapping[str, Derived], *, trust_remote_code: bool
+    args: Namespace, config: PretrainedConfig, objective: Objective, derived: Mapping[str, Derived]
 ) -> dict[str, Derived]:
-    """``args`` that Megatron's own checks want for expert parallelism (``training/arguments.py:1600``).
+    """``args`` that Megatron's own checks want for expert parallelism (``training/arguments.py:1600``), its
+    schedules to scale losses of its routers (``core/pipeline_parallel/schedules.py:353``), its log to report them.
 
-    The router is HF's. So no loss of Megatron's router is named for it to report, and for its FLOPs count there is
-    one expert as wide as all that a token goes through, as without expert parallelism (``derive.py``).
+    For its FLOPs count there is one expert as wide as all that a token goes through, as without expert parallelism
+    (``derive.py``). What its layers are told of their mixture is another matter (``lowering/block.py``).
     """
-    experts = find_experts(build_on_meta(config, objective, trust_remote_code=trust_remote_code))
+    experts = find_experts(build_on_meta(config, objective, trust_remote_code=bool(args.trust_remote_code)))
     if not experts:  # the plan says so, with the reason
         return {}
     path, count = next(iter(experts.items()))
+    layers = {int(next(part for part in name.split(".") if part.isdigit())) for name in experts}
+    pattern = [int(layer in layers) for layer in range(derived["num_layers"].value)]
     found = {
         "num_experts": Derived(count, f"{path} has {count}"),
+        "moe_layer_freq": Derived(pattern, "the HF config says which layers have experts"),
         "moe_router_topk": Derived(1, "FLOPs are counted as of one expert"),
         "moe_router_pre_softmax": Derived(True, "Megatron wants it with one expert"),
-        "moe_router_load_balancing_type": Derived("none", "the router is HF's"),
     }
+    if not args.moe_aux_loss_coeff:
+        found["moe_router_load_balancing_type"] = Derived("none", "--moe-aux-loss-coeff is not given")
+    if args.moe_router_enable_expert_bias:  # the plan refuses it where the model's routers have none
+        found["moe_router_score_function"] = Derived("sigmoid", "Megatron wants it with an expert bias")
     if "ffn_hidden_size" in derived:
         found["moe_ffn_hidden_size"] = derived["ffn_hidden_size"]
     return found

@@ -41,6 +41,7 @@ SWITCHES = (
 _TE = "it needs Transformer Engine, which needs a GPU"
 _CUDA_GRAPHS = "there are no CUDA graphs on a CPU"
 _KERNEL = "it is a GPU kernel"
+_EXPERTS_SENT = "tokens go to their experts by all-to-all here"
 _PINNED = "there is no device memory to offload from"
 _PROFILER = "it measures a GPU"
 
@@ -73,6 +74,12 @@ DROPPED = {
     "--moe-grouped-gemm": _KERNEL,
     "--moe-permute-fusion": _KERNEL,
     "--moe-router-fusion": _KERNEL,
+    "--moe-router-padding-for-quantization": "8-bit kernels need a GPU",
+    "--moe-token-dispatcher-type": _EXPERTS_SENT,
+    "--moe-enable-deepep": _EXPERTS_SENT,
+    "--moe-flex-dispatcher-*": _EXPERTS_SENT,
+    "--moe-deepep-num-sms": _EXPERTS_SENT,
+    "--moe-hybridep-*": _EXPERTS_SENT,
     "--optimizer-cpu-offload": _PINNED,
     "--cpu-offloading-num-layers": _PINNED,
     "--use-nccl-ub": "NCCL needs GPUs",

@@ -1,0 +1,195 @@
+"""Megatron's flags of mixtures, on layers that are its own; what they add is added to the HF model, too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megasched.verify.parity import CheckedLayout, compare
+from megasched.verify.rank_pool import RankError
+from megasched.verify.reference import HfStep, hf_loss, hf_model
+from megasched.verify.shrink import TOKENS
+from megasched.verify.trainer_run import batches_of, train
+from tests.parity.test_experts import RUN, run
+from tests.parity.test_levels import block  # noqa: F401 (a fixture)
+from tests.parity.test_mixture_blocks import LAYOUTS, folders  # noqa: F401 (a fixture)
+
+COEFFICIENT = 0.1
+Z_COEFFICIENT = 0.01
+RATE = 0.05
+
+
+def _scores(logits, kind):
+    if kind == "softmax":
+        return logits.softmax(-1)
+    return logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+
+
+def _balance(logits, kind, chosen):
+    """Experts times the sum over them of their share of the choices and their mean score (arXiv 2101.03961)."""
+    scores = _scores(logits, kind)
+    experts = scores.shape[-1]
+    choices = torch.nn.functional.one_hot(scores.topk(chosen).indices, experts).sum((0, 1)) / (
+        chosen * len(logits)
+    )
+    return experts * (choices * scores.mean(0)).sum()
+
+
+def _by_sequence(logits, kind, chosen, sequences):
+    return torch.stack([_balance(part, kind, chosen) for part in logits.chunk(sequences)]).mean()
+
+
+def _reference(folder, batches, kind, added):
+    """The unscheduled model's step with losses of its routers added; and how often each expert is chosen."""
+    model = hf_model(folder, random_init=False)
+    routed: list[tuple] = []
+    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    for gate in gates:
+        gate.register_forward_hook(lambda module, args, output: routed.append(output))
+    losses, seen, total = [], [], 0.0
+    counts = torch.zeros(len(gates), 4)
+    for tokens, labels in batches:
+        routed.clear()
+        loss, logits_of_model = hf_loss(model, tokens, labels)
+        losses.append(loss.item())
+        seen.append(logits_of_model.detach())
+        for layer, output in enumerate(routed):
+            logits, chosen = output[0].float(), output[2]
+            counts[layer] += torch.nn.functional.one_hot(chosen, 4).sum((0, 1))
+            if "aux_loss" in added:
+                loss = loss + COEFFICIENT * _balance(logits, kind, chosen.shape[-1])
+            if "seq_aux_loss" in added:
+                loss = loss + COEFFICIENT * _by_sequence(logits, kind, chosen.shape[-1], len(tokens))
+            if "z_loss" in added:
+                loss = loss + Z_COEFFICIENT * logits.logsumexp(-1).square().mean()
+        total = total + loss / len(batches)
+    total.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+    return HfStep(sum(losses) / len(losses), seen, gradients, norm), counts
+
+
+AUX = f"--moe-aux-loss-coeff {COEFFICIENT} --moe-router-load-balancing-type"
+ADDED = {
+    "aux_loss": f"{AUX} aux_loss",
+    "seq_aux_loss": f"{AUX} seq_aux_loss",
+    "aux_loss and z_loss": f"{AUX} aux_loss --moe-z-loss-coeff {Z_COEFFICIENT}",
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "added"),
+    [("mixtral", "one", added) for added in ADDED]
+    + [("mixtral", name, "aux_loss and z_loss") for name in ("ep2-tp2-sp-dp2", "ep2-pp2", "ep2-cp2")]
+    + [("glm4_moe", name, "aux_loss") for name in ("one", "ep2-tp2-sp")],
+)
+def test_losses_of_routers_are_added(ranks, folders, block, model_type, name, added):  # noqa: F811
+    """Every gradient and the norm; the loss that is reported is the model's alone, as in Megatron."""
+    layout, folder = LAYOUTS[name], folders(model_type)
+    reports = run(ranks, folder, layout, *ADDED[added].split(), schedule=block())
+    kind = "softmax" if model_type == "mixtral" else "sigmoid"
+    ((expected, _),) = ranks.run(1, _reference, folder, batches_of(reports), kind, added.split(" and "))
+    outcome = compare(reports, expected, layout.tp)
+    assert outcome.verdict == "equal", outcome.why
+    plain = run(ranks, folder, layout, schedule=block())
+    assert compare(plain, expected, layout.tp).verdict == "wrong"  # without them, it is another step
+
+
+def _biases_of_run(folder, flags, schedule, iterations):
+    """The persistent buffers that this rank has after a run."""
+    from megasched.megatron.scheduled_model import ScheduledModel
+
+    models = []
+    real = ScheduledModel.__init__
+
+    def init(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        models.append(self)
+
+    ScheduledModel.__init__ = init
+    try:
+        options = {"schedule": schedule, "random_init": False, "tokens": TOKENS}
+        report = train(folder, [*flags, *RUN], iterations=iterations, **options)
+    finally:
+        ScheduledModel.__init__ = real
+    return report, {
+        name: value.clone() for model in models for name, value in model._buffers_saved.values().items()
+    }
+
+
+@pytest.mark.parametrize("name", ["one", "ep2-tp2-sp-dp2", "tp2-sp-pp2-vpp2"])
+def test_routers_are_balanced_by_their_bias(ranks, folders, block, name):  # noqa: F811
+    """By HF's name of the buffer. What is chosen too seldom is chosen sooner (arXiv 2408.15664), all tokens of the
+    batch counted; the step itself is the definition's."""
+    layout, folder = LAYOUTS[name], folders("glm4_moe")
+    flags = [*layout.flags.split(), "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", str(RATE)]
+    found = ranks.run(layout.world_size, _biases_of_run, folder, flags, block(), 1)
+    reports = [report for report, _ in found]
+    ((expected, counts),) = ranks.run(1, _reference, folder, batches_of(reports), "sigmoid", [])
+    assert compare(reports, expected, layout.tp).verdict == "equal"
+    before = torch.linspace(-0.3, 0.3, 4)
+    wanted = {
+        f"model.layers.{layer}.mlp.gate.e_score_correction_bias": before + RATE * (own.mean() - own).sign()
+        for layer, own in enumerate(counts, start=1)
+    }
+    assert len(wanted) == 3
+    held = [buffers for _, buffers in found]
+    assert set().union(*held) == wanted.keys()
+    for buffers in held:
+        for key, value in buffers.items():
+            torch.testing.assert_close(value, wanted[key], rtol=0, atol=1e-7, msg=key)
+
+
+def test_without_the_flag_a_bias_stays(ranks, folders, block):  # noqa: F811
+    ((_, buffers),) = ranks.run(1, _biases_of_run, folders("glm4_moe"), [], block(), 2)
+    assert len(buffers) == 3
+    for value in buffers.values():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, torch.linspace(-0.3, 0.3, 4))
+
+
+@pytest.mark.parametrize("level", ["block", "fused"])
+def test_a_bias_is_saved_under_its_name_in_hf(ranks, folders, block, tmp_path, level):  # noqa: F811
+    """What one run has balanced, another goes on with, at whatever level."""
+    folder, keep = folders("glm4_moe"), ["--save", str(tmp_path), "--save-interval", "1"]
+    balanced = ["--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", str(RATE)]
+    ((_, saved),) = ranks.run(1, _biases_of_run, folder, [*balanced, *keep], block(), 1)
+    flags = [*LAYOUTS["ep2-tp2-sp"].flags.split(), "--load", str(tmp_path), "--no-load-optim", "--no-load-rng"]
+    found = ranks.run(2, _biases_of_run, folder, flags, block(level=level), 2)
+    for _, buffers in found:
+        assert buffers.keys() == saved.keys()
+        assert all(torch.equal(buffers[name], value) for name, value in saved.items())
+
+
+def test_shared_experts_overlap(ranks, folders, block):  # noqa: F811
+    """They are computed while tokens are on their way; the same bits come out."""
+    layout, folder = LAYOUTS["ep2-tp2-sp"], folders("glm4_moe")
+    flags = ["--moe-shared-expert-overlap", "--moe-token-dispatcher-type", "alltoall"]
+    plain, other = (
+        run(ranks, folder, layout, schedule=block()),
+        run(ranks, folder, layout, *flags, schedule=block()),
+    )
+    assert other[0].losses == plain[0].losses
+    for one, same in zip(plain, other, strict=True):
+        for key, (gradient, _) in one.gradients.items():
+            torch.testing.assert_close(same.gradients[key][0], gradient, rtol=1e-5, atol=1e-7, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "flags", "level", "reason"),
+    [
+        (
+            "mixtral",
+            "--moe-aux-loss-coeff 0.1",
+            "fused",
+            "--moe-aux-loss-coeff: Megatron's own mixtures .* not this",
+        ),
+        ("mixtral", "--moe-router-enable-expert-bias", "block", "the definition's routers choose without a bias"),
+        ("mixtral", "--moe-router-load-balancing-type sinkhorn", "block", "it chooses other experts"),
+        ("mixtral", "--moe-router-topk 3", "block", "this part of the model is what the HF definition makes it"),
+        ("llama", "--moe-z-loss-coeff 0.1", "block", "the model has none of the form that HF gives experts"),
+    ],
+)
+def test_flags_that_say_nothing_here_are_refused(ranks, folders, block, model_type, flags, level, reason):  # noqa: F811
+    with pytest.raises(RankError, match=reason):
+        run(ranks, folders(model_type), CheckedLayout(1, 1, flags), schedule=block(level=level))
