@@ -7,9 +7,10 @@ import torch
 
 from megasched.verify.parity import TOLERANCE, CheckedLayout, check_layout, compare, reference_step
 from megasched.verify.rank_pool import RankError
-from megasched.verify.shrink import TOKENS, VOCABULARY
+from megasched.verify.shrink import TOKENS
 from megasched.verify.small_models import write_small_model
 from megasched.verify.trainer_run import batches_of, gather, losses, train
+from tests.parity.mixtures import RUN
 
 TYPES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
 EP2 = "--expert-model-parallel-size 2"
@@ -22,7 +23,6 @@ LAYOUTS = {
     "ep2-tp2-sp-dp2": CheckedLayout(4, 2, f"{EP2} {TP2} --sequence-parallel"),
     "ep2-pp2": CheckedLayout(4, 1, f"{EP2} --pipeline-model-parallel-size 2"),
 }
-RUN = ["--vocab-size", str(VOCABULARY)]
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,8 @@ import pytest
 
 from megasched.verify.parity import CheckedLayout
 from megasched.verify.rank_pool import RankError
+from tests.parity.mixtures import LAYOUTS, mixtures_of_run, small_mixture
 from tests.parity.test_experts import assert_first_step_equals_hf, run
-from tests.parity.test_levels import block  # noqa: F401 (a fixture)
-from tests.parity.test_mixture_blocks import LAYOUTS, _mixtures_of_run, _small
 
 YARN = {
     "rope_type": "yarn",
@@ -46,16 +45,16 @@ def _latent_layers_of_run(folder, flags, schedule):
 
     MLASelfAttention.__init__ = init
     try:
-        report, _ = _mixtures_of_run(folder, flags, schedule)
+        report, _ = mixtures_of_run(folder, flags, schedule)
         return report, len(made)
     finally:
         MLASelfAttention.__init__ = real
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_first_step_equals_hf(ranks, tmp_path, block, variant):  # noqa: F811
+def test_first_step_equals_hf(ranks, tmp_path, block, variant):
     model_type, changes, name = VARIANTS[variant]
-    (folder,) = ranks.run(1, _small, model_type, str(tmp_path / "model"), changes)
+    (folder,) = ranks.run(1, small_mixture, model_type, str(tmp_path / "model"), changes)
     layout = LAYOUTS[name]
     found = ranks.run(layout.world_size, _latent_layers_of_run, folder, layout.flags.split(), block())
     assert [made for _, made in found] == [2 if "pp2" in name else 4] * layout.world_size
@@ -71,7 +70,7 @@ def test_first_step_equals_hf(ranks, tmp_path, block, variant):  # noqa: F811
         ({"attention_bias": True}, "", "nothing is known of self_attn.q_a_proj.bias"),
     ],
 )
-def test_what_is_not_megatrons_is_refused(ranks, tmp_path, block, changes, flags, reason):  # noqa: F811
-    (folder,) = ranks.run(1, _small, "youtu", str(tmp_path / "model"), changes)
+def test_what_is_not_megatrons_is_refused(ranks, tmp_path, block, changes, flags, reason):
+    (folder,) = ranks.run(1, small_mixture, "youtu", str(tmp_path / "model"), changes)
     with pytest.raises(RankError, match=reason):
         run(ranks, folder, CheckedLayout(2, 1, flags), schedule=block())

@@ -14,26 +14,6 @@ from tests import tiny
 from tests.parity.test_matrix import LAYOUTS, assert_first_step_equals_hf
 
 FAMILIES = ("mistral", "qwen2", "qwen3", "phi3", *tiny.BLOCKS)
-SCHEDULE = """
-from megasched.model_adapters.default_schedule import schedule as default
-
-
-def schedule(sch, layout):
-    default(sch, layout)
-    sch["{where}"].level("{level}")
-"""
-
-
-@pytest.fixture
-def block(tmp_path):
-    """A schedule file: everything by default, some layers as blocks."""
-
-    def write(where="model.layers.*", level="block"):
-        path = tmp_path / "block.py"
-        path.write_text(SCHEDULE.format(where=where, level=level))
-        return str(path)
-
-    return write
 
 
 def _train(folder, flags, schedule, iterations=3):

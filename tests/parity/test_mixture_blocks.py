@@ -2,96 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from megasched.verify.parity import CheckedLayout
 from megasched.verify.rank_pool import RankError
-from megasched.verify.shrink import TOKENS
-from megasched.verify.small_models import small_config, write_model
-from megasched.verify.trainer_run import losses, train
-from tests.parity.test_experts import (
-    ADAM,
-    RUN,
-    SAVE,
-    assert_first_step_equals_hf,
-    assert_same_run,
-    run,
-)
-from tests.parity.test_levels import block  # noqa: F401 (a fixture)
-
-EP2, TP2_SP = "--expert-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
-LAYOUTS = {
-    "one": CheckedLayout(1, 1, ""),
-    "dp2": CheckedLayout(2, 1, ""),
-    "ep2": CheckedLayout(2, 1, EP2),
-    "cp2": CheckedLayout(2, 1, "--context-parallel-size 2"),
-    "tp2-sp": CheckedLayout(2, 2, TP2_SP),
-    "ep2-tp2-sp": CheckedLayout(2, 2, f"{EP2} {TP2_SP}"),
-    "ep2-tp2-sp-dp2": CheckedLayout(4, 2, f"{EP2} {TP2_SP}"),
-    "ep4-tp2-sp-dp2": CheckedLayout(4, 2, f"--expert-model-parallel-size 4 {TP2_SP}"),
-    "ep2-pp2": CheckedLayout(4, 1, f"{EP2} --pipeline-model-parallel-size 2"),
-    "ep2-cp2": CheckedLayout(4, 1, f"{EP2} --context-parallel-size 2"),
-    "tp2-sp-pp2-vpp2": CheckedLayout(
-        4, 2, f"{TP2_SP} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
-    ),
-}
-
-
-# What of small models is changed, so that their routers do all they can and are Megatron's.
-ROUTED = {
-    "dots1": {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 2, "topk_group": 1},
-    "glm4_moe": {"routed_scaling_factor": 2.5, "attention_bias": True, "use_qk_norm": True},
-    "qwen2_moe": {"norm_topk_prob": True},
-}
-
-
-def _small(model_type, folder, changes):
-    config = small_config(model_type)
-    for field, value in {**ROUTED.get(model_type, {}), **changes}.items():
-        setattr(config, field, value)
-    written = Path(write_model(config, folder)) / "model.safetensors"
-    tensors = load_file(written)
-    for name, value in tensors.items():
-        if name.endswith("e_score_correction_bias"):  # zeros, as HF makes them: they would change no choice
-            tensors[name] = torch.linspace(-0.3, 0.3, len(value))
-    save_file(tensors, written, metadata={"format": "pt"})
-    return folder
-
-
-def _mixtures_of_run(folder, flags, schedule):
-    """A run of one step, and the mixtures of Megatron's that this rank made, and their experts."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    made = []
-    real = MoELayer.__init__
-
-    def init(self, *args, **kwargs):
-        real(self, *args, **kwargs)
-        made.append(self.num_local_experts)
-
-    MoELayer.__init__ = init
-    try:
-        options = {"schedule": schedule, "random_init": False, "tokens": TOKENS}
-        return train(folder, [*flags, *RUN], iterations=1, **options), made
-    finally:
-        MoELayer.__init__ = real
-
-
-@pytest.fixture(scope="module")
-def folders(ranks, tmp_path_factory):
-    """Folder with a small model's config and weights, made when first asked for."""
-
-    @cache
-    def get(model_type: str) -> str:
-        return ranks.run(1, _small, model_type, str(tmp_path_factory.mktemp(model_type)), {})[0]
-
-    return get
-
+from megasched.verify.trainer_run import losses
+from tests.parity.mixtures import LAYOUTS, mixtures_of_run, small_mixture
+from tests.parity.test_experts import ADAM, SAVE, assert_first_step_equals_hf, assert_same_run, run
 
 SOME = ("one", "ep2-tp2-sp-dp2", "ep2-cp2", "tp2-sp-pp2-vpp2")
 OTHERS = ("qwen3_moe", "qwen2_moe", "dots1", "glm4_moe", "solar_open", "deepseek_v3", "glm4_moe_lite")
@@ -103,11 +21,11 @@ DENSE = {"dots1": 1, "glm4_moe": 1, "deepseek_v3": 1, "glm4_moe_lite": 1}
     ("model_type", "name"),
     [("mixtral", name) for name in LAYOUTS] + [(other, name) for other in OTHERS for name in SOME],
 )
-def test_first_step_equals_hf(ranks, folders, block, model_type, name):  # noqa: F811
+def test_first_step_equals_hf(ranks, mixtures, block, model_type, name):
     """Loss, logits, every gradient and the norm; each rank has its experts alone, and Megatron's router."""
     layout = LAYOUTS[name]
-    folder = folders(model_type)
-    found = ranks.run(layout.world_size, _mixtures_of_run, folder, layout.flags.split(), block())
+    folder = mixtures(model_type)
+    found = ranks.run(layout.world_size, mixtures_of_run, folder, layout.flags.split(), block())
     experts = 4 // int(name[2]) if name.startswith("ep") else 4
     layers = 4 - DENSE.get(model_type, 0)
     made = [count for _, of_rank in found for count in of_rank]
@@ -133,27 +51,27 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_equal_hf(ranks, tmp_path, block, variant):  # noqa: F811
-    model_type, changes, mixtures = VARIANTS[variant]
-    (folder,) = ranks.run(1, _small, model_type, str(tmp_path / "model"), changes)
+def test_variants_equal_hf(ranks, tmp_path, block, variant):
+    model_type, changes, layers = VARIANTS[variant]
+    (folder,) = ranks.run(1, small_mixture, model_type, str(tmp_path / "model"), changes)
     layout = LAYOUTS["ep2-tp2-sp"]
-    found = ranks.run(2, _mixtures_of_run, folder, layout.flags.split(), block())
-    assert [made for _, made in found] == [[2] * mixtures] * 2
+    found = ranks.run(2, mixtures_of_run, folder, layout.flags.split(), block())
+    assert [made for _, made in found] == [[2] * layers] * 2
     assert_first_step_equals_hf(ranks, folder, [report for report, _ in found], layout.tp)
 
 
 @pytest.mark.parametrize("name", ["ep2", "ep2-tp2-sp-dp2", "tp2-sp-pp2-vpp2"])
-def test_the_distributed_optimizer_takes_the_same_steps(ranks, folders, block, name):  # noqa: F811
-    one = run(ranks, folders("mixtral"), LAYOUTS["one"], iterations=3, schedule=block(level="fused"))
-    reports = run(ranks, folders("mixtral"), LAYOUTS[name], *ADAM, iterations=3, schedule=block())
+def test_the_distributed_optimizer_takes_the_same_steps(ranks, mixtures, block, name):
+    one = run(ranks, mixtures("mixtral"), LAYOUTS["one"], iterations=3, schedule=block(level="fused"))
+    reports = run(ranks, mixtures("mixtral"), LAYOUTS[name], *ADAM, iterations=3, schedule=block())
     assert_same_run(reports, one, tp=LAYOUTS[name].tp)
 
 
 @pytest.mark.parametrize("first", ["block", "fused"])
-def test_a_checkpoint_goes_between_levels_and_layouts(ranks, folders, block, tmp_path, first):  # noqa: F811
+def test_a_checkpoint_goes_between_levels_and_layouts(ranks, mixtures, block, tmp_path, first):
     """Each expert is written by itself and read with the others, and the other way round; the optimizer's states
     too."""
-    folder, kept = folders("qwen3_moe"), ["--load", str(tmp_path / "kept")]
+    folder, kept = mixtures("qwen3_moe"), ["--load", str(tmp_path / "kept")]
     second = "fused" if first == "block" else "block"
     whole = run(ranks, folder, LAYOUTS["ep2"], *SAVE, iterations=4, schedule=block(level="fused"))
     saving = ["--save", str(tmp_path / "kept"), "--save-interval", "2"]
@@ -163,9 +81,9 @@ def test_a_checkpoint_goes_between_levels_and_layouts(ranks, folders, block, tmp
     assert_same_run(resumed, whole, skip=2)
 
 
-def test_a_checkpoint_of_whole_experts_goes_between_levels(ranks, folders, block, tmp_path):  # noqa: F811
+def test_a_checkpoint_of_whole_experts_goes_between_levels(ranks, mixtures, block, tmp_path):
     """Where all TP ranks have all experts, one of them writes each."""
-    folder, kept = folders("mixtral"), ["--load", str(tmp_path)]
+    folder, kept = mixtures("mixtral"), ["--load", str(tmp_path)]
     whole = run(ranks, folder, LAYOUTS["one"], *SAVE, iterations=4, schedule=block(level="fused"))
     saving = ["--save", str(tmp_path), "--save-interval", "2"]
     run(ranks, folder, LAYOUTS["tp2-sp"], *SAVE, *saving, iterations=2, schedule=block())
@@ -180,8 +98,8 @@ RECOMPUTE = {
 
 
 @pytest.mark.parametrize("name", RECOMPUTE)
-def test_recompute_changes_no_bit(ranks, folders, block, name):  # noqa: F811
-    layout, folder = LAYOUTS["ep2-tp2-sp"], folders("mixtral")
+def test_recompute_changes_no_bit(ranks, mixtures, block, name):
+    layout, folder = LAYOUTS["ep2-tp2-sp"], mixtures("mixtral")
     plain = run(ranks, folder, layout, schedule=block())
     again = run(ranks, folder, layout, *RECOMPUTE[name].split(), schedule=block())
     assert losses(again) == losses(plain)
@@ -198,7 +116,7 @@ def test_recompute_changes_no_bit(ranks, folders, block, name):  # noqa: F811
         ("", {"router_jitter_noise": 0.1}, "router_jitter_noise changes what HF's routers see"),
     ],
 )
-def test_mixtures_that_are_not_megatrons_are_refused(ranks, tmp_path, block, flags, changes, reason):  # noqa: F811
-    (folder,) = ranks.run(1, _small, "mixtral", str(tmp_path / "model"), changes)
+def test_mixtures_that_are_not_megatrons_are_refused(ranks, tmp_path, block, flags, changes, reason):
+    (folder,) = ranks.run(1, small_mixture, "mixtral", str(tmp_path / "model"), changes)
     with pytest.raises(RankError, match=reason):
         run(ranks, folder, CheckedLayout(2, 1, flags), schedule=block())

@@ -10,9 +10,8 @@ from megasched.verify.rank_pool import RankError
 from megasched.verify.reference import HfStep, hf_loss, hf_model
 from megasched.verify.shrink import TOKENS
 from megasched.verify.trainer_run import batches_of, train
-from tests.parity.test_experts import RUN, run
-from tests.parity.test_levels import block  # noqa: F401 (a fixture)
-from tests.parity.test_mixture_blocks import LAYOUTS, folders  # noqa: F401 (a fixture)
+from tests.parity.mixtures import LAYOUTS, RUN
+from tests.parity.test_experts import run
 
 COEFFICIENT = 0.1
 Z_COEFFICIENT = 0.01
@@ -83,9 +82,9 @@ ADDED = {
     + [("mixtral", name, "aux_loss and z_loss") for name in ("ep2-tp2-sp-dp2", "ep2-pp2", "ep2-cp2")]
     + [("glm4_moe", name, "aux_loss") for name in ("one", "ep2-tp2-sp")],
 )
-def test_losses_of_routers_are_added(ranks, folders, block, model_type, name, added):  # noqa: F811
+def test_losses_of_routers_are_added(ranks, mixtures, block, model_type, name, added):
     """Every gradient and the norm; the loss that is reported is the model's alone, as in Megatron."""
-    layout, folder = LAYOUTS[name], folders(model_type)
+    layout, folder = LAYOUTS[name], mixtures(model_type)
     reports = run(ranks, folder, layout, *ADDED[added].split(), schedule=block())
     kind = "softmax" if model_type == "mixtral" else "sigmoid"
     ((expected, _),) = ranks.run(1, _reference, folder, batches_of(reports), kind, added.split(" and "))
@@ -118,10 +117,10 @@ def _biases_of_run(folder, flags, schedule, iterations):
 
 
 @pytest.mark.parametrize("name", ["one", "ep2-tp2-sp-dp2", "tp2-sp-pp2-vpp2"])
-def test_routers_are_balanced_by_their_bias(ranks, folders, block, name):  # noqa: F811
+def test_routers_are_balanced_by_their_bias(ranks, mixtures, block, name):
     """By HF's name of the buffer. What is chosen too seldom is chosen sooner (arXiv 2408.15664), all tokens of the
     batch counted; the step itself is the definition's."""
-    layout, folder = LAYOUTS[name], folders("glm4_moe")
+    layout, folder = LAYOUTS[name], mixtures("glm4_moe")
     flags = [*layout.flags.split(), "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", str(RATE)]
     found = ranks.run(layout.world_size, _biases_of_run, folder, flags, block(), 1)
     reports = [report for report, _ in found]
@@ -140,8 +139,8 @@ def test_routers_are_balanced_by_their_bias(ranks, folders, block, name):  # noq
             torch.testing.assert_close(value, wanted[key], rtol=0, atol=1e-7, msg=key)
 
 
-def test_without_the_flag_a_bias_stays(ranks, folders, block):  # noqa: F811
-    ((_, buffers),) = ranks.run(1, _biases_of_run, folders("glm4_moe"), [], block(), 2)
+def test_without_the_flag_a_bias_stays(ranks, mixtures, block):
+    ((_, buffers),) = ranks.run(1, _biases_of_run, mixtures("glm4_moe"), [], block(), 2)
     assert len(buffers) == 3
     for value in buffers.values():
         assert value.dtype == torch.float32
@@ -149,9 +148,9 @@ def test_without_the_flag_a_bias_stays(ranks, folders, block):  # noqa: F811
 
 
 @pytest.mark.parametrize("level", ["block", "fused"])
-def test_a_bias_is_saved_under_its_name_in_hf(ranks, folders, block, tmp_path, level):  # noqa: F811
+def test_a_bias_is_saved_under_its_name_in_hf(ranks, mixtures, block, tmp_path, level):
     """What one run has balanced, another goes on with, at whatever level."""
-    folder, keep = folders("glm4_moe"), ["--save", str(tmp_path), "--save-interval", "1"]
+    folder, keep = mixtures("glm4_moe"), ["--save", str(tmp_path), "--save-interval", "1"]
     balanced = ["--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", str(RATE)]
     ((_, saved),) = ranks.run(1, _biases_of_run, folder, [*balanced, *keep], block(), 1)
     flags = [*LAYOUTS["ep2-tp2-sp"].flags.split(), "--load", str(tmp_path), "--no-load-optim", "--no-load-rng"]
@@ -161,9 +160,9 @@ def test_a_bias_is_saved_under_its_name_in_hf(ranks, folders, block, tmp_path, l
         assert all(torch.equal(buffers[name], value) for name, value in saved.items())
 
 
-def test_shared_experts_overlap(ranks, folders, block):  # noqa: F811
+def test_shared_experts_overlap(ranks, mixtures, block):
     """They are computed while tokens are on their way; the same bits come out."""
-    layout, folder = LAYOUTS["ep2-tp2-sp"], folders("glm4_moe")
+    layout, folder = LAYOUTS["ep2-tp2-sp"], mixtures("glm4_moe")
     flags = ["--moe-shared-expert-overlap", "--moe-token-dispatcher-type", "alltoall"]
     plain, other = (
         run(ranks, folder, layout, schedule=block()),
@@ -190,6 +189,6 @@ def test_shared_experts_overlap(ranks, folders, block):  # noqa: F811
         ("llama", "--moe-z-loss-coeff 0.1", "block", "the model has none of the form that HF gives experts"),
     ],
 )
-def test_flags_that_say_nothing_here_are_refused(ranks, folders, block, model_type, flags, level, reason):  # noqa: F811
+def test_flags_that_say_nothing_here_are_refused(ranks, mixtures, block, model_type, flags, level, reason):
     with pytest.raises(RankError, match=reason):
-        run(ranks, folders(model_type), CheckedLayout(1, 1, flags), schedule=block(level=level))
+        run(ranks, mixtures(model_type), CheckedLayout(1, 1, flags), schedule=block(level=level))

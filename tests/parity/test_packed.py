@@ -16,7 +16,7 @@ from megasched.verify.reference import hf_model, relative
 from megasched.verify.small_models import write_small_model
 from megasched.verify.trainer_run import batches_of, gather, logits_of, losses, train
 from tests import tiny
-from tests.parity.test_levels import SCHEDULE
+from tests.parity.levels import SCHEDULE
 from tests.parity.test_matrix import LAYOUTS
 
 EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "sft" / "make.py"))

@@ -1,0 +1,72 @@
+"""What the tests of mixtures by Megatron's own layers have in common: layouts, small models, a run of one step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from megasched.verify.parity import CheckedLayout
+from megasched.verify.shrink import TOKENS, VOCABULARY
+from megasched.verify.small_models import small_config, write_model
+from megasched.verify.trainer_run import train
+
+RUN = ["--vocab-size", str(VOCABULARY)]
+EP2, TP2_SP = "--expert-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
+LAYOUTS = {
+    "one": CheckedLayout(1, 1, ""),
+    "dp2": CheckedLayout(2, 1, ""),
+    "ep2": CheckedLayout(2, 1, EP2),
+    "cp2": CheckedLayout(2, 1, "--context-parallel-size 2"),
+    "tp2-sp": CheckedLayout(2, 2, TP2_SP),
+    "ep2-tp2-sp": CheckedLayout(2, 2, f"{EP2} {TP2_SP}"),
+    "ep2-tp2-sp-dp2": CheckedLayout(4, 2, f"{EP2} {TP2_SP}"),
+    "ep4-tp2-sp-dp2": CheckedLayout(4, 2, f"--expert-model-parallel-size 4 {TP2_SP}"),
+    "ep2-pp2": CheckedLayout(4, 1, f"{EP2} --pipeline-model-parallel-size 2"),
+    "ep2-cp2": CheckedLayout(4, 1, f"{EP2} --context-parallel-size 2"),
+    "tp2-sp-pp2-vpp2": CheckedLayout(
+        4, 2, f"{TP2_SP} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+    ),
+}
+
+
+# What of small models is changed, so that their routers do all they can and are Megatron's.
+ROUTED = {
+    "dots1": {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 2, "topk_group": 1},
+    "glm4_moe": {"routed_scaling_factor": 2.5, "attention_bias": True, "use_qk_norm": True},
+    "qwen2_moe": {"norm_topk_prob": True},
+}
+
+
+def small_mixture(model_type, folder, changes):
+    """Writes a small model whose routers have corrections that change what is chosen."""
+    config = small_config(model_type)
+    for field, value in {**ROUTED.get(model_type, {}), **changes}.items():
+        setattr(config, field, value)
+    written = Path(write_model(config, folder)) / "model.safetensors"
+    tensors = load_file(written)
+    for name, value in tensors.items():
+        if name.endswith("e_score_correction_bias"):  # zeros, as HF makes them: they would change no choice
+            tensors[name] = torch.linspace(-0.3, 0.3, len(value))
+    save_file(tensors, written, metadata={"format": "pt"})
+    return folder
+
+
+def mixtures_of_run(folder, flags, schedule):
+    """A run of one step, and the mixtures of Megatron's that this rank made, and their experts."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    made = []
+    real = MoELayer.__init__
+
+    def init(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        made.append(self.num_local_experts)
+
+    MoELayer.__init__ = init
+    try:
+        options = {"schedule": schedule, "random_init": False, "tokens": TOKENS}
+        return train(folder, [*flags, *RUN], iterations=1, **options), made
+    finally:
+        MoELayer.__init__ = real
