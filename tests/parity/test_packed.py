@@ -157,6 +157,16 @@ def test_other_architectures(ranks, tmp_path, tokenizer, data, model_type):
     assert_equals_each_sequence_alone(str(tmp_path), reports, 2)
 
 
+@pytest.mark.parametrize(("model_type", "layout"), [("deepseek_v3", "tp2-sp"), ("youtu", "dp2-tp2")])
+def test_latent_attention_of_megatrons(ranks, tmp_path, block, tokenizer, data, model_type, layout):
+    """It takes thd, too, with heads of v that are smaller than those of q and k."""
+    ranks.run(1, write_small_model, model_type, str(tmp_path))
+    _grow(tmp_path, tokenizer[1])
+    more = ["--micro-batch-size", "1", *(["--sequence-parallel"] if layout == "dp2-tp2" else [])]
+    reports = run(ranks, str(tmp_path), tokenizer, data, layout, *more, schedule=block())
+    assert_equals_each_sequence_alone(str(tmp_path), reports, 2)
+
+
 def _grow(folder: Path, vocabulary: int) -> None:
     """As many tokens and places as the conversations need; weights are made anew."""
     file = folder / "config.json"
