@@ -24,14 +24,17 @@ def _scores(logits, kind):
     return logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
 
 
-def _balance(logits, kind, chosen):
+def _shares(scores, chosen):
+    """Of the choices, each expert's."""
+    counts = torch.nn.functional.one_hot(scores.topk(chosen).indices, scores.shape[-1]).sum((0, 1))
+    return counts / (chosen * len(scores))
+
+
+def _balance(logits, kind, chosen, shares=None):
     """Experts times the sum over them of their share of the choices and their mean score (arXiv 2101.03961)."""
     scores = _scores(logits, kind)
-    experts = scores.shape[-1]
-    choices = torch.nn.functional.one_hot(scores.topk(chosen).indices, experts).sum((0, 1)) / (
-        chosen * len(logits)
-    )
-    return experts * (choices * scores.mean(0)).sum()
+    shares = _shares(scores, chosen) if shares is None else shares
+    return scores.shape[-1] * (shares * scores.mean(0)).sum()
 
 
 def _by_sequence(logits, kind, chosen, sequences):
@@ -46,8 +49,8 @@ def _reference(folder, batches, kind, added):
     for gate in gates:
         gate.register_forward_hook(lambda module, args, output: routed.append(output))
     losses, seen, total = [], [], 0.0
-    counts = torch.zeros(len(gates), 4)
-    for tokens, labels in batches:
+    counts, shares = torch.zeros(len(gates), 4), torch.zeros(len(gates), 4)
+    for number, (tokens, labels) in enumerate(batches, start=1):
         routed.clear()
         loss, logits_of_model = hf_loss(model, tokens, labels)
         losses.append(loss.item())
@@ -59,6 +62,9 @@ def _reference(folder, batches, kind, added):
                 loss = loss + COEFFICIENT * _balance(logits, kind, chosen.shape[-1])
             if "seq_aux_loss" in added:
                 loss = loss + COEFFICIENT * _by_sequence(logits, kind, chosen.shape[-1], len(tokens))
+            if "global_aux_loss" in added:  # by the shares in all micro-batches so far
+                shares[layer] += _shares(_scores(logits.detach(), kind), chosen.shape[-1])
+                loss = loss + COEFFICIENT * _balance(logits, kind, chosen.shape[-1], shares[layer] / number)
             if "z_loss" in added:
                 loss = loss + Z_COEFFICIENT * logits.logsumexp(-1).square().mean()
         total = total + loss / len(batches)
@@ -72,6 +78,7 @@ AUX = f"--moe-aux-loss-coeff {COEFFICIENT} --moe-router-load-balancing-type"
 ADDED = {
     "aux_loss": f"{AUX} aux_loss",
     "seq_aux_loss": f"{AUX} seq_aux_loss",
+    "global_aux_loss": f"{AUX} global_aux_loss",
     "aux_loss and z_loss": f"{AUX} aux_loss --moe-z-loss-coeff {Z_COEFFICIENT}",
 }
 
