@@ -8,8 +8,8 @@ from __future__ import annotations
 from argparse import Namespace
 from fnmatch import fnmatchcase
 
-# `args` attribute -> what it is where nothing is asked for.
-_ASKED = {
+# `args` attribute -> its value where nothing is asked for.
+NOTHING_ASKED = {
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": None,
     "moe_router_enable_expert_bias": False,
@@ -32,13 +32,13 @@ BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 def is_mixture_flag(dest: str) -> bool:
     """Whether Megatron's own layers honour the flag with this ``args`` attribute."""
-    return dest in _ASKED or any(fnmatchcase(dest, pattern) for pattern in _BESIDE)
+    return dest in NOTHING_ASKED or any(fnmatchcase(dest, pattern) for pattern in _BESIDE)
 
 
 def mixture_flags_asked(args: Namespace) -> tuple[str, ...]:
     """Those flags that ask for something, which a model without Megatron's own mixtures does not do."""
     asked = []
-    for dest, nothing in _ASKED.items():
+    for dest, nothing in NOTHING_ASKED.items():
         value = getattr(args, dest)
         value = max(value) if isinstance(value, list) else value
         if value != nothing:

@@ -7,6 +7,7 @@ from argparse import Namespace
 import pytest
 
 from megasched.errors import CheckpointError, ConfigError, ScheduleError
+from megasched.megatron.mixture_flags import NOTHING_ASKED
 from megasched.megatron.session import begin_session, get_session
 from tests import tiny
 
@@ -30,6 +31,7 @@ def arguments(folder, schedule="auto", **changes):
         "overlap_grad_reduce": False,
         "fp8": None,
         "tp_comm_overlap": False,
+        **NOTHING_ASKED,
         "sft": False,
         "eval_interval": 10,
         "seq_length": 16,
