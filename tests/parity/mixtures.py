@@ -11,6 +11,7 @@ from megasched.verify.parity import CheckedLayout
 from megasched.verify.shrink import TOKENS, VOCABULARY
 from megasched.verify.small_models import small_config, write_model
 from megasched.verify.trainer_run import train
+from tests.parity.instances import instances_of
 
 RUN = ["--vocab-size", str(VOCABULARY)]
 EP2, TP2_SP = "--expert-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -57,16 +58,7 @@ def mixtures_of_run(folder, flags, schedule):
     """A run of one step, and the mixtures of Megatron's that this rank made, and their experts."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    made = []
-    real = MoELayer.__init__
-
-    def init(self, *args, **kwargs):
-        real(self, *args, **kwargs)
-        made.append(self.num_local_experts)
-
-    MoELayer.__init__ = init
-    try:
-        options = {"schedule": schedule, "random_init": False, "tokens": TOKENS}
-        return train(folder, [*flags, *RUN], iterations=1, **options), made
-    finally:
-        MoELayer.__init__ = real
+    options = {"schedule": schedule, "random_init": False, "tokens": TOKENS}
+    with instances_of(MoELayer) as made:
+        report = train(folder, [*flags, *RUN], iterations=1, **options)
+    return report, [mixture.num_local_experts for mixture in made]

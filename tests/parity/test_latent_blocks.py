@@ -6,6 +6,7 @@ import pytest
 
 from megasched.verify.parity import CheckedLayout
 from megasched.verify.rank_pool import RankError
+from tests.parity.instances import instances_of
 from tests.parity.mixtures import LAYOUTS, mixtures_of_run, small_mixture
 from tests.parity.test_experts import assert_first_step_equals_hf, run
 
@@ -36,19 +37,9 @@ def _latent_layers_of_run(folder, flags, schedule):
     """A run of one step, and how many latent attentions of Megatron's this rank made."""
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-    made = []
-    real = MLASelfAttention.__init__
-
-    def init(self, *args, **kwargs):
-        real(self, *args, **kwargs)
-        made.append(self)
-
-    MLASelfAttention.__init__ = init
-    try:
+    with instances_of(MLASelfAttention) as made:
         report, _ = mixtures_of_run(folder, flags, schedule)
-        return report, len(made)
-    finally:
-        MLASelfAttention.__init__ = real
+    return report, len(made)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

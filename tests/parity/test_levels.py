@@ -11,6 +11,7 @@ import torch
 from megasched.verify.rank_pool import RankError
 from megasched.verify.trainer_run import gather, losses, train
 from tests import tiny
+from tests.parity.instances import instances_of
 from tests.parity.test_matrix import LAYOUTS, assert_first_step_equals_hf
 
 FAMILIES = ("mistral", "qwen2", "qwen3", "phi3", *tiny.BLOCKS)
@@ -22,18 +23,9 @@ def _train(folder, flags, schedule, iterations=3):
 
     from megasched.megatron.scheduled_model import ScheduledModel
 
-    built = []
-    real = ScheduledModel.__init__
-
-    def init(self, *args, **kwargs):
-        real(self, *args, **kwargs)
-        built.append(sum(isinstance(module, TransformerLayer) for module in self.modules()))
-
-    ScheduledModel.__init__ = init
-    try:
-        return train(folder, flags, iterations=iterations, schedule=schedule), sum(built)
-    finally:
-        ScheduledModel.__init__ = real
+    with instances_of(ScheduledModel) as models:
+        report = train(folder, flags, iterations=iterations, schedule=schedule)
+    return report, sum(isinstance(module, TransformerLayer) for model in models for module in model.modules())
 
 
 SOME = ("tp2", "tp2-sp", "tp2-sp-pp2-vpp2", "dp2-tp2")
