@@ -10,6 +10,7 @@ from megasched.verify.rank_pool import RankError
 from megasched.verify.reference import HfStep, hf_loss, hf_model
 from megasched.verify.shrink import TOKENS
 from megasched.verify.trainer_run import batches_of, train
+from tests.parity.instances import instances_of
 from tests.parity.mixtures import LAYOUTS, RUN
 from tests.parity.test_experts import run
 
@@ -105,19 +106,9 @@ def _biases_of_run(folder, flags, schedule, iterations):
     """The persistent buffers that this rank has after a run."""
     from megasched.megatron.scheduled_model import ScheduledModel
 
-    models = []
-    real = ScheduledModel.__init__
-
-    def init(self, *args, **kwargs):
-        real(self, *args, **kwargs)
-        models.append(self)
-
-    ScheduledModel.__init__ = init
-    try:
-        options = {"schedule": schedule, "random_init": False, "tokens": TOKENS}
+    options = {"schedule": schedule, "random_init": False, "tokens": TOKENS}
+    with instances_of(ScheduledModel) as models:
         report = train(folder, [*flags, *RUN], iterations=iterations, **options)
-    finally:
-        ScheduledModel.__init__ = real
     return report, {
         name: value.clone() for model in models for name, value in model._buffers_saved.values().items()
     }
