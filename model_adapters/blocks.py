@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 # Routed as in DeepSeek-V3 (arXiv 2412.19437).
 SIGMOID_MIXTURES = ("dots1", "glm4_moe", "solar_open", "deepseek_v3", "glm4_moe_lite")
+# With experts in some layers or in all.
+MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", *SIGMOID_MIXTURES)
 # Latent attention as in DeepSeek-V3.
 LATENT = ("deepseek_v3", "glm4_moe_lite", "youtu")
-# Model types whose layers are built as Llama's are; tests/parity/test_levels.py proves each of them.
-# As Llama's, but for their MLP.
-MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", *SIGMOID_MIXTURES)
+# Model types whose layers are built as Llama's are, but for experts and latent attention. Each is proven by
+# test_levels.py, test_mixture_blocks.py or test_latent_blocks.py in tests/parity.
 LLAMA_LIKE = (
     *("llama", "mistral", "ministral", "qwen2", "qwen3", "cwm", "seed_oss", "smollm3"),
     *("internlm3", "iquestcoder"),  # both by Llama's class
-    "phi3",
+    *("phi3", "youtu"),
     *MIXTURES,
-    *LATENT,
 )
 # Kinds of rotary positions whose angles do not depend on the length of the input and are not scaled.
 PLAIN_ROTARY = ("default", "linear", "llama3")

@@ -42,8 +42,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session")
 def ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
     """The pool of rank processes; see ``megasched/verify/rank_pool.py`` for how a case is written."""
-    pool = RankPool(
-        cwd=Path(pytestconfig.rootpath)
-    )  # a test that is in a folder of its own may be the first to ask
+    # The first test that asks may be in a folder of its own, which goes away.
+    pool = RankPool(cwd=Path(pytestconfig.rootpath))
     yield pool
     pool.close()
