@@ -46,7 +46,7 @@ def expert_arguments(
     if not experts:  # the plan says so, with the reason
         return {}
     path, count = next(iter(experts.items()))
-    layers = {int(next(part for part in name.split(".") if part.isdigit())) for name in experts}
+    layers = {int(part) for name in experts for part in [p for p in name.split(".") if p.isdigit()][:1]}
     pattern = [int(layer in layers) for layer in range(derived["num_layers"].value)]
     found = {
         "num_experts": Derived(count, f"{path} has {count}"),
