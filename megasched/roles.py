@@ -37,21 +37,25 @@ ROLES: Mapping[str, Cut | None] = {
 class Mixture:
     """Experts in the place of a gated MLP, of which a router chooses by scores of its logits, in float32.
 
+    Paths are relative to the layer. No linear has a bias, and the activation of a gate is SiLU.
+
     Attributes:
-        router: module with the router's ``weight`` [experts, h], which has no bias.
+        router: module with the router's ``weight`` [experts, h].
         experts: module in HF's form of experts (``megasched.experts``): ``gate_up_proj`` [experts, 2 f, h] and
-            ``down_proj`` [experts, h, f].
+            ``down_proj`` [experts, h, f]. The module that it is in is the mixture as a whole: of [b, s, h] it
+            makes [b, s, h].
         chosen: experts of each token.
         normalized: the weights of a token's experts add up to one; otherwise they are the scores. Of sigmoids they
             do where more than one is chosen.
-        scores: what is made of the logits. By ``sigmoid``, logits are computed in float32, too.
-        correction: buffer [experts] of the router that is added to scores where experts are chosen, and not in
-            their weights; empty for none.
+        scores: what is made of the logits.
+        float32: the logits are computed in float32, too.
+        correction: buffer [experts] that is added to scores where experts are chosen, and not in their weights;
+            empty for none.
         groups, chosen_groups: experts lie in so many groups, and are chosen from those ``chosen_groups`` that have
             the largest sums of their best ``chosen / chosen_groups`` scores; 1: from all.
         scale: of the weights.
-        shared: gated MLP that every token goes through beside; its linears are called as the block's ``gate``,
-            ``up`` and ``down``. Empty for none.
+        shared: gated MLP that every token goes through beside, of ``gate_proj``, ``up_proj`` and ``down_proj``;
+            empty for none.
         shared_gate: linear [1, h] whose sigmoid ``shared``'s output is multiplied with; empty for none.
     """
 
@@ -60,12 +64,28 @@ class Mixture:
     chosen: int
     normalized: bool
     scores: Literal["softmax", "sigmoid"] = "softmax"
+    float32: bool = False
     correction: str = ""
     groups: int = 1
     chosen_groups: int = 1
     scale: float = 1.0
     shared: str = ""
     shared_gate: str = ""
+
+    @property
+    def module(self) -> str:
+        """The mixture as a whole."""
+        return self.experts.rpartition(".")[0]
+
+    @property
+    def shared_inputs(self) -> tuple[str, ...]:
+        """The projections of ``shared`` to gate and up, if there is one."""
+        return (f"{self.shared}.gate_proj", f"{self.shared}.up_proj") if self.shared else ()
+
+    @property
+    def shared_outputs(self) -> tuple[str, ...]:
+        """The projection back of ``shared``, if there is one."""
+        return (f"{self.shared}.down_proj",) if self.shared else ()
 
 
 @dataclass(frozen=True)
@@ -105,7 +125,7 @@ class Latent:
 @dataclass(frozen=True)
 class Block:
     """A decoder layer that computes what Megatron's ``TransformerLayer`` does: pre-norm, attention with rotary
-    positions, gated MLP. Paths are relative to the layer.
+    positions, gated MLP (in its place some have a ``Mixture``). Paths are relative to the layer.
 
     Attributes:
         input_norm, mlp_norm: RMS norms before attention and before the MLP.
@@ -120,7 +140,6 @@ class Block:
         windows: how many tokens a token of each layer attends to, itself included (None: all); empty: all layers
             attend to all.
         rotated: whether each layer has rotary positions; empty: all have.
-        mixture: what stands in the MLP's place in the layers that have it; None: none has.
         latent: how q, k and v are made where they are compressed first; the other projections and the norms of
             heads do not count then. None: they are not.
     """
@@ -147,7 +166,6 @@ class Block:
     q_norm: str = ""
     k_norm: str = ""
     rotary: str = "model.rotary_emb"
-    mixture: Mixture | None = None
     latent: Latent | None = None
 
     @property
@@ -176,6 +194,7 @@ class Roles:
         origin: module path -> what decided on its role: an adapter's glob, an entry of HF's plan, what was seen.
         declined: module path -> what was asked of it, or looked for, and is not done, with the reason.
         block: how Megatron's ``TransformerLayer`` can stand for a decoder layer, or else why it can't.
+        mixture: how Megatron's ``MoELayer`` can stand for a mixture of experts, or else why it can't.
     """
 
     role: Mapping[str, str] = field(default_factory=dict)
@@ -185,6 +204,7 @@ class Roles:
     origin: Mapping[str, str] = field(default_factory=dict)
     declined: Mapping[str, str] = field(default_factory=dict)
     block: Block | str = "nothing is known of its decoder layers"
+    mixture: Mixture | str = "nothing is known of its mixtures of experts"
 
     def __post_init__(self) -> None:
         for path, role in self.role.items():

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megasched.roles import Block, Latent, Mixture
+from megasched.roles import Block, Latent
 
 if TYPE_CHECKING:
     from torch import nn
 
-# Routed as in DeepSeek-V3 (arXiv 2412.19437).
-SIGMOID_MIXTURES = ("dots1", "glm4_moe", "solar_open", "deepseek_v3", "glm4_moe_lite")
-# With experts in some layers or in all.
-MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", *SIGMOID_MIXTURES)
 # Latent attention as in DeepSeek-V3.
 LATENT = ("deepseek_v3", "glm4_moe_lite", "youtu")
+# With experts in some layers or in all (mixtures.py).
+MIXTURES = (
+    *("mixtral", "qwen3_moe", "qwen2_moe", "dots1", "glm4_moe", "solar_open", "deepseek_v3", "glm4_moe_lite"),
+)
 # Model types whose layers are built as Llama's are, but for experts and latent attention. Each is proven by
 # test_levels.py, test_mixture_blocks.py or test_latent_blocks.py in tests/parity.
 LLAMA_LIKE = (
@@ -51,7 +50,6 @@ def block_of(model: nn.Module) -> Block | str:
         gate_up="mlp.gate_up_proj" if packed else "",
         q_norm="self_attn.q_norm" if normed else "",
         k_norm="self_attn.k_norm" if normed else "",
-        mixture=_mixture(config),
         latent=_latent(config, model) if config.model_type in LATENT else None,
     )
 
@@ -78,27 +76,6 @@ def _latent(config: Any, model: Any) -> Latent:
     )
 
 
-def _mixture(config: Any) -> Mixture | None:
-    if config.model_type not in MIXTURES:
-        return None
-    normalized = getattr(config, "norm_topk_prob", True)  # Mixtral's always are
-    found = Mixture("mlp.gate", "mlp.experts", config.num_experts_per_tok, normalized)
-    if config.model_type == "qwen2_moe":
-        return replace(found, shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
-    if config.model_type not in SIGMOID_MIXTURES:
-        return found
-    grouped = config.topk_group < config.n_group  # else all groups are chosen
-    return replace(
-        found,
-        scores="sigmoid",
-        correction="e_score_correction_bias",
-        groups=config.n_group if grouped else 1,
-        chosen_groups=config.topk_group if grouped else 1,
-        scale=config.routed_scaling_factor,
-        shared="mlp.shared_experts",
-    )
-
-
 def _why_not(config: Any, model: Any) -> str:
     if config.hidden_act != "silu":
         return f"hidden_act is {config.hidden_act!r}, and Megatron's gated MLP is given silu"
@@ -109,23 +86,6 @@ def _why_not(config: Any, model: Any) -> str:
         return "q is not compressed (q_lora_rank), and Megatron's latent attention would norm what it is made of"
     if kind not in PLAIN_ROTARY and not (config.model_type in LATENT and kind == "yarn"):
         return f"rotary positions of type {kind!r} depend on the input or are scaled"
-    if getattr(config, "output_router_logits", False):
-        return "output_router_logits adds a loss of HF's routers, which are gone then"
-    if getattr(config, "router_jitter_noise", 0.0):
-        return "router_jitter_noise changes what HF's routers see"
-    return _why_not_routed(config) if config.model_type in SIGMOID_MIXTURES else ""
-
-
-def _why_not_routed(config: Any) -> str:
-    """What of sigmoid routers Megatron's does otherwise (``topk_routing_with_score_function`` and
-    ``group_limited_topk`` in megatron/core/transformer/moe/moe_utils.py)."""
-    chosen = config.num_experts_per_tok
-    if config.norm_topk_prob != (chosen > 1):
-        adds = "add up to one" if config.norm_topk_prob else "are the scores themselves"
-        return f"the weights of a token's {chosen} experts {adds} (norm_topk_prob), and not in Megatron's router"
-    if config.topk_group < config.n_group and chosen // config.topk_group != 2:
-        each = chosen // config.topk_group
-        return f"HF's router finds groups by the best 2 scores in each, Megatron's by the best {each}"
     return ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megasched.roles import ROLES, Block
+from megasched.roles import ROLES, Block, Mixture
 
 if TYPE_CHECKING:
     from megasched.layout import Layout
@@ -24,17 +24,21 @@ def schedule(sch: Schedule, layout: Layout) -> None:
         output = 1 if type(sch[path].mod).__name__ == "Conv1D" else 0
         axis = {"column": output, "row": 1 - output, "vocab": 0, "features": 1}[cut]
         sch[path].shard("weight", axis=axis)
-    block = sch.roles.block
+    block, mixture = sch.roles.block, sch.roles.mixture
     by_megatron = layout.fp8 is not None or layout.tp_comm_overlap
-    if isinstance(block, Block) and (by_megatron or _takes_mixture(block, layout)):
+    mixed = isinstance(mixture, Mixture)
+    if isinstance(block, Block) and (by_megatron or (mixed and _takes_layers(block, layout))):
         for path, role in sch.roles.role.items():
             if ROLES[role] == "row" and path.endswith(f".{block.out}"):  # inferred ones have no role of their own
                 sch[path.removesuffix(f".{block.out}")].level("block", required=False)
+    elif mixed:
+        for path, role in sch.roles.role.items():
+            if role == "moe.experts":
+                sch[path.rpartition(".")[0]].level("block", required=False)
 
 
-def _takes_mixture(block: Block, layout: Layout) -> bool:
-    """Whether experts are for Megatron's layer, which keeps less, and under sequence parallelism computes each
-    token once. It takes packed sequences as one row, and Transformer Engine has no window under context
-    parallelism unless a flag says how."""
+def _takes_layers(block: Block, layout: Layout) -> bool:
+    """Whether layers with experts are for Megatron's, which keeps less. It takes packed sequences as one row, and
+    Transformer Engine has no window under context parallelism unless a flag says how."""
     windows = any(window is not None for window in block.windows)
-    return block.mixture is not None and not layout.packed_sequences and not (layout.cp > 1 and windows)
+    return not layout.packed_sequences and not (layout.cp > 1 and windows)

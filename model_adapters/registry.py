@@ -21,7 +21,8 @@ from megasched.definition import text_config
 from megasched.errors import ConfigError
 from megasched.experts import find_experts
 from megasched.model_adapters.blocks import block_of
-from megasched.roles import Block, Roles
+from megasched.model_adapters.mixtures import mixture_of
+from megasched.roles import Block, Mixture, Roles
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,6 +41,7 @@ class Adapter:
         local_attributes: glob over module paths -> attributes that count this rank's heads or features.
         block: says of a definition how Megatron's ``TransformerLayer`` can stand for its decoder layers (level
             ``block``), or why it can't; ``blocks.py`` by default.
+        mixture: the same of Megatron's ``MoELayer`` and its mixtures of experts; ``mixtures.py`` by default.
     """
 
     model_types: tuple[str, ...]
@@ -47,6 +49,7 @@ class Adapter:
     packed: Mapping[str, Callable[[Any], tuple[int, ...]]] = field(default_factory=dict)
     local_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     block: Callable[[nn.Module], Block | str] = block_of
+    mixture: Callable[[nn.Module], Mixture | str] = mixture_of
 
     def bind(self, model: nn.Module) -> Roles:
         """What this adapter says of one definition.
@@ -67,7 +70,7 @@ class Adapter:
             for path in self._matching(glob, paths, config)
         }
         heads = head_counts(role, config)
-        return Roles(role, heads, components, local, origin, block=self.block(model))
+        return Roles(role, heads, components, local, origin, block=self.block(model), mixture=self.mixture(model))
 
     def _matching(self, glob: str, paths: list[str], config: Any) -> list[str]:
         found = [path for path in paths if fnmatch.fnmatchcase(path, glob)]
@@ -188,7 +191,10 @@ def roles_of(model: nn.Module) -> Roles:
     from megasched.model_adapters.generic import read_plan
 
     adapter = find_adapter(getattr(model.config, "model_type", ""))
-    roles = adapter.bind(model) if adapter is not None else replace(read_plan(model), block=block_of(model))
+    if adapter is not None:
+        roles = adapter.bind(model)
+    else:
+        roles = replace(read_plan(model), block=block_of(model), mixture=mixture_of(model))
     experts = dict.fromkeys(find_experts(model), "moe.experts")
     origin = dict.fromkeys(experts, "has the form of HF's experts")
     return replace(roles, role={**roles.role, **experts}, origin={**roles.origin, **origin})

@@ -21,18 +21,19 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.assembly import Assembly
 from megasched.errors import Problem, ScheduleError
 from megasched.lowering.attention import fused_attention
 from megasched.lowering.attention_te import uses_transformer_engine
-from megasched.lowering.blocks import CORRECTION, assemblies, has_bias, mixture_of, mlp_of
+from megasched.lowering.block_parameters import assemblies, has_bias, mixture_in
 from megasched.lowering.context import Context
 from megasched.lowering.context_parallel import ContextParallel, comm_type
+from megasched.lowering.filling import fill_module
 from megasched.lowering.latent_attention import LatentAngles, latent_config, settle_latent_attention
+from megasched.lowering.mixture import mixture_config, note_correction
 from megasched.lowering.packed import packed_mask
 from megasched.lowering.rng import fork_rng
 from megasched.lowering.zigzag import causal_mask
-from megasched.roles import Block, Mixture
+from megasched.roles import Block, Roles
 from megasched.trial.dims import Along
 from megasched.trial.slot import Slot
 
@@ -97,7 +98,7 @@ def _packed_params(arguments: dict[str, Any]) -> PackedSeqParams | None:
 
 
 def lower_block(
-    path: str, old: nn.Module, model: nn.Module, block: Block, angles: Angles, context: Context
+    path: str, old: nn.Module, model: nn.Module, roles: Roles, angles: Angles, context: Context
 ) -> MegatronLayer:
     """Megatron's layer in the place of the definition's layer at ``path``, its values filled in.
 
@@ -107,11 +108,12 @@ def lower_block(
     Raises:
         RuntimeError: Megatron's layer has a parameter that no HF tensor is known for, or the other way round.
     """
-    plan, structure = context.plan, context.plan.structure
+    plan, structure, block = context.plan, context.plan.structure, roles.block
     assert structure is not None
+    assert isinstance(block, Block)
     index = structure.index_of(path)
     assert index is not None
-    config, groups = _config(path, index, block, context), ProcessGroupCollection.use_mpu_process_groups()
+    config, groups = _config(path, index, roles, context), ProcessGroupCollection.use_mpu_process_groups()
     parts = context.size if config.sequence_parallel else 1
     ranks = context.context_parallel
     layer = TransformerLayer(
@@ -125,10 +127,10 @@ def lower_block(
         own = LatentAngles(partial(_own_angles, angles, ranks, context.device), parts, block.latent.factor)
         te = uses_transformer_engine(context.device)
         settle_latent_attention(layer.self_attention, block.latent, config, own, context.device, te)
-    _fill(path, layer, assemblies(plan, path, block, groups.ep.rank()), model, context)
-    mixture = mixture_of(plan, path, block)
-    if mixture is not None and mixture.correction:
-        context.renamed_buffers[f"{path}.layer.{CORRECTION}"] = f"{path}.{mixture.router}.{mixture.correction}"
+    fill_module(path, layer, assemblies(plan, path, roles, groups.ep.rank()), model, context)
+    mixture = mixture_in(plan, path, roles)
+    if mixture is not None:
+        note_correction(f"{path}.layer.mlp", path, mixture, context)
     rotated = block.latent is None and (not block.rotated or block.rotated[index])
     given = partial(_own_angles, angles, ranks) if rotated else None
     new = MegatronLayer(layer, structure.slot, given, parts)
@@ -136,29 +138,6 @@ def lower_block(
         if isinstance(value, str | int | float) and name not in vars(new):
             setattr(new, name, value)
     return new
-
-
-def _fill(
-    path: str, layer: TransformerLayer, known: dict[str, Assembly], model: nn.Module, context: Context
-) -> None:
-    """Gives the parameters of Megatron's layer their values; see ``lower_block``."""
-    own: dict[str, Any] = dict(layer.named_parameters())
-    unknown = own.keys() - known.keys()
-    if unknown:
-        raise RuntimeError(f"{path}: nothing is known of {', '.join(sorted(unknown))} in Megatron's layer")
-    left = {part.name for assembly in known.values() for part in assembly.parts}
-    # Entries of one tensor one after the other: where values are made, the whole tensor is.
-    for name in sorted(own, key=lambda name: known[name].name):
-        parameter, assembly = own[name], known[name]
-        left -= {part.name for part in assembly.parts}
-        context.assemblies[f"{path}.layer.{name}"] = assembly
-        context.adopt_assembled(parameter, assembly, [model.get_parameter(part.name) for part in assembly.parts])
-        if assembly.entry is not None:
-            # Whole, as at the other levels: Megatron would sum it over TP x DP as well where EP is 1.
-            parameter.tensor_model_parallel = False
-            parameter.allreduce = assembly.parts[0].group != "ep"
-    if left:
-        raise RuntimeError(f"{path}: Megatron's layer has no parameter for {', '.join(sorted(left))}")
 
 
 def rotary_angles(rotary: nn.Module) -> Angles:
@@ -182,15 +161,16 @@ def _own_angles(angles: Angles, ranks: ContextParallel | None, device: torch.dev
     return ranks.zigzag.own_part(angles(length * ranks.zigzag.size, device), Along(0))
 
 
-def _config(path: str, index: int, block: Block, context: Context) -> TransformerConfig:
+def _config(path: str, index: int, roles: Roles, context: Context) -> TransformerConfig:
     """The trainer's config with what the definition says of layer number ``index``."""
-    plan, mixture = context.plan, mixture_of(context.plan, path, block)
+    plan, block, mixture = context.plan, roles.block, mixture_in(context.plan, path, roles)
+    assert isinstance(block, Block)
     window = block.windows[index] if block.windows else None
     if mixture is None:
         width = plan.placement(f"{path}.{block.down}", "weight").shape[1]
         mlp = {"ffn_hidden_size": width, "num_moe_experts": None, "moe_ffn_hidden_size": None}
     else:
-        mlp = _mixture(path, block, mixture, context)
+        mlp = mixture_config(path, mixture, context)
     latent = block.latent
     attention = {"qk_layernorm": bool(block.q_norm)} if latent is None else latent_config(latent)
     # Without what a run on a GPU alone can do, the flags of the trainer count (fusions, recompute, precision).
@@ -214,40 +194,6 @@ def _config(path: str, index: int, block: Block, context: Context) -> Transforme
     )
     assert isinstance(config, TransformerConfig)
     return config
-
-
-def _mixture(path: str, block: Block, mixture: Mixture, context: Context) -> dict[str, Any]:
-    """What Megatron's config says of a mixture of experts that is HF's in the layer at ``path``: no token is
-    dropped. Of the losses, the dispatcher and the fusions, the trainer's flags count."""
-    plan, trainer = context.plan, context.config
-    assert isinstance(trainer, TransformerConfig)
-    flex = trainer.moe_token_dispatcher_type == "flex"
-    count, _, width = plan.placement(f"{path}.{mixture.experts}", "down_proj").shape
-    _, down = mlp_of(block, mixture)
-    sigmoid, grouped = mixture.scores == "sigmoid", mixture.groups > 1
-    return {
-        "num_moe_experts": count,
-        "moe_ffn_hidden_size": width,
-        "ffn_hidden_size": width,
-        "moe_router_topk": mixture.chosen,
-        "moe_router_score_function": mixture.scores,
-        "moe_router_pre_softmax": not (sigmoid or mixture.normalized),
-        "moe_router_dtype": trainer.moe_router_dtype or ("fp32" if sigmoid else None),
-        "moe_router_enable_expert_bias": bool(mixture.correction),
-        "moe_router_num_groups": mixture.groups if grouped else None,
-        "moe_router_group_topk": mixture.chosen_groups if grouped else None,
-        "moe_router_topk_scaling_factor": None if mixture.scale == 1 else mixture.scale,
-        "moe_router_load_balancing_type": trainer.moe_router_load_balancing_type
-        if trainer.moe_aux_loss_coeff
-        else "none",
-        "moe_token_dispatcher_type": "flex" if flex else "alltoall",
-        "moe_grouped_gemm": True,
-        "moe_shared_expert_intermediate_size": plan.placement(f"{path}.{down[0]}", "weight").shape[1]
-        if down
-        else None,
-        "moe_shared_expert_gate": bool(mixture.shared_gate),
-        "expert_tensor_parallel_size": 1,
-    }
 
 
 def _submodules(

@@ -16,22 +16,22 @@ from torch import nn
 from megasched.assembly import Assembly
 from megasched.errors import Problem
 from megasched.lora import adapted, adapter_names
-from megasched.lowering.blocks import ROUTER, SHARED_GATE, assemblies
+from megasched.lowering.block_parameters import ROUTER, SHARED_GATE, assemblies, mixture_assemblies
 from megasched.lowering.placing import is_linear
 from megasched.lowering.plan import Plan
 from megasched.lowering.wrap import Forward, wrap_forward
-from megasched.roles import Block
+from megasched.roles import Mixture, Roles
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def choose_fp8(plan: Plan, block: Block | str) -> list[Problem]:
+def choose_fp8(plan: Plan, roles: Roles) -> list[Problem]:
     """Fills ``plan.te_linears`` where 8-bit training was asked for; a problem for each layer that can't be.
 
     Args:
         plan: complete but for this.
-        block: how the definition's layers are put together, or why that is not known.
+        roles: how the definition's layers and mixtures are put together.
     """
     fp8, structure = plan.layout.fp8, plan.structure
     if fp8 is None:
@@ -44,20 +44,25 @@ def choose_fp8(plan: Plan, block: Block | str) -> list[Problem]:
         if not plan.in_8_bits(layer):
             continue
         if layer in plan.blocks:
-            assert isinstance(block, Block)
-            found = assemblies(plan, layer, block)
-            found = {name: product for name, product in found.items() if name not in (ROUTER, SHARED_GATE)}
-            products = list({product.name: product for product in found.values()}.values())  # experts are alike
+            products = _weights(assemblies(plan, layer, roles))
         else:
             linears = _linears(plan, index)
             plan.te_linears.update(linears)
             products = _products(plan, linears)
+            if isinstance(roles.mixture, Mixture) and f"{layer}.{roles.mixture.module}" in plan.mixtures:
+                products += _weights(mixture_assemblies(plan, layer, roles.mixture))
         if not products:
             what = "none of its linears is sharded, so that none would run in 8 bits"
             remedy = "shard them, at one TP rank too, or call level('block') on the layer"
             problems.append(Problem(what, layer, remedy=remedy))
         problems += _misfits(plan, layer, products)
     return problems
+
+
+def _weights(made: dict[str, Assembly]) -> list[Assembly]:
+    """What Megatron's modules multiply with in 8 bits; experts are alike."""
+    found = {name: product for name, product in made.items() if not name.endswith((ROUTER, SHARED_GATE))}
+    return list({product.name: product for product in found.values()}.values())
 
 
 def left_in_16_bits(plan: Plan, model: nn.Module) -> list[str]:
@@ -84,7 +89,10 @@ def _linears(plan: Plan, index: int) -> list[str]:
     return [
         path
         for path, cut in plan.cuts.items()
-        if cut in ("column", "row") and path not in apart and plan.structure.index_of(path) == index
+        if cut in ("column", "row")
+        and path not in apart
+        and plan.structure.index_of(path) == index
+        and not plan.in_block(path)
     ]
 
 

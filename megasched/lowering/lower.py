@@ -38,7 +38,7 @@ from megasched.lowering.region import (
 )
 from megasched.lowering.sync import shared_regions
 from megasched.lowering.wrap import draw_forked
-from megasched.roles import Block
+from megasched.roles import Block, Mixture
 from megasched.schedule import Schedule
 from megasched.trial.labels import Region
 
@@ -50,7 +50,7 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
     entered = {column for _, columns in regions.values() for column in columns}
     places = module_places(model)
     made: dict[nn.Module, nn.Module] = {}
-    if plan.blocks:
+    if plan.blocks or plan.mixtures:
         _lower_blocks(schedule, model, context, here)
 
     def alone(path: str) -> bool:
@@ -110,21 +110,29 @@ def lower_sequence_boundaries(
 
 
 def _lower_blocks(schedule: Schedule, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
-    """Puts Megatron's layers in decoder layers' places; their parameters are all filled then."""
-    from megasched.lowering.block import (
-        lower_block,
-        rotary_angles,
-    )  # imports Megatron's specs, which few runs need
+    """Puts Megatron's layers and mixtures in the places of the definition's; their parameters are all filled
+    then."""
+    # They import Megatron's specs, which few runs need.
+    from megasched.lowering.block import lower_block, rotary_angles
+    from megasched.lowering.mixture import lower_mixture
 
-    block = schedule.roles.block
-    assert isinstance(block, Block)
-    angles = rotary_angles(model.get_submodule(block.rotary))
-    for path in filter(here, sorted(context.plan.blocks)):
+    roles = schedule.roles
+
+    def put(path: str, make: Callable[[nn.Module], nn.Module]) -> None:
         old = model.get_submodule(path)
-        new = lower_block(path, old, model, block, angles, context)
+        new = make(old)
         carry_hooks(old, new)
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, new.train(old.training))
+
+    if context.plan.blocks:
+        assert isinstance(roles.block, Block)
+        angles = rotary_angles(model.get_submodule(roles.block.rotary))
+    for path in filter(here, sorted(context.plan.blocks)):
+        put(path, lambda old, path=path: lower_block(path, old, model, roles, angles, context))
+    for path in filter(here, sorted(context.plan.mixtures)):
+        assert isinstance(roles.mixture, Mixture)
+        put(path, lambda old, path=path: lower_mixture(path, model, roles.mixture, context))
 
 
 def _join(model: nn.Module, plan: Plan, here: Callable[[str], bool]) -> None:

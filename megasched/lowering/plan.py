@@ -33,7 +33,9 @@ class Plan:
         packed: what packed sequences do; None without.
         blocks: decoder layers that Megatron's ``TransformerLayer`` computes; nothing inside them is lowered
             by itself.
-        not_blocks: layers that were to be in ``blocks`` if that could be -> why it can't.
+        mixtures: modules of router and experts, outside of ``blocks``, that Megatron's ``MoELayer`` computes; the
+            same holds.
+        not_blocks: layers and mixtures that were to be Megatron's if that could be -> why it can't.
         te_linears: linears whose product is Transformer Engine's, in 8 bits; those in ``blocks`` are not named.
         joint: columns that are computed by one matrix product; paths in the order of their calls.
     """
@@ -50,6 +52,7 @@ class Plan:
     sequence: SequencePlan | None = None
     packed: PackedPlan | None = None
     blocks: set[str] = field(default_factory=set)
+    mixtures: set[str] = field(default_factory=set)
     not_blocks: dict[str, str] = field(default_factory=dict)
     te_linears: set[str] = field(default_factory=set)
     joint: list[tuple[str, ...]] = field(default_factory=list)
@@ -67,12 +70,12 @@ class Plan:
         return any(name.startswith(f"{path}.") for name in self.canonical)
 
     def in_block(self, path: str) -> bool:
-        """Whether the module at ``path`` is inside a layer of ``blocks``."""
-        if not self.blocks or self.structure is None:
-            return False
-        index = self.structure.index_of(path)
-        layer = "" if index is None else self.structure.layer_path(index)
-        return layer != path and layer in self.blocks
+        """Whether the module at ``path`` is inside one of ``blocks`` or ``mixtures``."""
+        while path and (self.blocks or self.mixtures):
+            path = path.rpartition(".")[0]
+            if path in self.blocks or path in self.mixtures:
+                return True
+        return False
 
     def splits_sequence(self, path: str) -> bool:
         """Whether activations around the module at ``path`` are split along the sequence over the TP ranks."""

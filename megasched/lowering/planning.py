@@ -71,16 +71,14 @@ def make_plan(
         problems += _derive(model, plan, inputs, causal_lm, runs)
         problems += _with_sources(plan, check_local_attributes(schedule.roles, model, plan))
     if not problems:
-        trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-        problems += choose_blocks(plan, schedule.roles.block, trained, by_trainer=causal_lm)
-        join_columns(plan, model)
         problems += _plan_sequence(plan, model, runs)
+        problems += choose_blocks(plan, model, schedule.roles, by_trainer=causal_lm)
+        join_columns(plan, model)
         problems += _plan_packed(plan, model, runs)
-        block = schedule.roles.block
         problems = problems or [
-            *choose_fp8(plan, block),
+            *choose_fp8(plan, schedule.roles),
             *overlap_problems(plan),
-            *mixture_problems(plan, model, block),
+            *mixture_problems(plan, model, schedule.roles),
         ]
     if problems:
         raise ScheduleError(problems)

@@ -55,14 +55,17 @@ def shared_regions(plan: Plan) -> dict[str, Region]:
 
     It pays for several columns, unless one matrix product computes them all and communicates by itself. Under
     sequence parallelism whatever views shards as heads needs it, which reads the sequence length off its input.
-    Where something whole inside meets shards it must be so.
+    Where something whole inside meets shards it must be so. Megatron's mixtures take their part of the sequence.
     """
     split = plan.layout.sp
     joint = {frozenset(paths) for paths in plan.joint}
     return {
         path: region
         for path, region in plan.derived.regions.items()
-        if path in plan.derived.needed_regions
-        or (len(region.columns) > 1 and frozenset(region.columns) not in joint)
-        or (split and not plan.derived.by_heads.isdisjoint(region.columns))
+        if path not in plan.mixtures
+        and (
+            path in plan.derived.needed_regions
+            or (len(region.columns) > 1 and frozenset(region.columns) not in joint)
+            or (split and not plan.derived.by_heads.isdisjoint(region.columns))
+        )
     }

@@ -158,6 +158,8 @@ class _View:
         name = type(module).__name__
         if path in self.plan.blocks:
             return "Megatron's TransformerLayer"
+        if path in self.plan.mixtures:
+            return "Megatron's MoELayer"
         if self.plan.in_block(path):
             return "in Megatron's layer"
         if path in self.plan.experts:
@@ -201,12 +203,12 @@ class _View:
         if others:
             notes.append(f"by one matrix product with {', '.join(others)}")
         if path in self.plan.not_blocks:
-            notes.append(f"not Megatron's layer: {self.plan.not_blocks[path]}")
+            notes.append(f"not Megatron's: {self.plan.not_blocks[path]}")
         if path in self.plan.experts:
             notes.append(f"experts shared out over EP {self.plan.layout.ep}, tokens sent to them")
         notes += self._context_notes(path)
         fp8 = self.plan.layout.fp8
-        if fp8 is not None and (path in self.plan.blocks or path in self.plan.te_linears):
+        if fp8 is not None and path in self.plan.blocks | self.plan.mixtures | self.plan.te_linears:
             notes.append(f"in 8 bits ({fp8.fp8_recipe})" if self.plan.in_8_bits(path) else "in 16 bits")
         if self.tp > 1:
             notes += self._tp_notes(path, module, kind)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from megasched.layout import Layout
-from megasched.roles import Block
+from megasched.roles import Block, Mixture
 
 
 def facts(folder: str) -> dict[str, Any]:
     """In a rank: what is cut of a model at TP 2, by what, what of its linears stays whole, whether it ties
-    weights, and what of it is fused: ``block`` where Megatron's own layer can stand for its layers, ``joint``
-    where projections share one matrix product."""
+    weights, and what of it is fused: ``block`` where Megatron's own layer can stand for its layers, ``mixture``
+    where Megatron's can for its mixtures alone, ``joint`` where projections share one matrix product."""
     from megasched.megatron.decisions import decisions_of
     from megasched.megatron.session import open_session
     from megasched.model_adapters.registry import find_adapter
@@ -19,6 +19,7 @@ def facts(folder: str) -> dict[str, Any]:
     session = open_session("auto", folder, Layout(tensor_model_parallel_size=2))
     decisions = decisions_of(session, by_user=False)
     inferred = [d.parameter for d in decisions if d.decided_by.startswith("inferred")]
+    roles = session.schedule.roles
     return {
         "class": type(session.definition).__name__,
         "plan": any(d.decided_by.startswith("HF's plan") for d in decisions if "layers" in d.parameter),
@@ -27,7 +28,8 @@ def facts(folder: str) -> dict[str, Any]:
         "tied": any(name != canonical for name, canonical in session.plan.canonical.items()),
         "fused": [
             *(["joint"] if session.plan.joint else []),
-            *(["block"] if isinstance(session.schedule.roles.block, Block) else []),
+            *(["block"] if isinstance(roles.block, Block) else []),
+            *(["mixture"] if isinstance(roles.mixture, Mixture) and not isinstance(roles.block, Block) else []),
         ],
         "whole": {d.parameter: d.declined for d in decisions if d.declined},
     }

@@ -48,7 +48,9 @@ def small_mixture(model_type, folder, changes):
     written = Path(write_model(config, folder)) / "model.safetensors"
     tensors = load_file(written)
     for name, value in tensors.items():
-        if name.endswith("e_score_correction_bias"):  # zeros, as HF makes them: they would change no choice
+        if name.endswith(
+            ("e_score_correction_bias", "expert_bias")
+        ):  # zeros, as HF makes them: they would change no choice
             tensors[name] = torch.linspace(-0.3, 0.3, len(value))
     save_file(tensors, written, metadata={"format": "pt"})
     return folder

@@ -69,7 +69,7 @@ def compare(family: str) -> dict[str, Any]:
     path = f"model.layers.{LAYER.get(family, 0)}"
     old = model.get_submodule(path)
     angles = block.rotary_angles(model.model.rotary_emb)
-    new = block.lower_block(path, old, model, sch.roles.block, angles, context)
+    new = block.lower_block(path, old, model, sch.roles, angles, context)
     hidden = torch.randn(2, 12, model.config.hidden_size)
     positions = model.model.rotary_emb(hidden, torch.arange(12)[None])
     outputs = []

@@ -1,0 +1,171 @@
+"""What the parameters of Megatron's own layers and mixtures are made of, where they stand for a definition's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from megasched.assembly import Assembly
+from megasched.lowering.plan import Plan
+from megasched.placement import Placement
+from megasched.roles import Block, Mixture, Roles
+
+# Megatron's names in its mixture of a router's weight and buffer, and of the weight of shared experts' gate.
+ROUTER, CORRECTION, SHARED_GATE = "router.weight", "router.expert_bias", "shared_experts.gate_weight"
+# Megatron's linear of an expert -> HF's parameter of all.
+_STACKED = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
+
+
+def has_bias(plan: Plan, layer: str, name: str) -> bool:
+    """Whether a linear of the definition's layer has one."""
+    return f"{layer}.{name}.bias" in plan.canonical
+
+
+def mixture_in(plan: Plan, layer: str, roles: Roles) -> Mixture | None:
+    """The mixture of experts in a layer; None where there is none, or none that is Megatron's."""
+    mixture = roles.mixture
+    known = isinstance(mixture, Mixture) and f"{layer}.{mixture.router}.weight" in plan.canonical
+    return mixture if known and isinstance(mixture, Mixture) else None
+
+
+def mlp_of(block: Block, mixture: Mixture | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Linears in a layer of the gated MLP that all tokens go through, and have an input or an output of; of a
+    mixture, those of its shared experts, if it has any."""
+    if mixture is None:
+        return block.mlp_inputs, (block.down,)
+    return mixture.shared_inputs, mixture.shared_outputs
+
+
+def parameter_names(block: Block, mixture: Mixture | None) -> list[str]:
+    """Names in a layer of all that the block speaks of; biases need not be there."""
+    attention = (*block.attention_inputs, block.out)
+    mlp = () if mixture is not None else (*block.mlp_inputs, block.down)
+    norms = [block.input_norm, block.mlp_norm, block.q_norm, block.k_norm]
+    norms += [block.latent.q_norm, block.latent.kv_norm] if block.latent is not None else []
+    names = (*norms, *whole_linears(block), *attention, *mlp)
+    found = [f"{name}.weight" for name in names if name]
+    found += [] if mixture is None else mixture_parameter_names(mixture)
+    biased = mlp if block.latent is not None else (*attention, *mlp)
+    return [*found, *(f"{name}.bias" for name in biased)]
+
+
+def mixture_parameter_names(mixture: Mixture) -> list[str]:
+    """Names in a layer of all that a mixture speaks of."""
+    linears = (*whole_of_mixture(mixture), *mixture.shared_inputs, *mixture.shared_outputs)
+    stacked = [f"{mixture.experts}.{name}" for name in _STACKED.values()]
+    return [*stacked, *(f"{name}.weight" for name in linears)]
+
+
+def whole_linears(block: Block) -> list[str]:
+    """Linears of a layer that every TP rank has whole, but for those of a mixture."""
+    return [] if block.latent is None else [block.latent.q_down, block.latent.kv_down]
+
+
+def whole_of_mixture(mixture: Mixture) -> list[str]:
+    """Linears of a mixture that every TP rank has whole."""
+    return [name for name in (mixture.router, mixture.shared_gate) if name]
+
+
+def assemblies(plan: Plan, layer: str, roles: Roles, ep_rank: int = 0) -> dict[str, Assembly]:
+    """Parameter of Megatron's ``TransformerLayer`` -> HF tensors. Norms have two names: their own module's, and
+    that of Transformer Engine's linear that has the norm in it; experts, that of a module for each and that of
+    Transformer Engine's for all.
+
+    Args:
+        ep_rank: which experts are meant.
+    """
+    block = roles.block
+    assert isinstance(block, Block)
+
+    def of(names: Iterable[str]) -> Assembly:
+        return _of(plan, layer, names)
+
+    mixture = mixture_in(plan, layer, roles)
+    found = {
+        "input_layernorm.weight": of([f"{block.input_norm}.weight"]),
+        "pre_mlp_layernorm.weight": of([f"{block.mlp_norm}.weight"]),
+        "self_attention.linear_proj.weight": of([f"{block.out}.weight"]),
+        **(_attention if block.latent is None else _latent_attention)(plan, layer, block),
+    }
+    if has_bias(plan, layer, block.out):
+        found["self_attention.linear_proj.bias"] = of([f"{block.out}.bias"])
+    if mixture is not None:
+        inside = mixture_assemblies(plan, layer, mixture, ep_rank)
+        return found | {f"mlp.{name}": assembly for name, assembly in inside.items()}
+    found["mlp.linear_fc1.layer_norm_weight"] = of([f"{block.mlp_norm}.weight"])
+    found["mlp.linear_fc1.weight"] = of(f"{name}.weight" for name in block.mlp_inputs)
+    found["mlp.linear_fc2.weight"] = of([f"{block.down}.weight"])
+    if has_bias(plan, layer, block.mlp_inputs[0]):
+        found["mlp.linear_fc1.bias"] = of(f"{name}.bias" for name in block.mlp_inputs)
+        found["mlp.linear_fc2.bias"] = of([f"{block.down}.bias"])
+    return found
+
+
+def mixture_assemblies(plan: Plan, layer: str, mixture: Mixture, ep_rank: int = 0) -> dict[str, Assembly]:
+    """Parameter of Megatron's ``MoELayer`` -> HF tensors; see ``assemblies``."""
+    found = {}
+    if mixture.shared:
+        fc1 = _of(plan, layer, (f"{name}.weight" for name in mixture.shared_inputs))
+        fc2 = _of(plan, layer, (f"{name}.weight" for name in mixture.shared_outputs))
+        found |= {"shared_experts.linear_fc1.weight": fc1, "shared_experts.linear_fc2.weight": fc2}
+    for own, name in ((ROUTER, mixture.router), (SHARED_GATE, mixture.shared_gate)):
+        if name:
+            found[own] = Assembly((_of_part(plan, plan.placement(f"{layer}.{name}", "weight")),))
+    return found | _experts(plan, f"{layer}.{mixture.experts}", ep_rank)
+
+
+def _of(plan: Plan, layer: str, names: Iterable[str], groups: int = 1) -> Assembly:
+    """Of parameters in a layer, one after the other."""
+    return Assembly(tuple(plan.placement(*f"{layer}.{name}".rsplit(".", 1)) for name in names), groups)
+
+
+def _attention(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
+    """Of Megatron's ``SelfAttention``, but for its output projection."""
+    qkv = block.attention_inputs
+    found = {
+        "self_attention.linear_qkv.weight": _of(plan, layer, (f"{n}.weight" for n in qkv), block.groups),
+        "self_attention.linear_qkv.layer_norm_weight": _of(plan, layer, [f"{block.input_norm}.weight"]),
+    }
+    if has_bias(plan, layer, qkv[0]):
+        found["self_attention.linear_qkv.bias"] = _of(plan, layer, (f"{n}.bias" for n in qkv), block.groups)
+    if block.q_norm:
+        found["self_attention.q_layernorm.weight"] = _of(plan, layer, [f"{block.q_norm}.weight"])
+        found["self_attention.k_layernorm.weight"] = _of(plan, layer, [f"{block.k_norm}.weight"])
+    return found
+
+
+def _latent_attention(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
+    """Of Megatron's ``MLASelfAttention``, but for its output projection."""
+    latent = block.latent
+    assert latent is not None
+    whole = {
+        "linear_q_down_proj.weight": latent.q_down,
+        "q_layernorm.weight": latent.q_norm,
+        "linear_q_up_proj.layer_norm_weight": latent.q_norm,
+        "linear_kv_down_proj.weight": latent.kv_down,
+        "kv_layernorm.weight": latent.kv_norm,
+        "linear_kv_up_proj.layer_norm_weight": latent.kv_norm,
+    }
+    cut = {"linear_q_up_proj.weight": latent.q_up, "linear_kv_up_proj.weight": latent.kv_up}
+    found = {own: _of_part(plan, plan.placement(f"{layer}.{name}", "weight")) for own, name in whole.items()}
+    found |= {own: plan.placement(f"{layer}.{name}", "weight") for own, name in cut.items()}
+    return {f"self_attention.{own}": Assembly((placement,)) for own, placement in found.items()}
+
+
+def _experts(plan: Plan, path: str, ep_rank: int) -> dict[str, Assembly]:
+    """Of the experts that an EP rank has, which Megatron counts from 0."""
+    found = {}
+    for linear, name in _STACKED.items():
+        placement = plan.placement(path, name)
+        stacked = placement if placement.group == "ep" else replace(_of_part(plan, placement), axis=0)
+        count = plan.local_shape(placement)[0]
+        for own in range(count):
+            one = Assembly((stacked,), entry=ep_rank * count + own)
+            found[f"experts.local_experts.{own}.{linear}.weight"] = one
+            found[f"experts.{linear}.weight{own}"] = one
+    return found
+
+
+def _of_part(plan: Plan, placement: Placement) -> Placement:
+    """Of a parameter that every TP rank has, and uses for its part of the sequence alone."""
+    return replace(placement, tp_gradient="partial" if plan.layout.sp else "complete")

@@ -1,0 +1,102 @@
+"""A mixture of experts computed by Megatron's own ``MoELayer``, filled with the definition's weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+from torch.nn import functional as F
+
+from megasched.lowering.attention_te import uses_transformer_engine
+from megasched.lowering.block_parameters import CORRECTION, mixture_assemblies
+from megasched.lowering.context import Context
+from megasched.lowering.filling import fill_module
+from megasched.roles import Mixture
+
+
+class MegatronMixture(nn.Module):
+    """Takes the place of the definition's module of router and experts.
+
+    Args:
+        layer: Megatron's, which takes and returns [s (/ tp under SP), b, h].
+    """
+
+    def __init__(self, layer: MoELayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[b, s (/ tp under SP), h] -> the same."""
+        output, _ = self.layer(hidden_states.transpose(0, 1).contiguous())
+        return output.transpose(0, 1)
+
+
+def lower_mixture(path: str, model: nn.Module, mixture: Mixture, context: Context) -> MegatronMixture:
+    """Megatron's mixture in the place of the definition's at ``path``, its values filled in."""
+    plan, structure = context.plan, context.plan.structure
+    assert structure is not None
+    index = structure.index_of(path)
+    assert index is not None
+    layer, groups = structure.layer_path(index), ProcessGroupCollection.use_mpu_process_groups()
+    config = context.config_with(
+        **mixture_config(layer, mixture, context),
+        hidden_size=plan.placement(f"{layer}.{mixture.router}", "weight").shape[1],
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        init_method=nn.init.zeros_,
+        output_layer_init_method=nn.init.zeros_,
+    )
+    te = uses_transformer_engine(context.device)
+    build = get_moe_module_spec(te, config.num_moe_experts, moe_grouped_gemm=te)
+    made = build(config=config, pg_collection=groups, is_mtp_layer=False)
+    made.set_layer_number(index + 1)
+    known = mixture_assemblies(plan, layer, mixture, groups.ep.rank())
+    fill_module(path, made, known, model, context)
+    note_correction(f"{path}.layer", layer, mixture, context)
+    return MegatronMixture(made)
+
+
+def note_correction(made: str, layer: str, mixture: Mixture, context: Context) -> None:
+    """Has the buffer of Megatron's mixture at ``made`` known by its name in the definition's layer."""
+    if mixture.correction:
+        context.renamed_buffers[f"{made}.{CORRECTION}"] = f"{layer}.{mixture.correction}"
+
+
+def mixture_config(layer: str, mixture: Mixture, context: Context) -> dict[str, Any]:
+    """What Megatron's config says of a mixture of experts that is HF's in ``layer``: no token is
+    dropped. Of the losses, the dispatcher and the fusions, the trainer's flags count."""
+    plan, trainer = context.plan, context.config
+    assert isinstance(trainer, TransformerConfig)
+    flex = trainer.moe_token_dispatcher_type == "flex"
+    count, _, width = plan.placement(f"{layer}.{mixture.experts}", "down_proj").shape
+    shared = mixture.shared_outputs
+    sigmoid, grouped = mixture.scores == "sigmoid", mixture.groups > 1
+    return {
+        "num_moe_experts": count,
+        "moe_ffn_hidden_size": width,
+        "ffn_hidden_size": width,
+        "moe_router_topk": mixture.chosen,
+        "moe_router_score_function": mixture.scores,
+        "moe_router_pre_softmax": not (sigmoid or mixture.normalized),
+        "moe_router_dtype": trainer.moe_router_dtype or ("fp32" if mixture.float32 else None),
+        "moe_router_enable_expert_bias": bool(mixture.correction),
+        "moe_router_num_groups": mixture.groups if grouped else None,
+        "moe_router_group_topk": mixture.chosen_groups if grouped else None,
+        "moe_router_topk_scaling_factor": None if mixture.scale == 1 else mixture.scale,
+        "moe_router_load_balancing_type": trainer.moe_router_load_balancing_type
+        if trainer.moe_aux_loss_coeff
+        else "none",
+        "moe_token_dispatcher_type": "flex" if flex else "alltoall",
+        "moe_grouped_gemm": True,
+        "moe_shared_expert_intermediate_size": plan.placement(f"{layer}.{shared[0]}", "weight").shape[1]
+        if shared
+        else None,
+        "moe_shared_expert_gate": bool(mixture.shared_gate),
+        "expert_tensor_parallel_size": 1,
+    }

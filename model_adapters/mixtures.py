@@ -1,0 +1,185 @@
+"""Architectures whose mixtures of experts Megatron's own ``MoELayer`` can compute, and when it can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import functional as F
+
+from megasched.definition import text_config
+from megasched.experts import find_experts
+from megasched.roles import Mixture
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Names in the module that is the mixture, and how its router chooses.
+
+    Attributes:
+        router: the module that chooses; it has ``top_k`` and, where that is a choice, ``norm_topk_prob``,
+            ``num_group`` and ``topk_group``.
+        linear: the module with its weight, where that is another.
+        normalized: None: as ``norm_topk_prob`` says.
+        scale: attribute that the weights are multiplied with; empty for none.
+        best_of_group: groups are chosen by the sum of so many of their best scores; 0: in a way of their own.
+
+    The others are those of ``Mixture``.
+    """
+
+    router: str = "gate"
+    linear: str = ""
+    scores: str = "softmax"
+    float32: bool = False
+    normalized: bool | None = None
+    correction: str = ""
+    scale: str = ""
+    best_of_group: int = 2
+    shared: str = ""
+    shared_gate: str = ""
+
+
+_NORMED = _Kind(normalized=True)
+_GRANITE = _Kind(router="router", normalized=True)
+_QWEN2 = _Kind(shared="shared_expert", shared_gate="shared_expert_gate")
+# arXiv 2412.19437
+_DEEPSEEK_V3 = _Kind(
+    scores="sigmoid",
+    float32=True,
+    correction="gate.e_score_correction_bias",
+    scale="gate.routed_scaling_factor",
+    shared="shared_experts",
+)
+
+# Model type -> its mixtures. Each is proven by tests/parity: test_mixtures.py, test_mixture_blocks.py.
+KINDS = {
+    **dict.fromkeys(("qwen3_moe", "olmoe", "flex_olmo", "mellum"), _Kind()),
+    **dict.fromkeys(("mixtral", "minimax"), _NORMED),
+    **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), _GRANITE),
+    **dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen4_exp_text"), _QWEN2),
+    "qwen3_5_moe_text": replace(_QWEN2, normalized=True),
+    "jamba": _Kind(router="router", normalized=False),
+    "hunyuan_v1_moe": replace(_NORMED, linear="gate.wg", float32=True, shared="shared_mlp"),
+    "cohere2_moe": replace(_NORMED, shared="shared_experts"),
+    "deepseek_v2": _Kind(
+        normalized=False,
+        float32=True,
+        scale="gate.routed_scaling_factor",
+        best_of_group=1,
+        shared="shared_experts",
+    ),
+    **dict.fromkeys(
+        (
+            *("deepseek_v3", "deepseek_v32", "dots1", "dots3_note_text", "glm4_moe", "glm4_moe_lite"),
+            *("glm_moe_dsa", "solar_open", "exaone_moe", "bailing_hybrid", "kimi_linear", "mimo_v2_flash"),
+        ),
+        _DEEPSEEK_V3,
+    ),
+    "axk2": replace(_DEEPSEEK_V3, best_of_group=0),
+    "beam": replace(_DEEPSEEK_V3, scale="routed_scaling_factor"),
+    "hy_v3": replace(
+        _DEEPSEEK_V3,
+        normalized=True,
+        correction="e_score_correction_bias",
+        scale="gate.router_scaling_factor",
+    ),
+    "minimax_m2": _Kind(scores="sigmoid", normalized=True, correction="e_score_correction_bias"),
+    "flint": _Kind(scores="sigmoid", float32=True, shared="shared_expert"),
+    "lfm2_moe": _Kind(scores="sigmoid", correction="expert_bias", scale="gate.routed_scaling_factor"),
+}
+
+
+def mixture_of(model: nn.Module) -> Mixture | str:
+    """How the mixtures of a definition are put together, or why Megatron's can't stand for them."""
+    config: Any = text_config(model.config)
+    kind = KINDS.get(config.model_type)
+    if kind is None:
+        return f"no mixture is known for model type {config.model_type!r}"
+    experts = next(iter(find_experts(model)), "")
+    if not experts:
+        return "the model has no experts"
+    path = experts.rpartition(".")[0]
+    name, module = path.rpartition(".")[2], model.get_submodule(path)
+    router: Any = module.get_submodule(kind.router)
+    shared = kind.shared if hasattr(module, kind.shared) else ""
+    grouped = _groups(router, config)
+    reason = _why_not(kind, module, shared, config) or _why_not_routed(kind, router, grouped)
+    if reason:
+        return reason
+    own = {"correction": kind.correction, "shared": shared, "shared_gate": kind.shared_gate}
+    return Mixture(
+        router=f"{name}.{kind.linear or kind.router}",
+        experts=experts.removeprefix(path.removesuffix(name)),
+        chosen=router.top_k,
+        normalized=_normalized(kind, router),
+        scores=_scores(kind, router),
+        float32=kind.float32,
+        groups=grouped[0],
+        chosen_groups=grouped[1],
+        scale=reduce(getattr, kind.scale.split("."), module) if kind.scale else 1.0,
+        **{field: f"{name}.{value}" for field, value in own.items() if value and _has(module, value)},
+    )
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    """Whether there is such a module or buffer."""
+    parent, _, name = path.rpartition(".")
+    return hasattr(module.get_submodule(parent), name)
+
+
+def _scores(kind: _Kind, router: Any) -> Any:
+    return getattr(router, "expert_selection_fn", kind.scores)
+
+
+def _normalized(kind: _Kind, router: Any) -> bool:
+    return router.norm_topk_prob if kind.normalized is None else kind.normalized
+
+
+def _groups(router: Any, config: Any) -> tuple[int, int]:
+    """Groups of experts, and how many of them are chosen; 1 and 1 where all are."""
+    groups, chosen = getattr(router, "num_group", None) or 1, getattr(router, "topk_group", None) or 1
+    limited = getattr(config, "topk_method", "group_limited_greedy") == "group_limited_greedy"
+    return (groups, chosen) if chosen < groups and limited else (1, 1)
+
+
+def _why_not(kind: _Kind, module: Any, shared: str, config: Any) -> str:
+    experts = module.experts
+    form = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    strange = [name for name, value in form.items() if getattr(experts, name, value) != value]
+    if strange:
+        return f"its experts are of another form ({', '.join(strange)})"
+    for part in (experts, *([getattr(module, shared)] if shared else [])):
+        if part.act_fn is not F.silu and "silu" not in type(part.act_fn).__name__.lower():
+            return f"its activation is {type(part.act_fn).__name__}, and Megatron's experts are given silu"
+    if shared and getattr(config, "shared_expert_combination_strategy", "sum") != "sum":
+        return "shared experts are averaged with the others, and Megatron adds them"
+    if not isinstance(module.get_submodule(kind.router).top_k, int):
+        return "layers choose different numbers of experts"
+    if getattr(config, "output_router_logits", False):
+        return "output_router_logits adds a loss of HF's routers, which are gone then"
+    if getattr(config, "router_jitter_noise", 0.0):
+        return "router_jitter_noise changes what HF's routers see"
+    return ""
+
+
+def _why_not_routed(kind: _Kind, router: Any, grouped: tuple[int, int]) -> str:
+    """What of routers Megatron's does otherwise (``topk_routing_with_score_function`` and ``group_limited_topk``
+    in megatron/core/transformer/moe/moe_utils.py)."""
+    chosen, normalized = router.top_k, _normalized(kind, router)
+    if _scores(kind, router) == "sigmoid" and normalized != (chosen > 1):
+        adds = "add up to one" if normalized else "are the scores themselves"
+        return f"the weights of a token's {chosen} experts {adds} (norm_topk_prob), and not in Megatron's router"
+    groups, chosen_groups = grouped
+    if groups == 1:
+        return ""
+    if not kind.best_of_group:
+        return "HF's router scores experts of groups that are not chosen with 0, Megatron's leaves them out"
+    each = chosen // chosen_groups
+    if each != kind.best_of_group:
+        best = kind.best_of_group
+        return f"HF's router finds groups by the best {best} scores in each, Megatron's by the best {each}"
+    return ""
