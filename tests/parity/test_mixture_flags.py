@@ -88,17 +88,20 @@ ADDED = {
     ("model_type", "name", "added"),
     [("mixtral", "one", added) for added in ADDED]
     + [("mixtral", name, "aux_loss and z_loss") for name in ("ep2-tp2-sp-dp2", "ep2-pp2", "ep2-cp2")]
-    + [("glm4_moe", name, "aux_loss") for name in ("one", "ep2-tp2-sp")],
+    + [("glm4_moe", name, "aux_loss") for name in ("one", "ep2-tp2-sp")]
+    # mixtures in layers that stay HF's
+    + [("olmoe", name, "aux_loss and z_loss") for name in ("one", "ep2-tp2-sp-dp2", "ep2-pp2")]
+    + [("olmoe", "one", "seq_aux_loss"), ("minimax_m2", "ep2-tp2-sp", "aux_loss")],
 )
-def test_losses_of_routers_are_added(ranks, mixtures, block, model_type, name, added):
+def test_losses_of_routers_are_added(ranks, mixtures, model_type, name, added):
     """Every gradient and the norm; the loss that is reported is the model's alone, as in Megatron."""
     layout, folder = LAYOUTS[name], mixtures(model_type)
-    reports = run(ranks, folder, layout, *ADDED[added].split(), schedule=block())
-    kind = "softmax" if model_type == "mixtral" else "sigmoid"
+    reports = run(ranks, folder, layout, *ADDED[added].split())
+    kind = "sigmoid" if model_type in ("glm4_moe", "minimax_m2") else "softmax"
     ((expected, _),) = ranks.run(1, _reference, folder, batches_of(reports), kind, added.split(" and "))
     outcome = compare(reports, expected, layout.tp)
     assert outcome.verdict == "equal", outcome.why
-    plain = run(ranks, folder, layout, schedule=block())
+    plain = run(ranks, folder, layout)
     assert compare(plain, expected, layout.tp).verdict == "wrong"  # without them, it is another step
 
 
@@ -114,22 +117,38 @@ def _biases_of_run(folder, flags, schedule, iterations):
     }
 
 
-@pytest.mark.parametrize("name", ["one", "ep2-tp2-sp-dp2", "tp2-sp-pp2-vpp2"])
-def test_routers_are_balanced_by_their_bias(ranks, mixtures, block, name):
+# Where a model has its routers' biases.
+BIASES = {
+    "glm4_moe": "model.layers.{}.mlp.gate.e_score_correction_bias",
+    "minimax_m2": "model.layers.{}.mlp.e_score_correction_bias",
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("glm4_moe", "one"),
+        ("glm4_moe", "ep2-tp2-sp-dp2"),
+        ("glm4_moe", "tp2-sp-pp2-vpp2"),
+        ("minimax_m2", "ep2-tp2-sp-dp2"),
+        ("minimax_m2", "tp2-sp-pp2-vpp2"),
+    ],
+)
+def test_routers_are_balanced_by_their_bias(ranks, mixtures, model_type, name):
     """By HF's name of the buffer. What is chosen too seldom is chosen sooner (arXiv 2408.15664), all tokens of the
     batch counted; the step itself is the definition's."""
-    layout, folder = LAYOUTS[name], mixtures("glm4_moe")
+    layout, folder = LAYOUTS[name], mixtures(model_type)
     flags = [*layout.flags.split(), "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", str(RATE)]
-    found = ranks.run(layout.world_size, _biases_of_run, folder, flags, block(), 1)
+    found = ranks.run(layout.world_size, _biases_of_run, folder, flags, "auto", 1)
     reports = [report for report, _ in found]
     ((expected, counts),) = ranks.run(1, _reference, folder, batches_of(reports), "sigmoid", [])
     assert compare(reports, expected, layout.tp).verdict == "equal"
     before = torch.linspace(-0.3, 0.3, 4)
     wanted = {
-        f"model.layers.{layer}.mlp.gate.e_score_correction_bias": before + RATE * (own.mean() - own).sign()
-        for layer, own in enumerate(counts, start=1)
+        BIASES[model_type].format(layer): before + RATE * (own.mean() - own).sign()
+        for layer, own in enumerate(counts, start=4 - len(counts))
     }
-    assert len(wanted) == 3
+    assert len(wanted) == (3 if model_type == "glm4_moe" else 4)
     held = [buffers for _, buffers in found]
     assert set().union(*held) == wanted.keys()
     for buffers in held:
@@ -181,6 +200,7 @@ def test_shared_experts_overlap(ranks, mixtures, block):
             "fused",
             "--moe-aux-loss-coeff: Megatron's own mixtures .* not this",
         ),
+        ("jamba", "--moe-z-loss-coeff 0.1", "fused", "layers.1.feed_forward.*"),
         ("mixtral", "--moe-router-enable-expert-bias", "block", "the definition's routers choose without a bias"),
         ("mixtral", "--moe-router-load-balancing-type sinkhorn", "block", "it chooses other experts"),
         ("mixtral", "--moe-router-topk 3", "block", "this part of the model is what the HF definition makes it"),

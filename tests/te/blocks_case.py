@@ -34,17 +34,19 @@ WINDOWS = {"mistral": 5, "smollm3": 5}
 
 
 def compare(family: str) -> dict[str, Any]:
-    """Classes in the layer, names of its parameters, and the distances of output and gradients from HF's layer."""
+    """Classes in the layer, or in its mixture where the layer stays HF's, names of its parameters, and the distances
+    of output and gradients from HF's."""
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     import megasched
     from megasched.inference.infer import infer_roles
-    from megasched.lowering import block
+    from megasched.lowering import block, mixture
     from megasched.lowering.context import Context
     from megasched.lowering.planning import make_plan
     from megasched.model_adapters.default_schedule import schedule as default
     from megasched.model_adapters.registry import roles_of
+    from megasched.roles import Block
     from megasched.trial.structure import find_structure
     from tests.lowering.models import tiny_model
 
@@ -53,7 +55,8 @@ def compare(family: str) -> dict[str, Any]:
     roles = infer_roles(model, roles_of(model), find_structure(model), tp=1)
     sch = megasched.create_schedule(model, roles=roles)
     default(sch, sch.layout)
-    sch["model.layers.*"].level("block")
+    whole = isinstance(roles.block, Block)
+    sch["model.layers.*" if whole else "model.layers.*.mlp"].level("block")
     plan = make_plan(sch, causal_lm=True)
     config = TransformerConfig(
         num_layers=2,
@@ -65,19 +68,23 @@ def compare(family: str) -> dict[str, Any]:
     )
     group = parallel_state.get_tensor_model_parallel_group()
     context = Context(plan, group, config, None, torch.device("cpu"), megatron_finalizes=True)
-    block.uses_transformer_engine = lambda device: True
-    path = f"model.layers.{LAYER.get(family, 0)}"
+    block.uses_transformer_engine = mixture.uses_transformer_engine = lambda device: True
+    path = f"model.layers.{LAYER.get(family, 0)}" + ("" if whole else ".mlp")
     old = model.get_submodule(path)
-    angles = block.rotary_angles(model.model.rotary_emb)
-    new = block.lower_block(path, old, model, sch.roles, angles, context)
     hidden = torch.randn(2, 12, model.config.hidden_size)
-    positions = model.model.rotary_emb(hidden, torch.arange(12)[None])
-    outputs = []
-    for layer in (old, new):
-        x = hidden.clone().requires_grad_()
+    arguments: dict[str, Any] = {}
+    if whole:
+        angles = block.rotary_angles(model.model.rotary_emb)
+        new = block.lower_block(path, old, model, sch.roles, angles, context)
         mask = block.window_mask(WINDOWS.get(family, 12), 12, torch.device("cpu"))
-        mask = None if mask is None else mask[None, None]
-        output = layer(x, position_embeddings=positions, attention_mask=mask)
+        arguments["attention_mask"] = None if mask is None else mask[None, None]
+        arguments["position_embeddings"] = model.model.rotary_emb(hidden, torch.arange(12)[None])
+    else:
+        new = mixture.lower_mixture(path, model, sch.roles.mixture, context)
+    outputs = []
+    for module in (old, new):
+        x = hidden.clone().requires_grad_()
+        output = module(x, **arguments)
         (output * torch.linspace(0.5, 1.5, output.numel()).view_as(output)).sum().backward()
         outputs.append((output.detach(), x.grad))
     distances = {f"output {i}": gap(a, b) for i, (b, a) in enumerate(zip(*outputs, strict=True))}
