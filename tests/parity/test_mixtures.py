@@ -9,7 +9,7 @@ from megasched.model_adapters.mixtures import KINDS
 from megasched.verify.parity import compare, reference_step
 from megasched.verify.trainer_run import batches_of
 from tests.parity.mixtures import LAYOUTS, mixtures_of_run
-from tests.parity.test_experts import assert_first_step_equals_hf
+from tests.parity.test_experts import SAVE, assert_first_step_equals_hf, assert_same_run, run
 
 # Types whose whole layers are Megatron's are in test_mixture_blocks.py.
 TYPES = sorted(set(KINDS) - set(LLAMA_LIKE))
@@ -49,3 +49,17 @@ def test_first_step_equals_hf(ranks, mixtures, model_type, name):
     expected, exact = (ranks.run(1, reference_step, folder, batches, False, double)[0] for double in (False, True))
     outcome = compare(reports, expected, layout.tp, exact)
     assert outcome.verdict == "equal", outcome.why
+
+
+@pytest.mark.parametrize("first", ["block", "fused"])
+def test_a_checkpoint_goes_between_levels_and_layouts(ranks, mixtures, block, tmp_path, first):
+    """Experts, routers and the optimizer's states; a router's bias has its name in HF."""
+    folder, where = mixtures("minimax_m2"), "model.layers.*.mlp"
+    second = "fused" if first == "block" else "block"
+    whole = run(ranks, folder, LAYOUTS["ep2"], *SAVE, iterations=4, schedule=block(where, "fused"))
+    saving = ["--save", str(tmp_path / "kept"), "--save-interval", "2"]
+    wide = LAYOUTS["ep4-tp2-sp-dp2"]
+    run(ranks, folder, wide, *SAVE, *saving, iterations=2, schedule=block(where, first))
+    loading = [*SAVE, "--load", str(tmp_path / "kept")]
+    resumed = run(ranks, folder, LAYOUTS["ep2"], *loading, iterations=4, schedule=block(where, second))
+    assert_same_run(resumed, whole, skip=2)

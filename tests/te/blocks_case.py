@@ -34,7 +34,7 @@ WINDOWS = {"mistral": 5, "smollm3": 5}
 
 
 def compare(family: str) -> dict[str, Any]:
-    """Classes in the layer, or in its mixture where the layer stays HF's, names of its parameters, and the distances
+    """Classes in the layer (in its mixture where the layer stays HF's), names of its parameters, and the distances
     of output and gradients from HF's."""
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
