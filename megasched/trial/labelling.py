@@ -159,16 +159,15 @@ class Labelling(LabelRun):
         return label.region == "R" and not label.active and not label.params
 
     def _leave_region(self, output: Any) -> Any:
-        """Whole tensors leave a region as they were before it: split, or whole with a gradient that is, too."""
+        """Whole tensors leave a region as ``_outside`` says."""
         path = self.stack[-1][0]
         if not self.slots.get(path):
             return output
         leaves, structure = torch.utils._pytree.tree_flatten(output)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and self._is_inside(leaf):
-                along = self._along_sequence(leaf) if self.sequence_parallel else None
-                self.derived.exits[path][index] = along
-                label = Label("R" if along is None else "S", active=True, fed=True, along=along)
+                label = self._outside(leaf)
+                self.derived.exits[path][index] = label.along
                 leaves[index] = self._view(leaf, label)
         return torch.utils._pytree.tree_unflatten(leaves, structure)
 
@@ -193,11 +192,19 @@ class Labelling(LabelRun):
         return Along(0, outer=self.tokens[0]) if leaf.shape[:1] == (self.tokens.numel(),) else None
 
     def _as_if_region(self, output: Any) -> None:
-        """What comes of a module that will be a region in the next run, so that nothing after it asks for one."""
+        """What comes of a module that will be a region in the next run, so that nothing after it asks for one: a
+        run for each layer would be quadratic."""
         for tensor in tensors_in(output):
             label = self.label(tensor)
             if label.region == "S" and label.along is None and tensor.dim() > 1:
                 self._set(tensor, replace(label, along=Along(1)))
+            elif self._is_inside(tensor):
+                self._set(tensor, self._outside(tensor))
+
+    def _outside(self, inside: torch.Tensor) -> Label:
+        """Of a whole tensor that leaves a region: split as before it, or whole with a gradient that is, too."""
+        along = self._along_sequence(inside) if self.sequence_parallel else None
+        return Label("R" if along is None else "S", active=True, fed=True, along=along)
 
     def _enter_cut(self, path: str, args: Any, kwargs: Any) -> None:
         source = tensors_in((args, kwargs))[0]
