@@ -37,13 +37,13 @@ ROLES: Mapping[str, Cut | None] = {
 class Mixture:
     """Experts in the place of a gated MLP, of which a router chooses by scores of its logits, in float32.
 
-    Paths are relative to the layer. No linear has a bias, and the activation of a gate is SiLU.
+    Paths are relative to the layer. No linear has a bias.
 
     Attributes:
         router: module with the router's ``weight`` [experts, h].
-        experts: module in HF's form of experts (``megasched.experts``): ``gate_up_proj`` [experts, 2 f, h] and
-            ``down_proj`` [experts, h, f]. The module that it is in is the mixture as a whole: of [b, s, h] it
-            makes [b, s, h].
+        experts: module in HF's form of experts (``megasched.experts``): ``gate_up_proj`` [experts, 2 f, h], or
+            ``up_proj`` [experts, f, h] without gates, and ``down_proj`` [experts, h, f]. The module that it is in
+            is the mixture as a whole: of [b, s, h] it makes [b, s, h].
         chosen: experts of each token.
         normalized: the weights of a token's experts add up to one; otherwise they are the scores. Of sigmoids they
             do where more than one is chosen.
@@ -54,9 +54,10 @@ class Mixture:
         groups, chosen_groups: experts lie in so many groups, and are chosen from those ``chosen_groups`` that have
             the largest sums of their best ``chosen / chosen_groups`` scores; 1: from all.
         scale: of the weights.
-        shared: gated MLP that every token goes through beside, of ``gate_proj``, ``up_proj`` and ``down_proj``;
-            empty for none.
+        shared: MLP that every token goes through beside, of ``gate_proj`` (if there are gates), ``up_proj`` and
+            ``down_proj``; empty for none.
         shared_gate: linear [1, h] whose sigmoid ``shared``'s output is multiplied with; empty for none.
+        activation: of experts and ``shared``: SiLU of a gate, or the square of what is positive.
     """
 
     router: str
@@ -71,6 +72,7 @@ class Mixture:
     scale: float = 1.0
     shared: str = ""
     shared_gate: str = ""
+    activation: Literal["swiglu", "squared_relu"] = "swiglu"
 
     @property
     def module(self) -> str:
@@ -80,7 +82,14 @@ class Mixture:
     @property
     def shared_inputs(self) -> tuple[str, ...]:
         """The projections of ``shared`` to gate and up, if there is one."""
-        return (f"{self.shared}.gate_proj", f"{self.shared}.up_proj") if self.shared else ()
+        names = ("gate_proj", "up_proj") if self.activation == "swiglu" else ("up_proj",)
+        return tuple(f"{self.shared}.{name}" for name in names if self.shared)
+
+    @property
+    def stacked(self) -> Mapping[str, str]:
+        """Megatron's linear of an expert -> HF's parameter of all."""
+        up = "gate_up_proj" if self.activation == "swiglu" else "up_proj"
+        return {"linear_fc1": up, "linear_fc2": "down_proj"}
 
     @property
     def shared_outputs(self) -> tuple[str, ...]:

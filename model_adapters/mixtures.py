@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any
-
-from torch.nn import functional as F
+from typing import TYPE_CHECKING, Any, Literal
 
 from megasched.definition import text_config
 from megasched.experts import find_experts
@@ -55,6 +53,8 @@ _DEEPSEEK_V3 = _Kind(
     shared="shared_experts",
 )
 
+# How HF spells the activations of experts with gates and without.
+ACTIVATIONS = {"swiglu": ("SiLUActivation", "SiLU", "silu"), "squared_relu": ("ReLUSquaredActivation",)}
 # Model type -> its mixtures. Each is proven by tests/parity: test_mixtures.py, test_mixture_blocks.py.
 KINDS = {
     **dict.fromkeys(("qwen3_moe", "olmoe", "flex_olmo", "mellum"), _Kind()),
@@ -76,6 +76,7 @@ KINDS = {
         (
             *("deepseek_v3", "deepseek_v32", "dots1", "dots3_note_text", "glm4_moe", "glm4_moe_lite"),
             *("glm_moe_dsa", "solar_open", "exaone_moe", "bailing_hybrid", "kimi_linear", "mimo_v2_flash"),
+            "nemotron_h",
         ),
         _DEEPSEEK_V3,
     ),
@@ -120,6 +121,7 @@ def mixture_of(model: nn.Module) -> Mixture | str:
         float32=kind.float32,
         groups=grouped[0],
         chosen_groups=grouped[1],
+        activation=_activation(module.experts),
         scale=reduce(getattr, kind.scale.split("."), module) if kind.scale else 1.0,
         **{field: f"{name}.{value}" for field, value in own.items() if value and _has(module, value)},
     )
@@ -129,6 +131,10 @@ def _has(module: nn.Module, path: str) -> bool:
     """Whether there is such a module or buffer."""
     parent, _, name = path.rpartition(".")
     return hasattr(module.get_submodule(parent), name)
+
+
+def _activation(experts: Any) -> Literal["swiglu", "squared_relu"]:
+    return "swiglu" if experts.has_gate else "squared_relu"
 
 
 def _scores(kind: _Kind, router: Any) -> Any:
@@ -148,13 +154,15 @@ def _groups(router: Any, config: Any) -> tuple[int, int]:
 
 def _why_not(kind: _Kind, module: Any, shared: str, config: Any) -> str:
     experts = module.experts
-    form = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    form = {"has_bias": False, "is_transposed": False, "is_concatenated": True}
     strange = [name for name, value in form.items() if getattr(experts, name, value) != value]
     if strange:
         return f"its experts are of another form ({', '.join(strange)})"
+    known = ACTIVATIONS[_activation(experts)]
     for part in (experts, *([getattr(module, shared)] if shared else [])):
-        if part.act_fn is not F.silu and "silu" not in type(part.act_fn).__name__.lower():
-            return f"its activation is {type(part.act_fn).__name__}, and Megatron's experts are given silu"
+        name = getattr(part.act_fn, "__name__", type(part.act_fn).__name__)
+        if name not in known:
+            return f"its activation is {name}, and Megatron's experts are given {known[0]}"
     if shared and getattr(config, "shared_expert_combination_strategy", "sum") != "sum":
         return "shared experts are averaged with the others, and Megatron adds them"
     if not isinstance(module.get_submodule(kind.router).top_k, int):

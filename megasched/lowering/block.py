@@ -169,6 +169,7 @@ def _config(path: str, index: int, roles: Roles, context: Context) -> Transforme
     if mixture is None:
         width = plan.placement(f"{path}.{block.down}", "weight").shape[1]
         mlp = {"ffn_hidden_size": width, "num_moe_experts": None, "moe_ffn_hidden_size": None}
+        mlp |= {"gated_linear_unit": True, "activation_func": F.silu}
     else:
         mlp = mixture_config(path, mixture, context)
     latent = block.latent
@@ -185,8 +186,6 @@ def _config(path: str, index: int, roles: Roles, context: Context) -> Transforme
         window_size=None if window is None else (window - 1, 0),  # HF counts the token itself
         add_bias_linear=has_bias(plan, path, block.out),
         add_qkv_bias=has_bias(plan, path, block.attention_inputs[0]),
-        gated_linear_unit=True,
-        activation_func=F.silu,
         hidden_dropout=block.hidden_dropout,
         attention_dropout=block.attention_dropout,
         init_method=nn.init.zeros_,

@@ -12,8 +12,6 @@ from megasched.roles import Block, Mixture, Roles
 
 # Megatron's names in its mixture of a router's weight and buffer, and of the weight of shared experts' gate.
 ROUTER, CORRECTION, SHARED_GATE = "router.weight", "router.expert_bias", "shared_experts.gate_weight"
-# Megatron's linear of an expert -> HF's parameter of all.
-_STACKED = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
 
 
 def has_bias(plan: Plan, layer: str, name: str) -> bool:
@@ -52,7 +50,7 @@ def parameter_names(block: Block, mixture: Mixture | None) -> list[str]:
 def mixture_parameter_names(mixture: Mixture) -> list[str]:
     """Names in a layer of all that a mixture speaks of."""
     linears = (*whole_of_mixture(mixture), *mixture.shared_inputs, *mixture.shared_outputs)
-    stacked = [f"{mixture.experts}.{name}" for name in _STACKED.values()]
+    stacked = [f"{mixture.experts}.{name}" for name in mixture.stacked.values()]
     return [*stacked, *(f"{name}.weight" for name in linears)]
 
 
@@ -111,7 +109,7 @@ def mixture_assemblies(plan: Plan, layer: str, mixture: Mixture, ep_rank: int = 
     for own, name in ((ROUTER, mixture.router), (SHARED_GATE, mixture.shared_gate)):
         if name:
             found[own] = Assembly((_of_part(plan, plan.placement(f"{layer}.{name}", "weight")),))
-    return found | _experts(plan, f"{layer}.{mixture.experts}", ep_rank)
+    return found | _experts(plan, layer, mixture, ep_rank)
 
 
 def _of(plan: Plan, layer: str, names: Iterable[str], groups: int = 1) -> Assembly:
@@ -152,11 +150,11 @@ def _latent_attention(plan: Plan, layer: str, block: Block) -> dict[str, Assembl
     return {f"self_attention.{own}": Assembly((placement,)) for own, placement in found.items()}
 
 
-def _experts(plan: Plan, path: str, ep_rank: int) -> dict[str, Assembly]:
+def _experts(plan: Plan, layer: str, mixture: Mixture, ep_rank: int) -> dict[str, Assembly]:
     """Of the experts that an EP rank has, which Megatron counts from 0."""
     found = {}
-    for linear, name in _STACKED.items():
-        placement = plan.placement(path, name)
+    for linear, name in mixture.stacked.items():
+        placement = plan.placement(f"{layer}.{mixture.experts}", name)
         stacked = placement if placement.group == "ep" else replace(_of_part(plan, placement), axis=0)
         count = plan.local_shape(placement)[0]
         for own in range(count):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -47,8 +48,6 @@ def lower_mixture(path: str, model: nn.Module, mixture: Mixture, context: Contex
         **mixture_config(layer, mixture, context),
         hidden_size=plan.placement(f"{layer}.{mixture.router}", "weight").shape[1],
         add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
         init_method=nn.init.zeros_,
         output_layer_init_method=nn.init.zeros_,
     )
@@ -78,6 +77,7 @@ def mixture_config(layer: str, mixture: Mixture, context: Context) -> dict[str, 
     shared = mixture.shared_outputs
     sigmoid, grouped = mixture.scores == "sigmoid", mixture.groups > 1
     return {
+        **_activation(mixture, trainer),
         "num_moe_experts": count,
         "moe_ffn_hidden_size": width,
         "ffn_hidden_size": width,
@@ -99,4 +99,14 @@ def mixture_config(layer: str, mixture: Mixture, context: Context) -> dict[str, 
         else None,
         "moe_shared_expert_gate": bool(mixture.shared_gate),
         "expert_tensor_parallel_size": 1,
+    }
+
+
+def _activation(mixture: Mixture, trainer: TransformerConfig) -> dict[str, Any]:
+    gated = mixture.activation == "swiglu"
+    return {
+        "gated_linear_unit": gated,
+        "activation_func": F.silu if gated else squared_relu,
+        # Megatron has no fused kernel of the other; its own flag for one stands beside this.
+        "bias_activation_fusion": trainer.bias_activation_fusion and gated,
     }
