@@ -28,18 +28,29 @@ class Assembly:
             (megatron/core/transformer/attention.py). Counted over all TP ranks; 1: whole parts follow each other.
         entry: the parameter is this entry alone, along axis 0 of the one HF tensor: HF keeps all experts of a
             layer in one, Megatron each in its own. Counted over all ranks.
+        transposed: HF keeps the entry, a matrix, [in, out], and Megatron [out, in].
+        interleaved: the two halves of the parameter take turns in the entry, row by row: gate and up.
     """
 
     parts: tuple[Placement, ...]
     groups: int = 1
     entry: int | None = None
+    transposed: bool = False
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         if self.entry is not None and (len(self.parts) > 1 or self.groups > 1 or self.parts[0].axis != 0):
             raise ValueError(f"{self.name}: only one tensor that is cut along axis 0 has entries")
+        if self.entry is None and self.rearranged:
+            raise ValueError(f"{self.name}: only an entry is rearranged")
         for part in self.parts if self.groups > 1 else ():
             if any(length % self.groups for length in _components(part)):
                 raise ValueError(f"{part.name}: {list(part.shape)} is not made of {self.groups} groups")
+
+    @property
+    def rearranged(self) -> bool:
+        """Whether an entry lies otherwise in HF's tensor than in the parameter."""
+        return self.transposed or self.interleaved
 
     @property
     def name(self) -> str:
@@ -54,7 +65,8 @@ class Assembly:
     def local_shape(self, size: int) -> tuple[int, ...]:
         """Shape of what each of ``size`` TP ranks holds; ValueError when a part does not divide."""
         if self.entry is not None:
-            return self.parts[0].shape[1:]
+            shape = self.parts[0].shape[1:]
+            return tuple(reversed(shape)) if self.transposed else shape
         shapes = [part.local_shape(size) for part in self.parts]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
@@ -63,7 +75,8 @@ class Assembly:
         import torch
 
         if self.entry is not None:
-            return pieces[0][0]
+            own = pieces[0][0].t() if self.transposed else pieces[0][0]
+            return torch.cat([own[::2], own[1::2]]) if self.interleaved else own
         if self.groups == 1:
             return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
         groups = self._local_groups(size)
@@ -80,7 +93,8 @@ class Assembly:
         import torch
 
         if self.entry is not None:
-            return [local[None]]
+            own = torch.stack(local.chunk(2), dim=1).flatten(0, 1) if self.interleaved else local
+            return [(own.t() if self.transposed else own)[None]]
         lengths = self._lengths(size)
         if self.groups == 1:
             return [local] if len(lengths) == 1 else list(local.split([sum(of_part) for of_part in lengths]))

@@ -34,16 +34,55 @@ ROLES: Mapping[str, Cut | None] = {
 
 
 @dataclass(frozen=True)
+class Expert:
+    """What an expert computes, and how HF keeps all of them (``use_experts_implementation`` in
+    transformers/integrations/moe.py).
+
+    Attributes:
+        activation: SiLU of a gate; the square of what is positive, without a gate; or ``x * sigmoid(1.702 x)`` of
+            a gate. Megatron's flags have these names.
+        biased: linears have biases: ``gate_up_proj_bias`` [experts, 2 f], ``down_proj_bias`` [experts, h]; and so
+            has the router.
+        transposed: weights are kept [experts, in, out].
+        interleaved: the features of gate and up take turns.
+        limit: at which gates are clamped from above, and what they are multiplied with on both sides; None: not.
+        offset: added to what gates are multiplied with.
+    """
+
+    activation: Literal["swiglu", "squared_relu", "quick_geglu"] = "swiglu"
+    biased: bool = False
+    transposed: bool = False
+    interleaved: bool = False
+    limit: float | None = None
+    offset: float = 0.0
+
+    @property
+    def gated(self) -> bool:
+        return self.activation != "squared_relu"
+
+    @property
+    def stacked(self) -> Mapping[str, str]:
+        """Megatron's parameter of an expert -> HF's of all."""
+        weights = {"linear_fc1": "gate_up_proj" if self.gated else "up_proj", "linear_fc2": "down_proj"}
+        found = {f"{linear}.weight": name for linear, name in weights.items()}
+        if self.biased:
+            found |= {f"{linear}.bias": f"{name}_bias" for linear, name in weights.items()}
+        return found
+
+
+@dataclass(frozen=True)
 class Mixture:
     """Experts in the place of a gated MLP, of which a router chooses by scores of its logits, in float32.
 
-    Paths are relative to the layer. No linear has a bias.
+    Paths are relative to the layer.
 
     Attributes:
         router: module with the router's ``weight`` [experts, h].
         experts: module in HF's form of experts (``megasched.experts``): ``gate_up_proj`` [experts, 2 f, h], or
             ``up_proj`` [experts, f, h] without gates, and ``down_proj`` [experts, h, f]. The module that it is in
             is the mixture as a whole: of [b, s, h] it makes [b, s, h].
+        expert: what each of them computes, and the shared one, but for biases.
+        with_scores: the mixture returns that and the router's scores, which nobody reads.
         chosen: experts of each token.
         normalized: the weights of a token's experts add up to one; otherwise they are the scores. Of sigmoids they
             do where more than one is chosen.
@@ -57,7 +96,6 @@ class Mixture:
         shared: MLP that every token goes through beside, of ``gate_proj`` (if there are gates), ``up_proj`` and
             ``down_proj``; empty for none.
         shared_gate: linear [1, h] whose sigmoid ``shared``'s output is multiplied with; empty for none.
-        activation: of experts and ``shared``: SiLU of a gate, or the square of what is positive.
     """
 
     router: str
@@ -72,7 +110,8 @@ class Mixture:
     scale: float = 1.0
     shared: str = ""
     shared_gate: str = ""
-    activation: Literal["swiglu", "squared_relu"] = "swiglu"
+    expert: Expert = Expert()
+    with_scores: bool = False
 
     @property
     def module(self) -> str:
@@ -82,14 +121,8 @@ class Mixture:
     @property
     def shared_inputs(self) -> tuple[str, ...]:
         """The projections of ``shared`` to gate and up, if there is one."""
-        names = ("gate_proj", "up_proj") if self.activation == "swiglu" else ("up_proj",)
+        names = ("gate_proj", "up_proj") if self.expert.gated else ("up_proj",)
         return tuple(f"{self.shared}.{name}" for name in names if self.shared)
-
-    @property
-    def stacked(self) -> Mapping[str, str]:
-        """Megatron's linear of an expert -> HF's parameter of all."""
-        up = "gate_up_proj" if self.activation == "swiglu" else "up_proj"
-        return {"linear_fc1": up, "linear_fc2": "down_proj"}
 
     @property
     def shared_outputs(self) -> tuple[str, ...]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from megasched.definition import text_config
 from megasched.experts import find_experts
-from megasched.roles import Mixture
+from megasched.roles import Expert, Mixture
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,6 +24,7 @@ class _Kind:
         linear: the module with its weight, where that is another.
         normalized: None: as ``norm_topk_prob`` says.
         scale: attribute that the weights are multiplied with; empty for none.
+        with_scores: the mixture returns the router's scores, too.
         best_of_group: groups are chosen by the sum of so many of their best scores; 0: in a way of their own.
 
     The others are those of ``Mixture``.
@@ -39,6 +40,7 @@ class _Kind:
     best_of_group: int = 2
     shared: str = ""
     shared_gate: str = ""
+    with_scores: bool = False
 
 
 _NORMED = _Kind(normalized=True)
@@ -55,6 +57,7 @@ _DEEPSEEK_V3 = _Kind(
 
 # How HF spells the activations of experts with gates and without.
 ACTIVATIONS = {"swiglu": ("SiLUActivation", "SiLU", "silu"), "squared_relu": ("ReLUSquaredActivation",)}
+_ALPHA = 1.702  # of Megatron's quick_gelu (megatron/core/fusions/fused_bias_geglu.py)
 # Model type -> its mixtures. Each is proven by tests/parity: test_mixtures.py, test_mixture_blocks.py.
 KINDS = {
     **dict.fromkeys(("qwen3_moe", "olmoe", "flex_olmo", "mellum"), _Kind()),
@@ -62,6 +65,8 @@ KINDS = {
     **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), _GRANITE),
     **dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen4_exp_text"), _QWEN2),
     "qwen3_5_moe_text": replace(_QWEN2, normalized=True),
+    "gpt_oss": replace(_GRANITE, with_scores=True),
+    "aria_text": replace(_GRANITE, shared="shared_experts"),
     "jamba": _Kind(router="router", normalized=False),
     "hunyuan_v1_moe": replace(_NORMED, linear="gate.wg", float32=True, shared="shared_mlp"),
     "cohere2_moe": replace(_NORMED, shared="shared_experts"),
@@ -121,7 +126,8 @@ def mixture_of(model: nn.Module) -> Mixture | str:
         float32=kind.float32,
         groups=grouped[0],
         chosen_groups=grouped[1],
-        activation=_activation(module.experts),
+        expert=_expert(module.experts),
+        with_scores=kind.with_scores,
         scale=reduce(getattr, kind.scale.split("."), module) if kind.scale else 1.0,
         **{field: f"{name}.{value}" for field, value in own.items() if value and _has(module, value)},
     )
@@ -133,8 +139,12 @@ def _has(module: nn.Module, path: str) -> bool:
     return hasattr(module.get_submodule(parent), name)
 
 
-def _activation(experts: Any) -> Literal["swiglu", "squared_relu"]:
-    return "swiglu" if experts.has_gate else "squared_relu"
+def _expert(experts: Any) -> Expert:
+    form = {"biased": experts.has_bias, "transposed": experts.is_transposed}
+    form["interleaved"] = experts.has_gate and not experts.is_concatenated
+    if hasattr(experts, "alpha"):  # gpt-oss has no function of its own for it
+        return Expert("quick_geglu", **form, limit=experts.limit, offset=1.0)
+    return Expert("swiglu" if experts.has_gate else "squared_relu", **form)
 
 
 def _scores(kind: _Kind, router: Any) -> Any:
@@ -153,16 +163,9 @@ def _groups(router: Any, config: Any) -> tuple[int, int]:
 
 
 def _why_not(kind: _Kind, module: Any, shared: str, config: Any) -> str:
-    experts = module.experts
-    form = {"has_bias": False, "is_transposed": False, "is_concatenated": True}
-    strange = [name for name, value in form.items() if getattr(experts, name, value) != value]
-    if strange:
-        return f"its experts are of another form ({', '.join(strange)})"
-    known = ACTIVATIONS[_activation(experts)]
-    for part in (experts, *([getattr(module, shared)] if shared else [])):
-        name = getattr(part.act_fn, "__name__", type(part.act_fn).__name__)
-        if name not in known:
-            return f"its activation is {name}, and Megatron's experts are given {known[0]}"
+    reason = _why_not_activated(module.experts, getattr(module, shared) if shared else None)
+    if reason:
+        return reason
     if shared and getattr(config, "shared_expert_combination_strategy", "sum") != "sum":
         return "shared experts are averaged with the others, and Megatron adds them"
     if not isinstance(module.get_submodule(kind.router).top_k, int):
@@ -171,6 +174,18 @@ def _why_not(kind: _Kind, module: Any, shared: str, config: Any) -> str:
         return "output_router_logits adds a loss of HF's routers, which are gone then"
     if getattr(config, "router_jitter_noise", 0.0):
         return "router_jitter_noise changes what HF's routers see"
+    return ""
+
+
+def _why_not_activated(experts: Any, shared: Any) -> str:
+    activation = _expert(experts).activation
+    known = ACTIVATIONS.get(activation, ())
+    if activation == "quick_geglu" and experts.alpha != _ALPHA:
+        return f"its activation has {experts.alpha} (swiglu_alpha), and Megatron's {_ALPHA}"
+    for part in (*([experts] if known else []), *([shared] if shared is not None else [])):
+        name = getattr(part.act_fn, "__name__", type(part.act_fn).__name__)
+        if name not in known:
+            return f"its activation is {name}, and Megatron's experts are given {known[0]}"
     return ""
 
 

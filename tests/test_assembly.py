@@ -32,6 +32,30 @@ def test_join_and_split_are_inverse_on_every_rank(groups, size, widths, rest):
             assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rest", [(6, 4), (6,)])
+def test_an_entry_is_rearranged_and_back(transposed, interleaved, rest):
+    """Of 3 experts the second: [6, 4] in HF, or the bias of 6 features."""
+    if transposed and len(rest) < 2:
+        return
+    part = Placement("experts", (3, *rest), axis=0)
+    assembly = Assembly((part,), entry=1, transposed=transposed, interleaved=interleaved)
+    whole = torch.arange(3 * torch.Size(rest).numel()).view(3, *rest)
+    rank, size = assembly.cut(0, 1)
+    local = assembly.join([part.shard(whole, rank, size)], size)
+    assert tuple(local.shape) == assembly.local_shape(size)
+    assert torch.equal(assembly.split(local, size)[0], whole[1:2])
+    upright = whole[1].t() if transposed else whole[1]
+    order = [*range(0, len(upright), 2), *range(1, len(upright), 2)] if interleaved else range(len(upright))
+    assert torch.equal(local, upright[list(order)])
+
+
+def test_only_an_entry_is_rearranged():
+    with pytest.raises(ValueError, match="only an entry is rearranged"):
+        Assembly(placements(4), interleaved=True)
+
+
 def test_groups_take_turns_as_megatrons_qkv_does():
     """2 heads of k and v of one row each, 4 of q: q0 q1 k0 v0 | q2 q3 k1 v1."""
     parts = placements(4, 2, 2)

@@ -135,6 +135,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 40,
     },
+    "ernie4_5_moe": {**_SMALL, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0},
     "gpt_oss": {**_SMALL, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4},
     "deepseek_v2": {
         **_SMALL,

@@ -176,15 +176,13 @@ def _config(path: str, index: int, roles: Roles, context: Context) -> Transforme
     attention = {"qk_layernorm": bool(block.q_norm)} if latent is None else latent_config(latent)
     # Without what a run on a GPU alone can do, the flags of the trainer count (fusions, recompute, precision).
     config = context.config_with(
-        **mlp,
-        **attention,
+        **mlp | attention | {"add_bias_linear": has_bias(plan, path, block.out)},
         num_attention_heads=block.heads,
         num_query_groups=block.groups,
         kv_channels=block.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=block.eps,
         window_size=None if window is None else (window - 1, 0),  # HF counts the token itself
-        add_bias_linear=has_bias(plan, path, block.out),
         add_qkv_bias=has_bias(plan, path, block.attention_inputs[0]),
         hidden_dropout=block.hidden_dropout,
         attention_dropout=block.attention_dropout,

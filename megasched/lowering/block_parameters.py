@@ -12,6 +12,7 @@ from megasched.roles import Block, Mixture, Roles
 
 # Megatron's names in its mixture of a router's weight and buffer, and of the weight of shared experts' gate.
 ROUTER, CORRECTION, SHARED_GATE = "router.weight", "router.expert_bias", "shared_experts.gate_weight"
+ROUTER_BIAS = "router.bias"
 
 
 def has_bias(plan: Plan, layer: str, name: str) -> bool:
@@ -50,8 +51,9 @@ def parameter_names(block: Block, mixture: Mixture | None) -> list[str]:
 def mixture_parameter_names(mixture: Mixture) -> list[str]:
     """Names in a layer of all that a mixture speaks of."""
     linears = (*whole_of_mixture(mixture), *mixture.shared_inputs, *mixture.shared_outputs)
-    stacked = [f"{mixture.experts}.{name}" for name in mixture.stacked.values()]
-    return [*stacked, *(f"{name}.weight" for name in linears)]
+    stacked = [f"{mixture.experts}.{name}" for name in mixture.expert.stacked.values()]
+    biases = [f"{mixture.router}.bias"] if mixture.expert.biased else []
+    return [*stacked, *biases, *(f"{name}.weight" for name in linears)]
 
 
 def whole_linears(block: Block) -> list[str]:
@@ -109,6 +111,8 @@ def mixture_assemblies(plan: Plan, layer: str, mixture: Mixture, ep_rank: int = 
     for own, name in ((ROUTER, mixture.router), (SHARED_GATE, mixture.shared_gate)):
         if name:
             found[own] = Assembly((_of_part(plan, plan.placement(f"{layer}.{name}", "weight")),))
+    if mixture.expert.biased:
+        found[ROUTER_BIAS] = Assembly((_of_part(plan, plan.placement(f"{layer}.{mixture.router}", "bias")),))
     return found | _experts(plan, layer, mixture, ep_rank)
 
 
@@ -152,15 +156,18 @@ def _latent_attention(plan: Plan, layer: str, block: Block) -> dict[str, Assembl
 
 def _experts(plan: Plan, layer: str, mixture: Mixture, ep_rank: int) -> dict[str, Assembly]:
     """Of the experts that an EP rank has, which Megatron counts from 0."""
-    found = {}
-    for linear, name in mixture.stacked.items():
+    found, expert = {}, mixture.expert
+    for parameter, name in expert.stacked.items():
         placement = plan.placement(f"{layer}.{mixture.experts}", name)
         stacked = placement if placement.group == "ep" else replace(_of_part(plan, placement), axis=0)
         count = plan.local_shape(placement)[0]
+        transposed = expert.transposed and len(placement.shape) > 2
+        interleaved = expert.interleaved and parameter.startswith("linear_fc1")
         for own in range(count):
-            one = Assembly((stacked,), entry=ep_rank * count + own)
-            found[f"experts.local_experts.{own}.{linear}.weight"] = one
-            found[f"experts.{linear}.weight{own}"] = one
+            entry = ep_rank * count + own
+            one = Assembly((stacked,), entry=entry, transposed=transposed, interleaved=interleaved)
+            found[f"experts.local_experts.{own}.{parameter}"] = one
+            found[f"experts.{parameter}{own}"] = one
     return found
 
 

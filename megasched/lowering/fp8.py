@@ -16,7 +16,13 @@ from torch import nn
 from megasched.assembly import Assembly
 from megasched.errors import Problem
 from megasched.lora import adapted, adapter_names
-from megasched.lowering.block_parameters import ROUTER, SHARED_GATE, assemblies, mixture_assemblies
+from megasched.lowering.block_parameters import (
+    ROUTER,
+    ROUTER_BIAS,
+    SHARED_GATE,
+    assemblies,
+    mixture_assemblies,
+)
 from megasched.lowering.placing import is_linear
 from megasched.lowering.plan import Plan
 from megasched.lowering.wrap import Forward, wrap_forward
@@ -61,7 +67,9 @@ def choose_fp8(plan: Plan, roles: Roles) -> list[Problem]:
 
 def _weights(made: dict[str, Assembly]) -> list[Assembly]:
     """What Megatron's modules multiply with in 8 bits; experts are alike."""
-    found = {name: product for name, product in made.items() if not name.endswith((ROUTER, SHARED_GATE))}
+    found = {
+        name: product for name, product in made.items() if not name.endswith((ROUTER, ROUTER_BIAS, SHARED_GATE))
+    }
     return list({product.name: product for product in found.values()}.values())
 
 

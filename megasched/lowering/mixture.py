@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -17,7 +18,7 @@ from megasched.lowering.attention_te import uses_transformer_engine
 from megasched.lowering.block_parameters import CORRECTION, mixture_assemblies
 from megasched.lowering.context import Context
 from megasched.lowering.filling import fill_module
-from megasched.roles import Mixture
+from megasched.roles import Expert, Mixture
 
 
 class MegatronMixture(nn.Module):
@@ -25,16 +26,18 @@ class MegatronMixture(nn.Module):
 
     Args:
         layer: Megatron's, which takes and returns [s (/ tp under SP), b, h].
+        with_scores: see ``Mixture``.
     """
 
-    def __init__(self, layer: MoELayer) -> None:
+    def __init__(self, layer: MoELayer, with_scores: bool) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.with_scores = layer, with_scores
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[b, s (/ tp under SP), h] -> the same."""
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, None]:
+        """[b, s (/ tp under SP), h] -> the same; beside it nothing in the place of scores."""
         output, _ = self.layer(hidden_states.transpose(0, 1).contiguous())
-        return output.transpose(0, 1)
+        hidden = output.transpose(0, 1)
+        return (hidden, None) if self.with_scores else hidden
 
 
 def lower_mixture(path: str, model: nn.Module, mixture: Mixture, context: Context) -> MegatronMixture:
@@ -47,7 +50,6 @@ def lower_mixture(path: str, model: nn.Module, mixture: Mixture, context: Contex
     config = context.config_with(
         **mixture_config(layer, mixture, context),
         hidden_size=plan.placement(f"{layer}.{mixture.router}", "weight").shape[1],
-        add_bias_linear=False,
         init_method=nn.init.zeros_,
         output_layer_init_method=nn.init.zeros_,
     )
@@ -55,10 +57,19 @@ def lower_mixture(path: str, model: nn.Module, mixture: Mixture, context: Contex
     build = get_moe_module_spec(te, config.num_moe_experts, moe_grouped_gemm=te)
     made = build(config=config, pg_collection=groups, is_mtp_layer=False)
     made.set_layer_number(index + 1)
+    if mixture.expert.biased and not te:
+        for expert in made.experts.local_experts:
+            expert.linear_fc2.register_forward_hook(_changeable)
     known = mixture_assemblies(plan, layer, mixture, groups.ep.rank())
     fill_module(path, made, known, model, context)
     note_correction(f"{path}.layer", layer, mixture, context)
-    return MegatronMixture(made)
+    return MegatronMixture(made, mixture.with_scores)
+
+
+def _changeable(linear: nn.Module, arguments: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    """Megatron's ``MLP`` adds an expert's bias in place (megatron/core/transformer/mlp.py:354), to what autograd
+    takes for a view where a group of one rank has reduced nothing. Transformer Engine's experts do not."""
+    return output[0].clone(), output[1]
 
 
 def note_correction(made: str, layer: str, mixture: Mixture, context: Context) -> None:
@@ -73,11 +84,12 @@ def mixture_config(layer: str, mixture: Mixture, context: Context) -> dict[str, 
     plan, trainer = context.plan, context.config
     assert isinstance(trainer, TransformerConfig)
     flex = trainer.moe_token_dispatcher_type == "flex"
-    count, _, width = plan.placement(f"{layer}.{mixture.experts}", "down_proj").shape
+    count, *sizes = plan.placement(f"{layer}.{mixture.experts}", "down_proj").shape
+    width = sizes[0 if mixture.expert.transposed else 1]
     shared = mixture.shared_outputs
     sigmoid, grouped = mixture.scores == "sigmoid", mixture.groups > 1
     return {
-        **_activation(mixture, trainer),
+        **_expert_config(mixture.expert, trainer),
         "num_moe_experts": count,
         "moe_ffn_hidden_size": width,
         "ffn_hidden_size": width,
@@ -102,11 +114,16 @@ def mixture_config(layer: str, mixture: Mixture, context: Context) -> dict[str, 
     }
 
 
-def _activation(mixture: Mixture, trainer: TransformerConfig) -> dict[str, Any]:
-    gated = mixture.activation == "swiglu"
+def _expert_config(expert: Expert, trainer: TransformerConfig) -> dict[str, Any]:
+    functions = {"swiglu": F.silu, "squared_relu": squared_relu, "quick_geglu": quick_gelu}
     return {
-        "gated_linear_unit": gated,
-        "activation_func": F.silu if gated else squared_relu,
-        # Megatron has no fused kernel of the other; its own flag for one stands beside this.
-        "bias_activation_fusion": trainer.bias_activation_fusion and gated,
+        "gated_linear_unit": expert.gated,
+        "activation_func": functions[expert.activation],
+        # Megatron has no fused kernel for what has no gate; its own flag for one stands beside this.
+        "bias_activation_fusion": trainer.bias_activation_fusion and expert.gated,
+        "activation_func_clamp_value": expert.limit,
+        "glu_linear_offset": expert.offset,
+        "add_bias_linear": expert.biased,
+        # Not of experts; with their biases Transformer Engine's would refuse it.
+        "bias_dropout_fusion": trainer.bias_dropout_fusion and not expert.biased,
     }

@@ -49,15 +49,17 @@ def sharded_entry(
     """
     rank, size, replica = place
     parts = [_Part(placement, rank, size, (int(copy), *replica)) for placement in assembly.parts]
-    if assembly.entry is not None:
-        return parts[0].entry(parameter)
-    if len(parts) == 1 and parts[0].regular:
+    if assembly.entry is not None and not assembly.rearranged:
+        return parts[0].entry(parts[0].placement.name, parameter)
+    if len(parts) == 1 and parts[0].regular and not assembly.rearranged:
         return parts[0].tensor(parts[0].placement.name, parameter)
 
     def build(key: str, local: torch.Tensor, replica_id: ReplicaId, flattened_range: Any) -> list[ShardedTensor]:
         # An optimizer's states come with a key of their own before the name: "optimizer.state.exp_avg.NAME".
         prefix = key.removesuffix(parts[0].placement.name)
         pieces = assembly.split(local, size)
+        if assembly.entry is not None:
+            return [parts[0].entry(key, pieces[0][0].contiguous())]
         return [
             tensor
             for part, piece in zip(parts, pieces, strict=True)
@@ -65,6 +67,8 @@ def sharded_entry(
         ]
 
     def merge(loaded: list[torch.Tensor]) -> torch.Tensor:
+        if assembly.entry is not None:
+            return assembly.join([loaded[0][None]], size).contiguous()
         rest = list(loaded)
         pieces = []
         for part in parts:
@@ -78,7 +82,8 @@ def sharded_entry(
 class _Part:
     """What a rank holds of one HF tensor, as entries of a checkpoint.
 
-    Packed and transposed pieces are written in HF's orientation, as blocks of one size on a regular grid.
+    Packed and transposed pieces are written in HF's orientation, as blocks of one size on a regular grid; an entry
+    of a tensor as one.
     """
 
     def __init__(self, placement: Placement, rank: int, size: int, replica: ReplicaId) -> None:
@@ -99,10 +104,10 @@ class _Part:
             allow_shape_mismatch=placement.padded is not None,
         )
 
-    def entry(self, local: torch.Tensor) -> ShardedTensor:
+    def entry(self, key: str, local: torch.Tensor) -> ShardedTensor:
         """The one entry of a tensor's entry, which has an axis less."""
         return ShardedTensor.from_rank_offsets(
-            self.placement.name,
+            key,
             local,
             (0, self.rank, self.size),
             replica_id=self.replica,

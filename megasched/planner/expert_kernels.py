@@ -56,11 +56,16 @@ def experts(
     Args:
         recipe: of weights that are in 8 bits.
     """
+    config = mlps.config
     first, second = (
         [getattr(expert, name).weight for expert in mlps.local_experts] for name in ("linear_fc1", "linear_fc2")
     )
     eight = recipe if getattr(first[0], EIGHT_BITS, False) else None
-    hidden = _Weighted.apply(_Grouped.apply(tokens, eight, *first), weights[:, None])
+    hidden = _Grouped.apply(tokens, eight, *first)
+    if config.gated_linear_unit:
+        hidden = _Weighted.apply(hidden, weights[:, None])
+    else:  # Megatron's fused kernel for this one has a flag of its own
+        hidden = (config.activation_func(hidden) * weights[:, None]).to(hidden.dtype)
     return _Grouped.apply(hidden, eight, *second), None
 
 

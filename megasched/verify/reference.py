@@ -117,7 +117,7 @@ def _watched_step(model: Any, batches: list[tuple[torch.Tensor, torch.Tensor]], 
 def adamw_step(model: Any, gradients: dict[str, torch.Tensor], *, lr: float, eps: float) -> None:
     """One step of torch's AdamW, as Megatron's flags have it by default: gradients clipped to a norm of 1, decay
     0.01 of what is no bias and has more than one dimension (``OptimizerConfig`` in
-    megatron/core/optimizer/optimizer_config.py).
+    megatron/core/optimizer/optimizer_config.py; of experts, patches/expert_biases.py).
 
     Args:
         model: the unscheduled model; its weights are changed.
@@ -126,7 +126,7 @@ def adamw_step(model: Any, gradients: dict[str, torch.Tensor], *, lr: float, eps
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in trained.items():
         parameter.grad = gradients[name].clone()
-    others = [p for name, p in trained.items() if p.dim() == 1 or name.endswith(".bias")]
+    others = [p for name, p in trained.items() if p.dim() == 1 or name.endswith((".bias", "_proj_bias"))]
     decayed = [p for p in trained.values() if all(p is not other for other in others)]
     torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]

@@ -63,7 +63,13 @@ def test_a_block_is_a_layer_or_its_mixture(tmp_path):
         ("olmoe", {"output_router_logits": True}, Layout(), "output_router_logits adds a loss of HF's routers"),
         ("olmoe", {"hidden_act": "gelu"}, Layout(), "its activation is GELUActivation"),
         ("olmoe", {}, Layout(tensor_model_parallel_size=2), f"it {NEEDS_SP}"),
-        ("gpt_oss", {}, Layout(), "no mixture is known for model type 'gpt_oss'"),
+        (
+            "gpt_oss",
+            {"swiglu_alpha": 1.5},
+            Layout(),
+            "its activation has 1.5 (swiglu_alpha), and Megatron's 1.702",
+        ),
+        ("ernie4_5_moe", {}, Layout(), "no mixture is known for model type 'ernie4_5_moe'"),
         (
             "deepseek_v2",
             {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"},

@@ -16,7 +16,7 @@ TYPES = sorted(set(KINDS) - set(LLAMA_LIKE))
 # What these compute besides is further than 1e-5 from HF in float32 at some layouts, with HF's mixtures too: by
 # rounding, as float64 tells. The last has no sequence parallelism.
 ROUNDED = ("qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text")
-SOME = ("olmoe", "minimax_m2")
+SOME = ("olmoe", "minimax_m2", "gpt_oss")
 OTHER_LAYOUTS = ("one", "tp2-sp", "ep2-tp2-sp-dp2", "ep2-cp2", "ep2-pp2", "tp2-sp-pp2-vpp2")
 
 
@@ -51,10 +51,12 @@ def test_first_step_equals_hf(ranks, mixtures, model_type, name):
     assert outcome.verdict == "equal", outcome.why
 
 
+@pytest.mark.parametrize("model_type", ["minimax_m2", "gpt_oss"])
 @pytest.mark.parametrize("first", ["block", "fused"])
-def test_a_checkpoint_goes_between_levels_and_layouts(ranks, mixtures, block, tmp_path, first):
-    """Experts, routers and the optimizer's states; a router's bias has its name in HF."""
-    folder, where = mixtures("minimax_m2"), "model.layers.*.mlp"
+def test_a_checkpoint_goes_between_levels_and_layouts(ranks, mixtures, block, tmp_path, first, model_type):
+    """Experts, routers and the optimizer's states, in HF's names and layout: one has buffers in its routers, the
+    other transposed experts."""
+    folder, where = mixtures(model_type), "model.layers.*.mlp"
     second = "fused" if first == "block" else "block"
     whole = run(ranks, folder, LAYOUTS["ep2"], *SAVE, iterations=4, schedule=block(where, "fused"))
     saving = ["--save", str(tmp_path / "kept"), "--save-interval", "2"]

@@ -85,6 +85,7 @@ def compare(family: str) -> dict[str, Any]:
     for module in (old, new):
         x = hidden.clone().requires_grad_()
         output = module(x, **arguments)
+        output = output[0] if isinstance(output, tuple) else output
         (output * torch.linspace(0.5, 1.5, output.numel()).view_as(output)).sum().backward()
         outputs.append((output.detach(), x.grad))
     distances = {f"output {i}": gap(a, b) for i, (b, a) in enumerate(zip(*outputs, strict=True))}

@@ -149,11 +149,13 @@ def _norm_linear(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 def _grouped_linear(
     self: Any, x: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None, **kwargs: Any
 ) -> Any:
-    assert not self.use_bias
-    assert not self.return_bias
     counts = m_splits if isinstance(m_splits, list) else m_splits.tolist()
     weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
-    return torch.cat([F.linear(part, weight) for part, weight in zip(x.split(counts), weights, strict=True)])
+    biases = [getattr(self, f"bias{i}") if self.use_bias else None for i in range(self.num_gemms)]
+    added = biases if self.apply_bias else [None] * self.num_gemms
+    parts = zip(x.split(counts), weights, added, strict=True)
+    output = torch.cat([F.linear(part, weight, bias) for part, weight, bias in parts])
+    return (output, biases) if self.return_bias else output
 
 
 def _attention(

@@ -8,8 +8,8 @@ import pytest
 from tests.process import TE, run_case
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "phi3")
-# The layers of the last two stay HF's.
-MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "olmoe", "qwen3_next")
+# The layers of the last three stay HF's.
+MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "olmoe", "qwen3_next", "gpt_oss")
 
 
 @pytest.fixture(scope="module")
