@@ -105,21 +105,24 @@ def mixture_of(model: nn.Module) -> Mixture | str:
     kind = KINDS.get(config.model_type)
     if kind is None:
         return f"no mixture is known for model type {config.model_type!r}"
-    experts = next(iter(find_experts(model)), "")
-    if not experts:
-        return "the model has no experts"
-    path = experts.rpartition(".")[0]
+    paths = [experts.rpartition(".")[0] for experts in find_experts(model)]
+    if not paths:
+        return "the model has no experts of the form that HF gives them"
+    routers: list[Any] = [model.get_submodule(f"{path}.{kind.router}") for path in paths]
+    if len({router.top_k for router in routers}) > 1:
+        return "layers choose different numbers of experts"
+    path, router = paths[0], routers[0]
     name, module = path.rpartition(".")[2], model.get_submodule(path)
-    router: Any = module.get_submodule(kind.router)
     shared = kind.shared if hasattr(module, kind.shared) else ""
     grouped = _groups(router, config)
     reason = _why_not(kind, module, shared, config) or _why_not_routed(kind, router, grouped)
     if reason:
         return reason
+    # What there is under these names.
     own = {"correction": kind.correction, "shared": shared, "shared_gate": kind.shared_gate}
     return Mixture(
         router=f"{name}.{kind.linear or kind.router}",
-        experts=experts.removeprefix(path.removesuffix(name)),
+        experts=f"{name}.experts",
         chosen=router.top_k,
         normalized=_normalized(kind, router),
         scores=_scores(kind, router),
@@ -168,8 +171,6 @@ def _why_not(kind: _Kind, module: Any, shared: str, config: Any) -> str:
         return reason
     if shared and getattr(config, "shared_expert_combination_strategy", "sum") != "sum":
         return "shared experts are averaged with the others, and Megatron adds them"
-    if not isinstance(module.get_submodule(kind.router).top_k, int):
-        return "layers choose different numbers of experts"
     if getattr(config, "output_router_logits", False):
         return "output_router_logits adds a loss of HF's routers, which are gone then"
     if getattr(config, "router_jitter_noise", 0.0):
