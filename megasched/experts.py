@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-# What the decorator leaves on every instance.
-MARKER = "_is_expert_parallel"
+# What the decorator leaves on every instance, in all supported versions.
+MARKER = "is_transposed"
 # tokens, experts of each, weights of these
 ARGUMENTS = 3
 
