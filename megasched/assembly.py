@@ -117,4 +117,4 @@ class Assembly:
 
 
 def _components(part: Placement) -> tuple[int, ...]:
-    return part.components or part.shape[:1]
+    return part.components or (part.shape[-1 if part.transposed else 0],)

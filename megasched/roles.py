@@ -166,17 +166,26 @@ class Latent:
 
 @dataclass(frozen=True)
 class Block:
-    """A decoder layer that computes what Megatron's ``TransformerLayer`` does: pre-norm, attention with rotary
-    positions, gated MLP (in its place some have a ``Mixture``). Paths are relative to the layer.
+    """A decoder layer that computes what Megatron's ``TransformerLayer`` does: norm, causal attention, norm, MLP
+    (in its place some have a ``Mixture``), either added to the hidden state. Paths are relative to the layer.
 
     Attributes:
-        input_norm, mlp_norm: RMS norms before attention and before the MLP.
+        input_norm, mlp_norm: norms before attention and before the MLP; empty: there are none.
+        attention_post_norm, mlp_post_norm: of what either gives, before it is added; empty for none.
+        normalization: which kind all norms are, with weights, and biases or none.
+        zero_centered: weights of norms are kept less 1.
         q, k, v, out: attention's projections; biases on all of q, k and v or on none, and then perhaps on out.
-        gate, up, down: the MLP's; SiLU of the gate; biases on all or on none.
+        gate, up, down: the MLP's; an empty gate: the activation is of up. Biases on all or on none.
+        activation: of the gate, or of up; ``gelu_tanh`` is the approximation with a hyperbolic tangent.
         qkv, gate_up: q, k and v in one projection, gate and up in one, which count instead; empty: there are none.
-        q_norm, k_norm: RMS norms of each head of q and k; empty for none.
-        rotary: path in the model of the module whose ``inv_freq`` the angles are made of.
+        by_heads: in ``qkv``, the q, k and v of a head lie together, as Megatron has them; else first all of q.
+        q_norm, k_norm: norms of each head of q and k; empty for none.
+        rotary: path in the model of the module whose frequencies the angles are made of; empty: attention has no
+            positions.
+        frequencies: buffer of ``rotary`` that has those of each layer; empty: all ``inv_freq``.
+        interleaved: neighbours are rotated together; else those half of what is rotated apart.
         heads, groups, head_dim: attention heads, heads of k and v, and their size.
+        softmax_scale: what products of q and k are multiplied with; None: ``head_dim`` to the power of -1/2.
         eps: of all norms.
         attention_dropout, hidden_dropout: probabilities; the second of what is added to the hidden state.
         windows: how many tokens a token of each layer attends to, itself included (None: all); empty: all layers
@@ -190,12 +199,17 @@ class Block:
     groups: int
     head_dim: int
     eps: float
+    softmax_scale: float | None = None
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     windows: tuple[int | None, ...] = ()
     rotated: tuple[bool, ...] = ()
     input_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
+    attention_post_norm: str = ""
+    mlp_post_norm: str = ""
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    zero_centered: bool = False
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
@@ -203,12 +217,26 @@ class Block:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu"] = "silu"
     qkv: str = ""
+    by_heads: bool = False
     gate_up: str = ""
     q_norm: str = ""
     k_norm: str = ""
     rotary: str = "model.rotary_emb"
+    frequencies: tuple[str, ...] = ()
+    interleaved: bool = False
     latent: Latent | None = None
+
+    @property
+    def gated(self) -> bool:
+        return bool(self.gate or self.gate_up)
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Those of the hidden state and of heads."""
+        names = (self.input_norm, self.mlp_norm, self.attention_post_norm, self.mlp_post_norm)
+        return tuple(name for name in (*names, self.q_norm, self.k_norm) if name)
 
     @property
     def attention_inputs(self) -> tuple[str, ...]:
@@ -219,8 +247,10 @@ class Block:
 
     @property
     def mlp_inputs(self) -> tuple[str, ...]:
-        """The projections to gate and up."""
-        return (self.gate_up,) if self.gate_up else (self.gate, self.up)
+        """The projections to gate and up, or to what there is of them."""
+        if self.gate_up:
+            return (self.gate_up,)
+        return (self.gate, self.up) if self.gate else (self.up,)
 
 
 @dataclass(frozen=True)

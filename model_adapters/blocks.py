@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megasched.roles import Block, Latent
@@ -13,51 +14,177 @@ if TYPE_CHECKING:
 LATENT = ("deepseek_v3", "glm4_moe_lite", "youtu")
 # With experts in some layers or in all (mixtures.py).
 MIXTURES = (
-    *("mixtral", "qwen3_moe", "qwen2_moe", "dots1", "glm4_moe", "solar_open", "deepseek_v3", "glm4_moe_lite"),
+    *("mixtral", "qwen3_moe", "qwen2_moe", "dots1", "glm4_moe", "solar_open", "exaone_moe", "hy_v3"),
+    *("deepseek_v3", "glm4_moe_lite"),
 )
-# Model types whose layers are built as Llama's are, but for experts and latent attention. Each is proven by
-# test_levels.py, test_mixture_blocks.py or test_latent_blocks.py in tests/parity.
-LLAMA_LIKE = (
-    *("llama", "mistral", "ministral", "qwen2", "qwen3", "cwm", "seed_oss", "smollm3"),
-    *("internlm3", "iquestcoder"),  # both by Llama's class
-    *("phi3", "youtu"),
-    *MIXTURES,
-)
+_LLAMA: dict[str, Any] = {}
+_UNGATED = {"gate": "", "up": "mlp.up_proj"}
+_PLUS_ONE = {"zero_centered": True}
+_LAYER_NORM = {"normalization": "LayerNorm"}
+_NEIGHBOURS = {"interleaved": True}
+_PACKED_MLP = {"gate_up": "mlp.gate_up_proj"}
+# As OPT has it; learned positions are added to the embedding.
+_FAIRSEQ = {
+    **_LAYER_NORM,
+    "rotary": "",
+    "input_norm": "self_attn_layer_norm",
+    "mlp_norm": "final_layer_norm",
+    "out": "self_attn.out_proj",
+    "gate": "",
+    "up": "fc1",
+    "down": "fc2",
+}
+# Model type -> what of its layers is not as in Llama's, but for experts, latent attention and what is read off the
+# definition. Each is proven in tests/parity: by test_levels.py, test_layer_kinds.py, test_mixture_blocks.py or
+# test_latent_blocks.py.
+LAYERS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "cwm", "seed_oss", "smollm3"), _LLAMA),
+    **dict.fromkeys(("internlm3", "iquestcoder"), _LLAMA),  # both by Llama's class
+    **dict.fromkeys(("youtu", *MIXTURES), _LLAMA),
+    "phi3": {**_PACKED_MLP, "qkv": "self_attn.qkv_proj"},
+    "arcee": _UNGATED,
+    "gemma": _PLUS_ONE,
+    "gemma3_text": {
+        **_PLUS_ONE,
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+    "vaultgemma": {**_PLUS_ONE, "mlp_norm": "pre_feedforward_layernorm"},
+    **dict.fromkeys(("ernie4_5", "helium"), _NEIGHBOURS),
+    "glm": {**_PACKED_MLP, **_NEIGHBOURS},
+    "glm4": {
+        **_PACKED_MLP,
+        **_NEIGHBOURS,
+        "attention_post_norm": "post_self_attn_layernorm",
+        "mlp_post_norm": "post_mlp_layernorm",
+    },
+    "exaone4": {
+        "input_norm": "",
+        "mlp_norm": "",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+    "nemotron": {**_LAYER_NORM, **_PLUS_ONE, **_UNGATED},
+    "jais2": {**_LAYER_NORM, **_UNGATED},
+    "stablelm": _LAYER_NORM,
+    "starcoder2": {**_LAYER_NORM, "gate": "", "up": "mlp.c_fc", "down": "mlp.c_proj"},
+    "persimmon": {
+        **_LAYER_NORM,
+        "qkv": "self_attn.query_key_value",
+        "by_heads": True,
+        "out": "self_attn.dense",
+        "gate": "",
+        "up": "mlp.dense_h_to_4h",
+        "down": "mlp.dense_4h_to_h",
+    },
+    "gpt2": {
+        **_LAYER_NORM,
+        "rotary": "",
+        "input_norm": "ln_1",
+        "mlp_norm": "ln_2",
+        "qkv": "attn.c_attn",
+        "out": "attn.c_proj",
+        "gate": "",
+        "up": "mlp.c_fc",
+        "down": "mlp.c_proj",
+    },
+    **dict.fromkeys(("opt", "biogpt", "xglm"), _FAIRSEQ),
+}
+# HF's name of an activation -> Block's
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
+    "relu": "relu",
+    "relu2": "squared_relu",
+}
 # Kinds of rotary positions whose angles do not depend on the length of the input and are not scaled.
 PLAIN_ROTARY = ("default", "linear", "llama3")
+# Model type -> fields of its config with the probabilities of dropout: of attention, and of what is added to the
+# hidden state.
+DROPOUTS = {
+    "phi3": ("attention_dropout", "resid_pdrop"),
+    "gpt2": ("attn_pdrop", "resid_pdrop"),
+    **dict.fromkeys(("opt", "xglm"), ("attention_dropout", "dropout")),
+    "biogpt": ("attention_probs_dropout_prob", "hidden_dropout_prob"),
+}
+# Field of a config -> what it must be; Megatron's layer computes nothing else.
+WANTED: dict[str, tuple[Any, ...]] = {
+    "use_bidirectional_attention": (None, False),
+    "attn_logit_softcapping": (None,),
+    "use_parallel_residual": (False,),
+    "do_layer_norm_before": (True,),
+    "reorder_and_upcast_attn": (False,),
+    "activation_dropout": (0.0,),
+    "hidden_dropout": (0.0,),  # stablelm, persimmon: of the MLP alone
+}
 
 
 def block_of(model: nn.Module) -> Block | str:
     """How the decoder layers of a definition are put together, or why Megatron's layer can't stand for them."""
     config: Any = model.config
-    if config.model_type not in LLAMA_LIKE:
-        return f"no block is known for model type {config.model_type!r}"
-    reason = _why_not(config, model)
+    kind = config.model_type
+    if kind not in LAYERS:
+        return f"no block is known for model type {kind!r}"
+    rotary = LAYERS[kind].get("rotary", Block.rotary)
+    reason = _why_not(config, model, rotary)
     if reason:
         return reason
-    packed = config.model_type == "phi3"
-    normed = any(name.endswith(".self_attn.q_norm.weight") for name, _ in model.named_parameters())
-    return Block(
+    attention_dropout, hidden_dropout = DROPOUTS.get(kind, ("attention_dropout", "residual_dropout"))
+    block = Block(
         heads=config.num_attention_heads,
-        groups=config.num_key_value_heads,
+        groups=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=_head_dim(config),
-        eps=config.rms_norm_eps,
-        attention_dropout=config.attention_dropout,
-        hidden_dropout=config.resid_pdrop if packed else getattr(config, "residual_dropout", 0.0),
+        eps=0.0,
+        attention_dropout=getattr(config, attention_dropout, 0.0),
+        hidden_dropout=getattr(config, hidden_dropout, 0.0),
         windows=_windows(config),
-        rotated=tuple(bool(rotated) for rotated in getattr(config, "no_rope_layers", None) or ()),
-        qkv="self_attn.qkv_proj" if packed else "",
-        gate_up="mlp.gate_up_proj" if packed else "",
-        q_norm="self_attn.q_norm" if normed else "",
-        k_norm="self_attn.k_norm" if normed else "",
-        latent=_latent(config, model) if config.model_type in LATENT else None,
+        rotated=_rotated(config),
+        frequencies=_frequencies(config),
+        activation=ACTIVATIONS[_activation(config)],
+        latent=_latent(config, model) if kind in LATENT else None,
+        **LAYERS[kind],
     )
+    return _measured(block, model)
+
+
+def _measured(block: Block, model: nn.Module) -> Block | str:
+    """The block with what modules of the layers say, or why they say too much."""
+    ending = f".{block.out}"
+    layers = [path.removesuffix(ending) for path, _ in model.named_modules() if path.endswith(ending)]
+    parameters = dict(model.named_parameters())
+    for name in ("norm", "layernorm"):
+        q, k = f"self_attn.q_{name}", f"self_attn.k_{name}"
+        if f"{layers[0]}.{q}.weight" in parameters:
+            block = replace(block, q_norm=q, k_norm=k)
+    norms = [model.get_submodule(f"{layer}.{norm}") for layer in layers for norm in block.norms]
+    epsilons = {getattr(norm, "variance_epsilon", None) or norm.eps for norm in norms}
+    if len(epsilons) > 1:
+        return f"norms of a layer have different epsilons: {', '.join(map(str, sorted(epsilons)))}"
+    block = replace(block, eps=epsilons.pop())
+    if block.latent is not None:  # which has a scale of its own
+        return block
+    attentions: list[Any] = [model.get_submodule(f"{layer}{ending}".rpartition(".")[0]) for layer in layers]
+    scales = {attention.scaling for attention in attentions}
+    if len(scales) > 1:
+        return "layers scale their attention differently"
+    scale = scales.pop()
+    usual = abs(scale * block.head_dim**0.5 - 1) < 1e-6
+    return block if usual else replace(block, softmax_scale=scale)
 
 
 def _head_dim(config: Any) -> int:
     if config.model_type in LATENT:
         return config.qk_nope_head_dim + config.qk_rope_head_dim
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _activation(config: Any) -> str:
+    """HF's name of it."""
+    fields = ("hidden_activation", "hidden_act", "activation_function")
+    return next(getattr(config, field) for field in fields if getattr(config, field, None))
 
 
 def _latent(config: Any, model: Any) -> Latent:
@@ -76,23 +203,42 @@ def _latent(config: Any, model: Any) -> Latent:
     )
 
 
-def _why_not(config: Any, model: Any) -> str:
-    if config.hidden_act != "silu":
-        return f"hidden_act is {config.hidden_act!r}, and Megatron's gated MLP is given silu"
-    kind = model.get_submodule("model.rotary_emb").rope_type
+def _why_not(config: Any, model: Any, rotary: str) -> str:
+    if _activation(config) not in ACTIVATIONS:
+        return f"the activation is {_activation(config)!r}, and Megatron's MLP is given {', '.join(ACTIVATIONS)}"
+    for field, wanted in WANTED.items():
+        if getattr(config, field, wanted[0]) not in wanted:
+            return f"{field} is {getattr(config, field)!r}, and Megatron's layer computes what {wanted[0]!r} does"
     if config.model_type in LATENT and not config.rope_interleave:
         return "rope_interleave is false, and Megatron's latent attention rotates neighbours"
     if config.model_type in LATENT and config.q_lora_rank is None:
         return "q is not compressed (q_lora_rank), and Megatron's latent attention would norm what it is made of"
-    if kind not in PLAIN_ROTARY and not (config.model_type in LATENT and kind == "yarn"):
-        return f"rotary positions of type {kind!r} depend on the input or are scaled"
+    kinds = model.get_submodule(rotary).rope_type if rotary else {}
+    for kind in sorted(set(kinds.values())) if isinstance(kinds, dict) else [kinds]:
+        if kind not in PLAIN_ROTARY and not (config.model_type in LATENT and kind == "yarn"):
+            return f"rotary positions of type {kind!r} depend on the input or are scaled"
     return ""
+
+
+def _layer_types(config: Any) -> tuple[str, ...]:
+    return tuple(getattr(config, "layer_types", None) or ())
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
     """Of each layer; some have one for all layers, the others say which layers have it."""
     window = getattr(config, "sliding_window", None)
-    if config.model_type in ("mistral", "mixtral", "phi3", "qwen3_moe"):
+    if config.model_type in ("mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2"):
         return (window,) * config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or ()
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == "sliding_attention" else None for kind in _layer_types(config))
+
+
+def _rotated(config: Any) -> tuple[bool, ...]:
+    if config.model_type in ("exaone4", "exaone_moe") and config.sliding_window is not None:
+        return tuple(kind == "sliding_attention" for kind in _layer_types(config))
+    return tuple(bool(rotated) for rotated in getattr(config, "no_rope_layers", None) or ())
+
+
+def _frequencies(config: Any) -> tuple[str, ...]:
+    if config.model_type == "gemma3_text":
+        return tuple(f"{kind}_inv_freq" for kind in _layer_types(config))
+    return ()

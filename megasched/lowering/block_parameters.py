@@ -13,6 +13,8 @@ from megasched.roles import Block, Mixture, Roles
 # Megatron's names in its mixture of a router's weight and buffer, and of the weight of shared experts' gate.
 ROUTER, CORRECTION, SHARED_GATE = "router.weight", "router.expert_bias", "shared_experts.gate_weight"
 ROUTER_BIAS = "router.bias"
+# The norm in what adds the output of attention or the MLP to the hidden state (``layer_modules.NormedAdd``).
+POST_NORM = "norm"
 
 
 def has_bias(plan: Plan, layer: str, name: str) -> bool:
@@ -39,12 +41,10 @@ def parameter_names(block: Block, mixture: Mixture | None) -> list[str]:
     """Names in a layer of all that the block speaks of; biases need not be there."""
     attention = (*block.attention_inputs, block.out)
     mlp = () if mixture is not None else (*block.mlp_inputs, block.down)
-    norms = [block.input_norm, block.mlp_norm, block.q_norm, block.k_norm]
-    norms += [block.latent.q_norm, block.latent.kv_norm] if block.latent is not None else []
-    names = (*norms, *whole_linears(block), *attention, *mlp)
-    found = [f"{name}.weight" for name in names if name]
+    latent = (block.latent.q_norm, block.latent.kv_norm) if block.latent is not None else ()
+    found = [f"{name}.weight" for name in (*block.norms, *latent, *whole_linears(block), *attention, *mlp)]
     found += [] if mixture is None else mixture_parameter_names(mixture)
-    biased = mlp if block.latent is not None else (*attention, *mlp)
+    biased = (*block.norms, *mlp, *(attention if block.latent is None else ()))
     return [*found, *(f"{name}.bias" for name in biased)]
 
 
@@ -82,9 +82,8 @@ def assemblies(plan: Plan, layer: str, roles: Roles, ep_rank: int = 0) -> dict[s
 
     mixture = mixture_in(plan, layer, roles)
     found = {
-        "input_layernorm.weight": of([f"{block.input_norm}.weight"]),
-        "pre_mlp_layernorm.weight": of([f"{block.mlp_norm}.weight"]),
         "self_attention.linear_proj.weight": of([f"{block.out}.weight"]),
+        **_norms(plan, layer, block),
         **(_attention if block.latent is None else _latent_attention)(plan, layer, block),
     }
     if has_bias(plan, layer, block.out):
@@ -92,7 +91,6 @@ def assemblies(plan: Plan, layer: str, roles: Roles, ep_rank: int = 0) -> dict[s
     if mixture is not None:
         inside = mixture_assemblies(plan, layer, mixture, ep_rank)
         return found | {f"mlp.{name}": assembly for name, assembly in inside.items()}
-    found["mlp.linear_fc1.layer_norm_weight"] = of([f"{block.mlp_norm}.weight"])
     found["mlp.linear_fc1.weight"] = of(f"{name}.weight" for name in block.mlp_inputs)
     found["mlp.linear_fc2.weight"] = of([f"{block.down}.weight"])
     if has_bias(plan, layer, block.mlp_inputs[0]):
@@ -122,18 +120,32 @@ def _of(plan: Plan, layer: str, names: Iterable[str], groups: int = 1) -> Assemb
 
 
 def _attention(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
-    """Of Megatron's ``SelfAttention``, but for its output projection."""
-    qkv = block.attention_inputs
-    found = {
-        "self_attention.linear_qkv.weight": _of(plan, layer, (f"{n}.weight" for n in qkv), block.groups),
-        "self_attention.linear_qkv.layer_norm_weight": _of(plan, layer, [f"{block.input_norm}.weight"]),
-    }
+    """Of Megatron's ``SelfAttention``, but for its output projection and norms."""
+    qkv, groups = block.attention_inputs, 1 if block.by_heads else block.groups
+    found = {"self_attention.linear_qkv.weight": _of(plan, layer, (f"{n}.weight" for n in qkv), groups)}
     if has_bias(plan, layer, qkv[0]):
-        found["self_attention.linear_qkv.bias"] = _of(plan, layer, (f"{n}.bias" for n in qkv), block.groups)
-    if block.q_norm:
-        found["self_attention.q_layernorm.weight"] = _of(plan, layer, [f"{block.q_norm}.weight"])
-        found["self_attention.k_layernorm.weight"] = _of(plan, layer, [f"{block.k_norm}.weight"])
+        found["self_attention.linear_qkv.bias"] = _of(plan, layer, (f"{n}.bias" for n in qkv), groups)
     return found
+
+
+def _norms(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
+    """Of norms of the hidden state and of heads."""
+    own = {
+        "input_layernorm.": block.input_norm,
+        "self_attention.linear_qkv.layer_norm_": block.input_norm,
+        "pre_mlp_layernorm.": block.mlp_norm,
+        "mlp.linear_fc1.layer_norm_": block.mlp_norm,
+        f"self_attn_bda.{POST_NORM}.": block.attention_post_norm,
+        f"mlp_bda.{POST_NORM}.": block.mlp_post_norm,
+        "self_attention.q_layernorm.": block.q_norm,
+        "self_attention.k_layernorm.": block.k_norm,
+    }
+    return {
+        f"{prefix}{kind}": _of(plan, layer, [f"{norm}.{kind}"])
+        for prefix, norm in own.items()
+        for kind in ("weight", "bias")
+        if norm and f"{layer}.{norm}.{kind}" in plan.canonical
+    }
 
 
 def _latent_attention(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:

@@ -127,7 +127,7 @@ def _lower_blocks(schedule: Schedule, model: nn.Module, context: Context, here: 
 
     if context.plan.blocks:
         assert isinstance(roles.block, Block)
-        angles = rotary_angles(model.get_submodule(roles.block.rotary))
+        angles = rotary_angles(model, roles.block)
     for path in filter(here, sorted(context.plan.blocks)):
         put(path, lambda old, path=path: lower_block(path, old, model, roles, angles, context))
     for path in filter(here, sorted(context.plan.mixtures)):

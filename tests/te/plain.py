@@ -73,7 +73,8 @@ def install() -> Any:
     te.Linear.forward = _linear
     te.LayerNormLinear.forward = _norm_linear
     te.GroupedLinear.forward = _grouped_linear
-    te.RMSNorm.forward = lambda self, x, *args, **kwargs: F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    te.RMSNorm.forward = lambda self, x, *args, **kwargs: _norm(self, "RMSNorm", x, self.weight)
+    te.LayerNorm.forward = lambda self, x, *args, **kwargs: _norm(self, "LayerNorm", x, self.weight, self.bias)
     te.DotProductAttention.__init__ = _on_cpu(te.DotProductAttention.__init__)
     te.DotProductAttention.forward = _on_cpu(_attention)
     return te
@@ -140,10 +141,16 @@ def _linear(self: Any, x: torch.Tensor, is_first_microbatch: bool | None = None,
 
 
 def _norm_linear(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    assert self.normalization == "RMSNorm"
     assert not self.return_layernorm_output
-    normed = F.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
+    normed = _norm(self, self.normalization, x, self.layer_norm_weight, self.layer_norm_bias)
     return _linear(self, normed, **kwargs)
+
+
+def _norm(self: Any, kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    weight = weight + 1 if self.zero_centered_gamma else weight
+    if kind == "RMSNorm":
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+    return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
 def _grouped_linear(

@@ -8,20 +8,26 @@ import pytest
 from tests.process import TE, run_case
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "phi3")
+# Of other kinds than Llama's: the norms, the activation, how projections lie.
+KINDS = ("gemma", "gemma3_text", "glm4", "exaone4", "gpt2", "opt", "starcoder2", "nemotron", "persimmon")
+# Without norms before attention and the MLP.
+POST_NORMED = ("exaone4",)
 # The layers of the last three stay HF's.
 MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "olmoe", "qwen3_next", "gpt_oss")
 
 
 @pytest.fixture(scope="module")
 def found():
-    return run_case(TE, "tests.te.blocks_case", *FAMILIES, *MIXTURES)
+    return run_case(TE, "tests.te.blocks_case", *FAMILIES, *KINDS, *MIXTURES)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *KINDS])
 def test_the_layer_is_made_of_transformer_engines_modules(found, family):
     classes = found[family]["classes"]
-    assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"} <= set(classes)
-    assert not {"ColumnParallelLinear", "RowParallelLinear", "CoreAttention"} & set(classes)
+    first = "TEColumnParallelLinear" if family in POST_NORMED else "TELayerNormColumnParallelLinear"
+    assert {first, "TERowParallelLinear", "TEDotProductAttention"} <= set(classes)
+    own = {name for name in classes if name.startswith("ZeroCentered")}
+    assert not own | {"ColumnParallelLinear", "RowParallelLinear", "CoreAttention"} & set(classes)
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -31,7 +37,7 @@ def test_the_experts_are_transformer_engines_too(found, family):
     assert not {"ColumnParallelLinear", "RowParallelLinear", "CoreAttention", "SequentialMLP"} & set(classes)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+@pytest.mark.parametrize("family", [*FAMILIES, *KINDS, *MIXTURES])
 def test_output_and_every_gradient_equal_the_definitions(found, family):
     assert found[family]["missing"] == []
     assert {name: gap for name, gap in found[family]["distances"].items() if not gap < 1e-5} == {}

@@ -1,0 +1,135 @@
+"""Decoder layers unlike Llama's by Megatron's ``TransformerLayer``, against the HF model.
+
+Layer norms, weights of norms less 1, norms of what attention and the MLP give; other activations, and MLPs
+without a gate; positions that are learned, or rotate neighbours; projections that lie otherwise.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megasched.verify.rank_pool import RankError
+from megasched.verify.shrink import TOKENS
+from megasched.verify.small_models import small_config, write_model
+from megasched.verify.trainer_run import train
+from tests.parity.instances import instances_of
+from tests.parity.mixtures import LAYOUTS, RUN
+from tests.parity.test_experts import assert_first_step_equals_hf
+
+TYPES = (
+    *("arcee", "biogpt", "ernie4_5", "exaone4", "exaone_moe", "gemma", "gemma3_text", "glm", "glm4", "gpt2"),
+    *("helium", "hy_v3", "jais2", "nemotron", "opt", "persimmon", "stablelm", "starcoder2", "vaultgemma", "xglm"),
+)
+# What small models are not by default.
+CHANGES = {
+    "vaultgemma": {"attn_logit_softcapping": None},
+    "starcoder2": {"sliding_window": 5},
+    "gemma3_text": {"query_pre_attn_scalar": 7},
+}
+
+
+def small_model(model_type, folder, changes):
+    config = small_config(model_type)
+    for field, value in {**CHANGES.get(model_type, {}), **changes}.items():
+        setattr(config, field, value)
+    return write_model(config, folder)
+
+
+def layers_of_run(folder, flags, schedule):
+    """A run of one step, and how many layers of Megatron's this rank made."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    options = {"schedule": schedule, "random_init": False, "tokens": TOKENS}
+    with instances_of(TransformerLayer) as made:
+        report = train(folder, [*flags, *RUN], iterations=1, **options)
+    return report, len(made)
+
+
+@pytest.fixture(scope="module")
+def folders(ranks, tmp_path_factory):
+    """Folder of a small model, made when first asked for."""
+    made = {}
+
+    def get(model_type: str) -> str:
+        if model_type not in made:
+            place = str(tmp_path_factory.mktemp(model_type))
+            (made[model_type],) = ranks.run(1, small_model, model_type, place, {})
+        return made[model_type]
+
+    return get
+
+
+def _check(ranks, folder, layout, schedule, layers=4):
+    found = ranks.run(layout.world_size, layers_of_run, folder, layout.flags.split(), schedule)
+    stages = 2 if "pipeline" in layout.flags else 1
+    assert [made for _, made in found] == [layers // stages] * layout.world_size
+    assert_first_step_equals_hf(ranks, folder, [report for report, _ in found], layout.tp)
+
+
+PLACES = {"gpt2": "transformer.h.*", "biogpt": "biogpt.layers.*", "opt": "model.decoder.layers.*"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [(model_type, "tp2-sp-pp2-vpp2") for model_type in TYPES]
+    + [(model_type, "tp2") for model_type in ("gpt2", "gemma3_text", "exaone4", "persimmon")]
+    + [(model_type, "cp2") for model_type in ("gemma3_text", "nemotron", "glm4")],
+)
+def test_first_step_equals_hf(ranks, folders, block, model_type, name):
+    """Loss, logits, every gradient and the norm; weights of norms are not 1, and biases not 0."""
+    schedule = block(PLACES.get(model_type, "model.layers.*"))
+    _check(ranks, folders(model_type), LAYOUTS[name], schedule)
+
+
+VARIANTS = {
+    "exact GELU, gated": ("llama", {"hidden_act": "gelu"}),
+    "approximate GELU, gated": ("qwen3", {"hidden_act": "gelu_fast"}),
+    "exact GELU and biases": ("gemma", {"hidden_act": "gelu", "attention_bias": True}),
+    "approximate GELU without biases": ("starcoder2", {"use_bias": False}),
+    "biases of norms and q, k, v": ("stablelm", {"use_qkv_bias": True}),
+    "all biases": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "no norms of heads": ("persimmon", {"qk_layernorm": False}),
+    "a scale of attention": ("gpt2", {"scale_attn_weights": False}),
+    "no window, and positions everywhere": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    ),
+    "ReLU of a gate": ("glm4", {"hidden_act": "relu"}),
+    "frequencies that differ more": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_equal_hf(ranks, tmp_path, block, variant):
+    model_type, changes = VARIANTS[variant]
+    (folder,) = ranks.run(1, small_model, model_type, str(tmp_path / "model"), changes)
+    schedule = block(PLACES.get(model_type, "model.layers.*"))
+    _check(ranks, folder, LAYOUTS["tp2-sp"], schedule)
+
+
+REFUSED = {
+    "use_parallel_residual is True": ("stablelm", {"use_parallel_residual": True}),
+    "q_proj is not sharded as a column": ("stablelm", {"qk_layernorm": True}),
+    "hidden_dropout is 0.1": ("persimmon", {"hidden_dropout": 0.1}),
+    "activation_dropout is 0.1": ("biogpt", {"activation_dropout": 0.1}),
+    "do_layer_norm_before is False": ("opt", {"do_layer_norm_before": False}),
+    "layers scale their attention differently": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "attn_logit_softcapping is 50.0": ("vaultgemma", {"attn_logit_softcapping": 50.0}),
+    "use_bidirectional_attention is True": ("gemma3_text", {"use_bidirectional_attention": True}),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_layers_that_are_not_megatrons_are_refused(ranks, tmp_path, block, reason):
+    model_type, changes = REFUSED[reason]
+    (folder,) = ranks.run(1, small_model, model_type, str(tmp_path / "model"), changes)
+    with pytest.raises(RankError, match=reason):
+        ranks.run(1, layers_of_run, folder, [], block(PLACES.get(model_type, "model.layers.*")))
