@@ -20,6 +20,7 @@ _REASONS = {
     "the head is the HF definition's, which no 8-bit kernel computes": "fp8_output_proj",
     "which sizes a recipe of one's own takes is not known": "fp8_quantizer_factory",
     "it names modules of Megatron's own layers": "te_precision_config_file",
+    "layers take Megatron's kernels of bias and activation, or the HF definition's": "use_te_activation_func",
     "it names layers of Megatron's own; the layers are the HF definition's": "spec",
     "it shards the weights of Megatron's own layers": "tensor_parallel_num_weight_shards",
     "megasched already builds on the meta device and fills each rank's shards": "init_model_with_meta_device",

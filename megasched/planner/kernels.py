@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 
 from megasched.planner.work import behind_products
 
@@ -105,6 +106,16 @@ def rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, ep
     return _Norm.apply(x, weight)
 
 
+def zero_centered_rms_norm(self: Any, x: torch.Tensor) -> Any:
+    """For ``layer_modules.ZeroCenteredRMSNorm.forward``: Transformer Engine's kernel adds the 1."""
+    return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+def zero_centered_layer_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """The same for ``ZeroCenteredLayerNorm``."""
+    return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
 class _Pointwise(torch.autograd.Function):
     """One kernel each way; keeps its input, or nothing."""
 
@@ -120,8 +131,13 @@ class _Pointwise(torch.autograd.Function):
 
 
 def swiglu(x: torch.Tensor, bias: torch.Tensor | None, *args: Any) -> Any:
-    """For ``bias_swiglu_impl`` of megatron/core/fusions/fused_bias_swiglu.py."""
+    """For ``bias_swiglu_impl`` of megatron/core/fusions/fused_bias_swiglu.py, and its like for GELU."""
     return _Pointwise.apply(x, (*x.shape[:-1], x.shape[-1] // 2), True)
+
+
+def gelu(x: torch.Tensor, bias: torch.Tensor) -> Any:
+    """For ``bias_gelu_impl`` of megatron/core/fusions/fused_bias_gelu.py."""
+    return _Pointwise.apply(x, x.shape, True)
 
 
 def rotary(t: torch.Tensor, freqs: torch.Tensor, **options: Any) -> Any:
@@ -341,13 +357,17 @@ def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
 
     return {
         "torch.nn.functional:rms_norm": rms_norm,
+        "megasched.lowering.layer_modules:ZeroCenteredRMSNorm.forward": zero_centered_rms_norm,
+        "megasched.lowering.layer_modules:ZeroCenteredLayerNorm.forward": zero_centered_layer_norm,
         "megatron.core.transformer.mlp:bias_swiglu_impl": swiglu,
+        "megatron.core.transformer.mlp:bias_geglu_impl": swiglu,
+        "megatron.core.transformer.mlp:bias_gelu_impl": gelu,
         "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": rotary,
         "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": megatrons_linear,
         "megasched.lowering.joint:linear_with_grad_accumulation_and_async_allreduce": megatrons_linear,
         "megatron.core.fp8_utils:get_fp8_context": no_context,
         "megasched.lowering.lower:uses_transformer_engine": lambda device: True,
         "megasched.lowering.attention_te:TeCore.__call__": te_core,
-        "megasched.lowering.block:CoreAttention.forward": block_core,
+        "megasched.lowering.core_attention:CoreAttention.forward": block_core,
         "megasched.lowering.linear_te:te_linear": te_linear,
     }

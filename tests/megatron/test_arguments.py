@@ -439,6 +439,7 @@ def test_legacy_rope_flag_contradicts_learned_positions(gpt2_model: str) -> None
         "--fp4-format e2m1",
         "--fp8-param-gather",
         "--fp8-output-proj",
+        "--use-te-activation-func",
         "--use-checkpoint-args",
         "--num-experts 8",
         "--attention-backend local",

@@ -1,6 +1,15 @@
 """Small models whose activations weigh as much as their parameters, so that a wrong count of either shows."""
 
-from transformers import Gemma2Config, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig
+from transformers import (
+    Gemma2Config,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    NemotronConfig,
+    PretrainedConfig,
+    Starcoder2Config,
+)
 
 VOCABULARY = 2000
 _LLAMA = {
@@ -19,6 +28,12 @@ def config_of(name: str) -> PretrainedConfig:
     match name:
         case "llama":
             return LlamaConfig(**_LLAMA)
+        case "gemma":
+            return GemmaConfig(**_LLAMA)
+        case "starcoder2":
+            return Starcoder2Config(**_LLAMA)
+        case "nemotron":
+            return NemotronConfig(**_LLAMA)
         case "gemma2":
             return Gemma2Config(**_LLAMA, sliding_window=128)
         case "gpt2":

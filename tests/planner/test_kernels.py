@@ -22,8 +22,11 @@ TENSORWISE = Fp8(fp8_recipe="tensorwise")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    config_of("llama").save_pretrained(path)
+    return saved("llama", tmp_path_factory.mktemp("model"))
+
+
+def saved(name, path):
+    config_of(name).save_pretrained(path)
     return str(path)
 
 
@@ -50,19 +53,22 @@ def linears(tp):
     return [(qkv, HIDDEN), (HIDDEN, HEADS * WIDTH // tp), (2 * ffn, HIDDEN), (HIDDEN, ffn)]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_what_megatrons_layer_keeps_in_8_bits(folder, tp):
+@pytest.mark.parametrize(
+    ("model_type", "tp"), [("llama", 1), ("llama", 2), ("gemma", 1), ("starcoder2", 1), ("nemotron", 1)]
+)
+def test_what_megatrons_layer_keeps_in_8_bits(tmp_path, model_type, tp):
     """Per token: the hidden state before the second norm and at the end, and twice in 8 bits (what came in was
     there before); q, k and v, and q and k rotated; attention's output, and in 8 bits; gate and up, and their
-    product in 8 bits."""
+    product in 8 bits. Without a gate, up alone, or what of it is squared."""
     layout = {"tensor_model_parallel_size": tp} if tp > 1 else {}
-    found = measured(folder, **layout, fp8=TENSORWISE)
+    found = measured(saved(model_type, tmp_path), **layout, fp8=TENSORWISE)
     qkv = (HEADS + 2 * GROUPS) * WIDTH // tp
     rotated = (HEADS + GROUPS) * WIDTH // tp
     attention, ffn = HEADS * WIDTH // tp, FFN // tp
     hidden = HIDDEN // tp  # under sequence parallelism
-    bytes_per_token = 2 * (2 + 1) * hidden + 2 * (qkv + rotated) + (2 + 1) * attention + (2 * 2 + 1) * ffn
-    sums = 4 * (2 + HEADS) // tp  # float32: a number for each norm, and for each head
+    parts = 1 if model_type in ("starcoder2", "nemotron") else 2
+    bytes_per_token = 2 * (2 + 1) * hidden + 2 * (qkv + rotated) + (2 + 1) * attention + (2 * parts + 1) * ffn
+    sums = 4 * (2 + HEADS) // tp  # float32: a number for each norm (of layer norms, two in 16 bits), and each head
     assert found.layer == BATCH * LENGTH * (bytes_per_token + sums)
 
 
