@@ -64,8 +64,8 @@ def check_type(
     return found
 
 
-def check_here(model_type: str) -> dict[str, dict[str, Any]]:
-    """``check_type`` on this machine, with ranks of its own.
+def check_known(model_type: str) -> None:
+    """Whether there is such an architecture.
 
     Raises:
         ConfigError: the installed transformers has no such causal language model.
@@ -74,6 +74,15 @@ def check_here(model_type: str) -> dict[str, dict[str, Any]]:
         close = get_close_matches(model_type, causal_lm_types())
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         raise ConfigError(f"the installed transformers has no causal language model {model_type!r}{hint}")
+
+
+def check_here(model_type: str) -> dict[str, dict[str, Any]]:
+    """``check_type`` on this machine, with ranks of its own.
+
+    Raises:
+        ConfigError: the installed transformers has no such causal language model.
+    """
+    check_known(model_type)
     with RankPool() as ranks, tempfile.TemporaryDirectory() as folder:
         return check_type(ranks, model_type, folder)
 
@@ -127,6 +136,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--again", nargs="*", default=[], metavar="VERDICT", help="check these verdicts anew")
     parser.add_argument("--output", type=Path, default=DATA)
     options = parser.parse_args(argv)
+    for model_type in options.types or ():
+        try:
+            check_known(model_type)
+        except ConfigError as error:
+            parser.error(str(error))
     run_matrix(options.output, options.types or causal_lm_types(), options.layouts, again=options.again)
 
 

@@ -139,12 +139,21 @@ def test_the_file_is_replaced_in_one_step(file, monkeypatch):
 
 
 def test_the_command_checks_again_what_it_is_told_to(checks, file):
-    write(file, {"a": {"tp2": result("wrong")}})
-    matrix.main(["--types", "a", "--layouts", "tp2", "--again", "wrong", "--output", str(file)])
-    assert checks.asked == [("a", ["tp2"])]
+    write(file, {"llama": {"tp2": result("wrong")}})
+    matrix.main(["--types", "llama", "--layouts", "tp2", "--again", "wrong", "--output", str(file)])
+    assert checks.asked == [("llama", ["tp2"])]
 
 
 # ---- for real ---------------------------------------------------------------------------------------
+
+
+def test_a_name_that_is_none_is_refused_before_anything_is_written(checks, file, capsys):
+    with pytest.raises(SystemExit) as ended:
+        matrix.main(["--types", "llama", "lama", "--output", str(file)])
+    assert ended.value.code == 2
+    assert "no causal language model 'lama'; did you mean llama" in capsys.readouterr().err
+    assert checks.asked == []
+    assert not file.exists()
 
 
 def test_one_architecture(ranks, tmp_path):
