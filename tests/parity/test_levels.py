@@ -120,7 +120,7 @@ DISTRIBUTED = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardab
 
 @pytest.mark.parametrize(
     ("family", "optimizer"),
-    [("qwen2", []), ("qwen2", DISTRIBUTED), ("phi3", DISTRIBUTED), ("seed_oss", DISTRIBUTED)],
+    [("qwen2", []), *((family, DISTRIBUTED) for family in ("qwen2", "phi3", "seed_oss", "gpt2"))],
 )
 def test_a_checkpoint_goes_between_levels_and_layouts(ranks, tmp_path, block, family, optimizer):
     """HF's names and shapes, in the optimizer's states too: written as blocks, read as leaves, and back."""
@@ -130,7 +130,8 @@ def test_a_checkpoint_goes_between_levels_and_layouts(ranks, tmp_path, block, fa
     straight = ranks.run(1, train, folder, common, iterations=4)
     expected = gather(straight, "weights", 1)
     wide = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
-    for number, (first, one, second, other) in enumerate(((4, block(), 1, "auto"), (1, "auto", 4, block()))):
+    blocks = block("transformer.h.*" if family == "gpt2" else "model.layers.*")
+    for number, (first, one, second, other) in enumerate(((4, blocks, 1, "auto"), (1, "auto", 4, blocks))):
         place = str(tmp_path / f"ckpt{number}")
         layout = {1: common, 4: [*wide, *common]}
         saving = [*layout[first], "--save", place, "--save-interval", "2"]
