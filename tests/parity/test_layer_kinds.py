@@ -7,14 +7,16 @@ without a gate; positions that are learned, or rotate neighbours; projections th
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megasched.verify.rank_pool import RankError
 from megasched.verify.shrink import TOKENS
 from megasched.verify.small_models import small_config, write_model
-from megasched.verify.trainer_run import train
+from megasched.verify.trainer_run import losses, train
 from tests.parity.instances import instances_of
 from tests.parity.mixtures import LAYOUTS, RUN
 from tests.parity.test_experts import assert_first_step_equals_hf
+from tests.parity.test_levels import RECOMPUTE
 
 TYPES = (
     *("arcee", "biogpt", "ernie4_5", "exaone4", "exaone_moe", "gemma", "gemma3_text", "glm", "glm4", "gpt2"),
@@ -133,3 +135,24 @@ def test_layers_that_are_not_megatrons_are_refused(ranks, tmp_path, block, reaso
     (folder,) = ranks.run(1, small_model, model_type, str(tmp_path / "model"), changes)
     with pytest.raises(RankError, match=reason):
         ranks.run(1, layers_of_run, folder, [], block(PLACES.get(model_type, "model.layers.*")))
+
+
+@pytest.mark.parametrize("more", ["", "--sequence-parallel"])
+def test_dropout_is_the_same_for_all_ranks_and_in_a_recompute(ranks, tmp_path, block, more):
+    """Of what is added to the hidden state, which TP ranks share or have a part of, and of attention."""
+    changes = {"resid_pdrop": 0.2, "attn_pdrop": 0.2}
+    (folder,) = ranks.run(1, small_model, "gpt2", str(tmp_path / "model"), changes)
+    flags = ["--tensor-model-parallel-size", "2", *more.split()]
+    plain, again = (
+        [report for report, _ in ranks.run(2, layers_of_run, folder, chosen, block("transformer.h.*"))]
+        for chosen in (flags, [*flags, *RECOMPUTE["full"].split()])
+    )
+    assert losses(again) == losses(plain)
+    for own, recomputed in zip(plain, again, strict=True):
+        for name, (gradient, placement) in own.gradients.items():
+            assert torch.equal(gradient, recomputed.gradients[name][0]), name
+            if not placement.sharded:
+                assert torch.equal(gradient, plain[0].gradients[name][0]), name
+    (without,) = ranks.run(1, small_model, "gpt2", str(tmp_path / "without"), {})
+    found = ranks.run(2, layers_of_run, without, flags, block("transformer.h.*"))
+    assert losses(plain) != losses([report for report, _ in found])
