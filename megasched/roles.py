@@ -184,6 +184,8 @@ class Block:
             positions.
         frequencies: buffer of ``rotary`` that has those of each layer; empty: all ``inv_freq``.
         interleaved: neighbours are rotated together; else those half of what is rotated apart.
+        rotary_factor: of cosine and sine (YaRN, arXiv 2309.00071).
+        sinks: parameter [heads]: logits of a place without a value that all tokens attend to; empty for none.
         heads, groups, head_dim: attention heads, heads of k and v, and their size.
         softmax_scale: what products of q and k are multiplied with; None: ``head_dim`` to the power of -1/2.
         eps: of all norms.
@@ -226,6 +228,8 @@ class Block:
     rotary: str = "model.rotary_emb"
     frequencies: tuple[str, ...] = ()
     interleaved: bool = False
+    rotary_factor: float = 1.0
+    sinks: str = ""
     latent: Latent | None = None
 
     @property

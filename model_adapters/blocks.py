@@ -41,6 +41,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "cwm", "seed_oss", "smollm3"), _LLAMA),
     **dict.fromkeys(("internlm3", "iquestcoder"), _LLAMA),  # both by Llama's class
     **dict.fromkeys(("youtu", *MIXTURES), _LLAMA),
+    "gpt_oss": {"sinks": "self_attn.sinks"},
     "phi3": {**_PACKED_MLP, "qkv": "self_attn.qkv_proj"},
     "arcee": _UNGATED,
     "gemma": _PLUS_ONE,
@@ -100,8 +101,8 @@ ACTIVATIONS = {
     "relu": "relu",
     "relu2": "squared_relu",
 }
-# Kinds of rotary positions whose angles do not depend on the length of the input and are not scaled.
-PLAIN_ROTARY = ("default", "linear", "llama3")
+# Kinds of rotary positions whose angles do not depend on the length of the input.
+STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 # Model type -> fields of its config with the probabilities of dropout: of attention, and of what is added to the
 # hidden state.
 DROPOUTS = {
@@ -171,8 +172,16 @@ def _measured(block: Block, model: nn.Module) -> Block | str:
     if len(scales) > 1:
         return "layers scale their attention differently"
     scale = scales.pop()
-    usual = abs(scale * block.head_dim**0.5 - 1) < 1e-6
-    return block if usual else replace(block, softmax_scale=scale)
+    if abs(scale * block.head_dim**0.5 - 1) > 1e-6:
+        block = replace(block, softmax_scale=scale)
+    if not block.rotary:
+        return block
+    rotary = model.get_submodule(block.rotary)
+    prefixes = {name.removesuffix("inv_freq") for name in block.frequencies} or {""}
+    factors = {getattr(rotary, f"{prefix}attention_scaling") for prefix in prefixes}
+    if len(factors) > 1:
+        return "layers scale their rotary positions differently"
+    return replace(block, rotary_factor=factors.pop())
 
 
 def _head_dim(config: Any) -> int:
@@ -215,8 +224,8 @@ def _why_not(config: Any, model: Any, rotary: str) -> str:
         return "q is not compressed (q_lora_rank), and Megatron's latent attention would norm what it is made of"
     kinds = model.get_submodule(rotary).rope_type if rotary else {}
     for kind in sorted(set(kinds.values())) if isinstance(kinds, dict) else [kinds]:
-        if kind not in PLAIN_ROTARY and not (config.model_type in LATENT and kind == "yarn"):
-            return f"rotary positions of type {kind!r} depend on the input or are scaled"
+        if kind not in STATIC_ROTARY:
+            return f"rotary positions of type {kind!r} depend on the input"
     return ""
 
 

@@ -275,10 +275,13 @@ def _fits(module: nn.Module, path: str, call: _Call, cuts: Mapping[str, Cut]) ->
     replay = _Replay(call.shapes)
     real = attention.attention_forward
 
-    def silently(*args: Any, **kwargs: Any) -> Any:
+    def silently(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         replay.silent += 1
+        sinks = kwargs.get("s_aux")
+        if sinks is not None and sinks.dim() == 1:  # of which a rank takes those of its heads
+            kwargs["s_aux"] = sinks[: query.shape[1]]
         try:
-            return real(*args, **{**kwargs, "dropout": 0.0})
+            return real(module, query, *args, **{**kwargs, "dropout": 0.0})
         finally:
             replay.silent -= 1
 

@@ -45,6 +45,7 @@ class AttentionSettings:
         te: Transformer Engine's kernels, where they are used.
         context: the ranks that share the sequence of these queries; None where this module has all of it.
         packed: a row may hold several sequences, which masks keep apart.
+        first_head: which of all query heads is the first of this rank.
         recompute: compute the attention core again in the backward pass (Megatron's ``core_attn``).
         told: why calls stayed with torch where Transformer Engine is there; each reason is logged once.
     """
@@ -56,8 +57,9 @@ class AttentionSettings:
         te: TeCore | None = None,
         context: ContextParallel | None = None,
         packed: bool = False,
+        first_head: int = 0,
     ) -> None:
-        self.local_heads = local_heads
+        self.local_heads, self.first_head = local_heads, first_head
         self.sharded = sharded
         self.te = te
         self.context = context
@@ -99,7 +101,8 @@ def attention_forward(
         attention_mask: [b or 1, 1, s, s], boolean (True attends) or additive; None is causal or full
             attention, as ``module.is_causal`` says. Under context parallelism [b or 1, 1, s / cp, s], of this
             rank's queries; everything else is s / cp long.
-        s_aux: [heads], logits of a place that is attended to and left out of the result (gpt-oss).
+        s_aux: [heads], logits of a place that is attended to and left out of the result (gpt-oss); of the heads of
+            all ranks.
         sinks: [b, heads, s, 1], the same for each query (Inkling).
         indices: [b, s, k] of the keys that each query attends to, of those that the mask leaves it (DeepSeek's
             sparse attention, arXiv 2512.02556); None for all.
@@ -135,6 +138,8 @@ def attention_forward(
         sliding_window = None  # the mask says it
 
     s_aux = s_aux if sinks is None else sinks
+    if s_aux is not None and settings is not None and s_aux.dim() == 1:
+        s_aux = s_aux.narrow(0, settings.first_head, settings.local_heads)
     plain = softcap is None and s_aux is None and position_bias is None
     window = window_of(sliding_window, query.shape[2] * (1 if context is None else context.zigzag.size))
     # A causal layer's mask is its window; any other mask is the definition's own and goes to torch.
@@ -181,8 +186,17 @@ def attention_forward(
                 packed=packed,
             )
         if not plain:
-            return _spelled_out(
-                query, key, value, attention_mask, causal, dropout, scaling, softcap, s_aux, position_bias
+            return plain_attention(
+                query,
+                key,
+                value,
+                attention_mask,
+                causal,
+                dropout,
+                scaling,
+                softcap=softcap,
+                sinks=s_aux,
+                position_bias=position_bias,
             )
         return fused_attention(query, key, value, attention_mask, causal, dropout, scaling)
 
@@ -265,7 +279,7 @@ def fused_attention(
     )
 
 
-def _spelled_out(
+def plain_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -273,9 +287,10 @@ def _spelled_out(
     causal: bool,
     dropout: float,
     scaling: float | None,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
+    *,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """For what no fused torch kernel takes: soft-capped logits (Gemma 2), sinks (gpt-oss), position bias (T5)."""
     key, value = (_repeat_heads(t, query.shape[1]) for t in (key, value))
@@ -291,12 +306,12 @@ def _spelled_out(
         # Not -inf: a padding query attends to nothing, and its NaN would reach every other by 0 * NaN.
         lowest = max(torch.finfo(logits.dtype).min, torch.finfo(torch.float32).min)
         logits = logits.masked_fill(~mask, lowest) if mask.dtype == torch.bool else logits + mask
-    if s_aux is not None:
-        of_heads = s_aux.view(1, -1, 1, 1) if s_aux.dim() == 1 else s_aux
-        sinks = of_heads.expand(query.shape[0], -1, query.shape[2], -1)
-        logits = torch.cat([logits, sinks], dim=-1)
+    if sinks is not None:
+        of_heads = sinks.view(1, -1, 1, 1) if sinks.dim() == 1 else sinks
+        of_queries = of_heads.expand(query.shape[0], -1, query.shape[2], -1)
+        logits = torch.cat([logits, of_queries], dim=-1)
     weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(query.dtype)
-    if s_aux is not None:
+    if sinks is not None:
         weights = weights[..., :-1]
     return F.dropout(weights, dropout) @ value
 

@@ -11,6 +11,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
@@ -18,13 +19,13 @@ from torch.nn import functional as F
 
 from megasched.errors import Problem, ScheduleError
 from megasched.lowering.attention_te import uses_transformer_engine
-from megasched.lowering.block_parameters import assemblies, has_bias, mixture_in
+from megasched.lowering.block_parameters import SINKS, assemblies, has_bias, mixture_in
 from megasched.lowering.context import Context
 from megasched.lowering.context_parallel import ContextParallel, comm_type
 from megasched.lowering.filling import fill_module
 from megasched.lowering.latent_attention import LatentAngles, latent_config, settle_latent_attention
 from megasched.lowering.layer_modules import layer_submodules
-from megasched.lowering.mixture import mixture_config, note_correction
+from megasched.lowering.mixture import mixture_config, note_correction, settle_biases
 from megasched.roles import Block, Roles
 from megasched.trial.dims import Along
 from megasched.trial.slot import Slot
@@ -112,12 +113,13 @@ def lower_block(
     parts = context.size if config.sequence_parallel else 1
     everywhere = angles(index)
     given = None if everywhere is None else partial(_own_angles, everywhere, context.context_parallel)
-    te = uses_transformer_engine(context.device)
+    mixture, te = mixture_in(plan, path, roles), uses_transformer_engine(context.device)
+    mlp_bias = has_bias(plan, path, block.mlp_inputs[0]) if mixture is None else mixture.expert.biased
     if te:
-        _refuse_window_in_context(path, index, config, context)
+        _refuse_in_context(path, index, config, context)
     layer = TransformerLayer(
         config,
-        layer_submodules(block, config, context, has_bias(plan, path, block.mlp_inputs[0]), te),
+        layer_submodules(block, config, context, mlp_bias, te),
         layer_number=index + 1,
         pg_collection=groups,
         add_layer_offset=False,
@@ -127,8 +129,12 @@ def lower_block(
         own = LatentAngles(partial(given, context.device), parts, block.latent.factor)
         settle_latent_attention(layer.self_attention, block.latent, config, own, context.device, te)
     fill_module(path, layer, assemblies(plan, path, roles, groups.ep.rank()), model, context)
-    mixture = mixture_in(plan, path, roles)
+    layer.self_attention._yarn_concentration_factor = block.rotary_factor
+    if block.sinks:
+        sinks = layer.self_attention.get_parameter(SINKS)
+        set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
     if mixture is not None:
+        settle_biases(layer.mlp, mixture, te)
         note_correction(f"{path}.layer.mlp", path, mixture, context)
     new = MegatronLayer(layer, structure.slot, given if block.latent is None else None, parts)
     for name, value in vars(old).items():  # the model may read them off its layers (attention_type)
@@ -196,6 +202,7 @@ def _config(path: str, index: int, roles: Roles, context: Context) -> Transforme
         num_query_groups=block.groups,
         kv_channels=block.head_dim,
         softmax_scale=block.softmax_scale,
+        softmax_type="learnable" if block.sinks else "vanilla",
         rotary_interleaved=block.interleaved,
         normalization=block.normalization,
         layernorm_zero_centered_gamma=block.zero_centered,
@@ -233,11 +240,16 @@ def _activation(block: Block, biased: bool, trainer: ModelParallelConfig) -> dic
     }
 
 
-def _refuse_window_in_context(path: str, index: int, config: TransformerConfig, context: Context) -> None:
-    kind = comm_type(config, index)
-    if context.context_parallel is None or config.window_size is None or kind in ("a2a", "all_gather"):
+def _refuse_in_context(path: str, index: int, config: TransformerConfig, context: Context) -> None:
+    """What Transformer Engine's attention has not under context parallelism."""
+    if context.context_parallel is None:
         return
-    what = f"Transformer Engine has no sliding window under context parallelism with --cp-comm-type {kind}"
-    raise ScheduleError(
-        Problem(what, path, remedy="say --cp-comm-type a2a or all_gather, or use level('fused') here")
-    )
+    kind = comm_type(config, index)
+    for asked, what, kinds in (
+        (config.window_size is not None, "sliding window", ("a2a", "all_gather")),
+        (config.softmax_type != "vanilla", "sinks", ("a2a",)),
+    ):
+        if asked and kind not in kinds:
+            no = f"Transformer Engine has no {what} under context parallelism with --cp-comm-type {kind}"
+            remedy = f"say --cp-comm-type {' or '.join(kinds)}, or use level('fused') here"
+            raise ScheduleError(Problem(no, path, remedy=remedy))

@@ -15,6 +15,8 @@ ROUTER, CORRECTION, SHARED_GATE = "router.weight", "router.expert_bias", "shared
 ROUTER_BIAS = "router.bias"
 # The norm in what adds the output of attention or the MLP to the hidden state (``layer_modules.NormedAdd``).
 POST_NORM = "norm"
+# Logits in attention of a place without a value.
+SINKS = "core_attention.softmax_offset"
 
 
 def has_bias(plan: Plan, layer: str, name: str) -> bool:
@@ -44,6 +46,7 @@ def parameter_names(block: Block, mixture: Mixture | None) -> list[str]:
     latent = (block.latent.q_norm, block.latent.kv_norm) if block.latent is not None else ()
     found = [f"{name}.weight" for name in (*block.norms, *latent, *whole_linears(block), *attention, *mlp)]
     found += [] if mixture is None else mixture_parameter_names(mixture)
+    found += [block.sinks] if block.sinks else []
     biased = (*block.norms, *mlp, *(attention if block.latent is None else ()))
     return [*found, *(f"{name}.bias" for name in biased)]
 
@@ -125,6 +128,8 @@ def _attention(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
     found = {"self_attention.linear_qkv.weight": _of(plan, layer, (f"{n}.weight" for n in qkv), groups)}
     if has_bias(plan, layer, qkv[0]):
         found["self_attention.linear_qkv.bias"] = _of(plan, layer, (f"{n}.bias" for n in qkv), groups)
+    if block.sinks:
+        found[f"self_attention.{SINKS}"] = _of(plan, layer, [block.sinks])
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megasched.errors import Problem
@@ -68,12 +68,20 @@ def choose_blocks(plan: Plan, model: nn.Module, roles: Roles, by_trainer: bool) 
         reason = choice.why_not_mixture(path, mixtures[path]) if mixed else choice.why_not_layer(path)
         if not reason:
             (plan.mixtures if mixed else plan.blocks).add(path)
+            _share_sinks(plan, path, roles.block)
         elif required(record):
             what = f"Megatron's {'mixture' if mixed else 'layer'} can't stand for this one: {reason}"
             problems.append(Problem(what, path, record.source, "use level('fused') here"))
         else:
             plan.not_blocks[path] = reason
     return problems
+
+
+def _share_sinks(plan: Plan, path: str, block: Block | str) -> None:
+    """Sinks are whole on each rank at other levels; in Megatron's layer a rank has those of its heads."""
+    if path in plan.blocks and isinstance(block, Block) and block.sinks:
+        whole = plan.placement(*f"{path}.{block.sinks}".rsplit(".", 1))
+        plan.placements[whole.name] = replace(whole, axis=0, tp_gradient="complete")
 
 
 def _settled(plan: Plan, layer: str, record: Record) -> bool:
@@ -183,6 +191,8 @@ class _Choice:
         for what in ("mixture of experts",) * (mixture is not None) + ("latent attention",) * bool(block.latent):
             if plan.layout.tp > 1 and not plan.layout.sp:
                 return f"its {what} wants sequence parallelism where there are TP ranks"
+        if block.sinks and plan.layout.packed_sequences:
+            return "Transformer Engine has no sinks for packed sequences"
         inputs, outputs = mlp_of(block, mixture)
         cuts = _cuts((*block.attention_inputs, *inputs), (block.out, *outputs))
         whole = [*whole_linears(block), *(whole_of_mixture(mixture) if mixture is not None else ())]

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megasched.lowering.attention import fused_attention
+from megasched.lowering.attention import fused_attention, plain_attention
 from megasched.lowering.context_parallel import ContextParallel
 from megasched.lowering.packed import packed_mask
 from megasched.lowering.rng import fork_rng
@@ -21,18 +22,28 @@ from megasched.lowering.zigzag import causal_mask
 class CoreAttention(nn.Module):
     """Causal attention, perhaps in a window, by torch's fused kernel where Megatron's layer has its core.
 
-    Megatron's own without Transformer Engine keeps a [b, heads, s, s] tensor.
+    Megatron's own without Transformer Engine keeps a [b, heads, s, s] tensor; so does this one with sinks.
+
+    Args:
+        device: of the sinks, [heads / tp], which there are where the config's softmax has learnable ones.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
         softmax_scale: float | None = None,
-        ranks: ContextParallel | None = None,
+        *,
+        ranks: ContextParallel | None,
+        device: torch.device,
+        pg_collection: ProcessGroupCollection,
         **kwargs: Any,
     ) -> None:
         super().__init__()
         self.ranks = ranks
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
         self.dropout, self.scale = config.attention_dropout, softmax_scale
         self.window = None if config.window_size is None else config.window_size[0] + 1
 
@@ -60,7 +71,12 @@ class CoreAttention(nn.Module):
             places = self.ranks.zigzag.positions(q.shape[2], q.device)
             mask = causal_mask(places, k.shape[2], self.window)
         with fork_rng() if dropout else nullcontext():  # each TP rank has heads of its own
-            output = fused_attention(q, k, v, mask, mask is None, dropout, self.scale)
+            if self.softmax_offset is None:
+                output = fused_attention(q, k, v, mask, mask is None, dropout, self.scale)
+            else:
+                output = plain_attention(
+                    q, k, v, mask, mask is None, dropout, self.scale, sinks=self.softmax_offset
+                )
         output = output.permute(2, 0, 1, 3).flatten(2)
         return output if packed_seq_params is None else output[:, 0]
 

@@ -79,9 +79,10 @@ def _of_torch(config: TransformerConfig, context: Context, norm: Norm) -> Transf
     )
     submodules.input_layernorm = submodules.pre_mlp_layernorm = norm
     inner = submodules.self_attention.submodules
-    inner.core_attention = partial(CoreAttention, ranks=context.context_parallel)
+    options = {"ranks": context.context_parallel, "device": context.device}
+    inner.core_attention = partial(CoreAttention, **options)
     if config.multi_latent_attention:
-        inner.core_attention = ModuleSpec(CoreAttention, params={"ranks": context.context_parallel})
+        inner.core_attention = ModuleSpec(CoreAttention, params=options)
         inner.q_layernorm = inner.kv_layernorm = norm
     elif config.qk_layernorm:
         inner.q_layernorm = inner.k_layernorm = norm

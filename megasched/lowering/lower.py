@@ -233,5 +233,6 @@ def _settle_attention(model: nn.Module, context: Context, here: Callable[[str], 
             if uses_transformer_engine(context.device):
                 layer = plan.structure.index_of(path) if plan.structure is not None else None
                 te = TeCore(size, group, ranks.for_te(context.config, layer) if ranks is not None else None)
-            settings = AttentionSettings(heads // size, sharded, te, ranks, plan.layout.packed_sequences)
+            own, rank = heads // size, context.rank if sharded else 0
+            settings = AttentionSettings(own, sharded, te, ranks, plan.layout.packed_sequences, own * rank)
             model.get_submodule(path).megasched_attention = settings

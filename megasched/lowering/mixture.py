@@ -57,13 +57,21 @@ def lower_mixture(path: str, model: nn.Module, mixture: Mixture, context: Contex
     build = get_moe_module_spec(te, config.num_moe_experts, moe_grouped_gemm=te)
     made = build(config=config, pg_collection=groups, is_mtp_layer=False)
     made.set_layer_number(index + 1)
-    if mixture.expert.biased and not te:
-        for expert in made.experts.local_experts:
-            expert.linear_fc2.register_forward_hook(_changeable)
+    settle_biases(made, mixture, te)
     known = mixture_assemblies(plan, layer, mixture, groups.ep.rank())
     fill_module(path, made, known, model, context)
     note_correction(f"{path}.layer", layer, mixture, context)
     return MegatronMixture(made, mixture.with_scores)
+
+
+def settle_biases(made: Any, mixture: Mixture, te: bool) -> None:
+    """Lets biases be added in Megatron's mixture just made.
+
+    Args:
+        te: its experts are Transformer Engine's.
+    """
+    for expert in made.experts.local_experts if mixture.expert.biased and not te else ():
+        expert.linear_fc2.register_forward_hook(_changeable)
 
 
 def _changeable(linear: nn.Module, arguments: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:

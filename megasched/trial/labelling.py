@@ -269,7 +269,9 @@ class Labelling(LabelRun):
             # Ranks may have the same heads of key and value: the function takes fewer of them than of query.
             cut = [cut[0], *(along and replace(along, heads=()) for along in cut[1:])]
             whole = [t for t in operands if self.label(t).region != "T" and id(t) not in self.alike]
-            of_heads = [t for t in whole if t.dim() == 1 or (t.dim() == 4 and t.shape[1] > 1)]  # sinks, biases
+            # Sinks, biases. The function takes those of its heads of a parameter.
+            of_heads = [t for t in whole if t.dim() == 1 or (t.dim() == 4 and t.shape[1] > 1)]
+            of_heads = [t for t in of_heads if t is not kwargs.get("s_aux") or not self.label(t).params]
             met = [(t, Along(1 if t.dim() == 4 else 0)) for t in of_heads]
             by_heads = all(along == Along(1) for along in cut)
             if not by_heads or (met and not self.parts.want(met, label.columns, self._around())):

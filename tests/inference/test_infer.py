@@ -55,6 +55,14 @@ def test_a_group_of_heads_may_be_all_that_a_rank_has():
     assert roles.declined == {}
 
 
+def test_attention_with_sinks_is_cut():
+    """Of the sinks, one for each head, a rank takes those of its own."""
+    _, roles = inferred("gpt_oss")
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert by_pattern(roles.role).keys() >= {f"model.layers.*.self_attn.{name}" for name in names}
+    assert roles.declined == {}
+
+
 def test_what_decided_is_told():
     _, roles = inferred("gptj")
     assert by_pattern(roles.origin) == {

@@ -21,6 +21,7 @@ from tests.parity.test_levels import RECOMPUTE
 TYPES = (
     *("arcee", "biogpt", "ernie4_5", "exaone4", "exaone_moe", "gemma", "gemma3_text", "glm", "glm4", "gpt2"),
     *("helium", "hy_v3", "jais2", "nemotron", "opt", "persimmon", "stablelm", "starcoder2", "vaultgemma", "xglm"),
+    "gpt_oss",
 )
 # What small models are not by default.
 CHANGES = {
@@ -75,7 +76,8 @@ PLACES = {"gpt2": "transformer.h.*", "biogpt": "biogpt.layers.*", "opt": "model.
     ("model_type", "name"),
     [(model_type, "tp2-sp-pp2-vpp2") for model_type in TYPES]
     + [(model_type, "tp2") for model_type in ("gpt2", "gemma3_text", "exaone4", "persimmon")]
-    + [(model_type, "cp2") for model_type in ("gemma3_text", "nemotron", "glm4")],
+    + [(model_type, "cp2") for model_type in ("gemma3_text", "nemotron", "glm4", "gpt_oss")]
+    + [("gpt_oss", name) for name in ("one", "ep2-tp2-sp-dp2")],
 )
 def test_first_step_equals_hf(ranks, folders, block, model_type, name):
     """Loss, logits, every gradient and the norm; weights of norms are not 1, and biases not 0."""
@@ -97,6 +99,17 @@ VARIANTS = {
         {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     ),
     "ReLU of a gate": ("glm4", {"hidden_act": "relu"}),
+    "YaRN": (
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
     "frequencies that differ more": (
         "gemma3_text",
         {

@@ -12,8 +12,8 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "phi3")
 KINDS = ("gemma", "gemma3_text", "glm4", "exaone4", "gpt2", "opt", "starcoder2", "nemotron", "persimmon")
 # Without norms before attention and the MLP.
 POST_NORMED = ("exaone4",)
-# The layers of the last three stay HF's.
-MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "olmoe", "qwen3_next", "gpt_oss")
+# The layers of the last two stay HF's.
+MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "olmoe", "qwen3_next")
 
 
 @pytest.fixture(scope="module")
