@@ -18,7 +18,6 @@ EP2, TP2_SP = "--expert-model-parallel-size 2", "--tensor-model-parallel-size 2 
 LAYOUTS = {
     "one": CheckedLayout(1, 1, ""),
     "dp2": CheckedLayout(2, 1, ""),
-    "tp2": CheckedLayout(2, 2, "--tensor-model-parallel-size 2"),
     "ep2": CheckedLayout(2, 1, EP2),
     "cp2": CheckedLayout(2, 1, "--context-parallel-size 2"),
     "tp2-sp": CheckedLayout(2, 2, TP2_SP),

@@ -9,15 +9,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megasched.verify.parity import LAYOUTS as CHECKED
 from megasched.verify.rank_pool import RankError
 from megasched.verify.shrink import TOKENS
 from megasched.verify.small_models import small_config, write_model
 from megasched.verify.trainer_run import losses, train
 from tests.parity.instances import instances_of
-from tests.parity.mixtures import LAYOUTS, RUN
+from tests.parity.mixtures import LAYOUTS as OF_MIXTURES
+from tests.parity.mixtures import RUN
 from tests.parity.test_experts import assert_first_step_equals_hf
 from tests.parity.test_levels import RECOMPUTE
 
+LAYOUTS = {**CHECKED, **OF_MIXTURES}
 TYPES = (
     *("arcee", "biogpt", "ernie4_5", "exaone4", "exaone_moe", "gemma", "gemma3_text", "glm", "glm4", "gpt2"),
     *("helium", "hy_v3", "jais2", "nemotron", "opt", "persimmon", "stablelm", "starcoder2", "vaultgemma", "xglm"),
