@@ -43,7 +43,7 @@ def compare(family: str) -> dict[str, Any]:
 
     import megasched
     from megasched.inference.infer import infer_roles
-    from megasched.lowering import block, mixture
+    from megasched.lowering import attention, block, mixture
     from megasched.lowering.context import Context
     from megasched.lowering.planning import make_plan
     from megasched.model_adapters.default_schedule import schedule as default
@@ -53,6 +53,7 @@ def compare(family: str) -> dict[str, Any]:
 
     model = _model(family)
     model.config.use_cache = False
+    attention.switch_on(model)
     structure = find_structure(model)
     roles = infer_roles(model, roles_of(model), structure, tp=1)
     sch = megasched.create_schedule(model, roles=roles)
@@ -61,6 +62,7 @@ def compare(family: str) -> dict[str, Any]:
     path = structure.layer_path(number) + ("" if whole else ".mlp")
     sch[path].level("block")
     plan = make_plan(sch, causal_lm=True)
+    model.set_attn_implementation("eager")  # what it is compared with is HF's own
     config = TransformerConfig(
         num_layers=2,
         hidden_size=model.config.hidden_size,
@@ -74,7 +76,7 @@ def compare(family: str) -> dict[str, Any]:
     context = Context(plan, group, config, None, torch.device("cpu"), megatron_finalizes=True)
     block.uses_transformer_engine = mixture.uses_transformer_engine = lambda device: True
     old = model.get_submodule(path)
-    hidden, arguments = _call(model, old)
+    hidden, others, arguments = _call(model, old)
     if whole:
         angles = block.rotary_angles(model, sch.roles.block)
         new = block.lower_block(path, old, model, sch.roles, angles, context)
@@ -83,7 +85,7 @@ def compare(family: str) -> dict[str, Any]:
     outputs = []
     for module in (old, new):
         x = hidden.clone().requires_grad_()
-        output = module(x, **arguments)
+        output = module(x, *others, **arguments)
         output = output[0] if isinstance(output, tuple) else output
         (output * torch.linspace(0.5, 1.5, output.numel()).view_as(output)).sum().backward()
         outputs.append((output.detach(), x.grad))
@@ -120,7 +122,7 @@ def _model(family: str) -> Any:
     return randomize(AutoModelForCausalLM.from_config(small_config(family), dtype=torch.float32)).train()
 
 
-def _call(model: Any, module: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+def _call(model: Any, module: Any) -> tuple[torch.Tensor, list[Any], dict[str, Any]]:
     """Hidden state and other arguments that the model gives one of its modules."""
     from tests.lowering.models import token_ids
 
@@ -130,8 +132,7 @@ def _call(model: Any, module: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         model(token_ids())
     handle.remove()
     (hidden, *others), named = found
-    assert all(other is None for other in others)  # GPT-2's are given by place
-    return hidden, named
+    return hidden, others, named
 
 
 def gap(got: torch.Tensor, want: torch.Tensor, floor: float = 1e-3) -> float:

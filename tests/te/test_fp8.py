@@ -84,8 +84,8 @@ ON_TWO_RANKS = {
         ("qwen3", {}, FUSED),
         ("gemma2", {}, ""),
         ("phi3", {"num_key_value_heads": 4}, FUSED),
-        ("gpt2", {}, ""),
-        ("opt", OPT, ""),
+        ("gpt2", {}, FUSED.replace("model.layers", "transformer.h")),
+        ("opt", OPT, FUSED.replace("model.layers", "model.decoder.layers")),
         ("gpt_neox", {}, ""),
     )
     for split in (False, True)
