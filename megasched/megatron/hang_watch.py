@@ -1,7 +1,9 @@
 """``--hang-timeout-minutes``: a rank that makes no step any more says where it is, and ends.
 
 A collective that one rank never joins blocks all others, and which one is to blame shows in the stacks of all.
-``faulthandler`` waits, in a thread without Python: so it works while the interpreter is blocked in compiled code.
+So a rank that has spoken waits a little before it ends: a launcher stops all ranks as soon as one has ended.
+``faulthandler`` waits in a thread without Python and the timer is the kernel's: both work while the interpreter is
+blocked in compiled code.
 """
 
 from __future__ import annotations
@@ -9,11 +11,17 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import math
+import os
+import signal
 import sys
 
 from megasched.errors import ConfigError
 
 FLAG = "--hang-timeout-minutes"
+#: Seconds between a rank's stacks and its end. Ranks begin a step at about the same time, not at the same.
+GRACE = 10
+#: Seconds between the stacks of two ranks of a node: they are written in pieces, often to one terminal or file.
+STAGGER = 0.25
 
 
 def minutes(text: str) -> float:
@@ -35,22 +43,25 @@ class HangWatch:
     """Of this process.
 
     Args:
-        minutes: without a step, after which all stacks are printed and the process ends with status 1.
+        minutes: without a step, after which all stacks are printed; ``GRACE`` later SIGALRM ends the process.
     """
 
     def __init__(self, minutes: float) -> None:
-        self.seconds = 60 * minutes
+        self.seconds = 60 * minutes + STAGGER * int(os.environ.get("LOCAL_RANK", "0"))
         if not faulthandler.is_enabled():
             faulthandler.enable()
         try:
             sys.stderr.fileno()
         except (AttributeError, OSError) as error:
             raise ConfigError(f"{FLAG}: stderr is no file that a thread without Python can write to") from error
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     def step(self) -> None:
         """A step begins or has ended: the time runs anew."""
-        faulthandler.dump_traceback_later(self.seconds, exit=True)
+        faulthandler.dump_traceback_later(self.seconds)
+        signal.setitimer(signal.ITIMER_REAL, self.seconds + GRACE)
 
     def end(self) -> None:
         """No step is waited for any more."""
         faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)

@@ -40,6 +40,7 @@ FLAGS = """--rehearse --hf-random-init --tensor-model-parallel-size 2 --seq-leng
 def run(tmp_path, limit):
     (tmp_path / "schedule.py").write_text(SCHEDULE)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command += ["--log-dir", str(tmp_path / "logs"), "--redirects=3"]
     command += ["-m", "megasched", "pretrain_gpt.py", "--model-schedule", str(tmp_path / "schedule.py")]
     command += ["--hf-model", tiny.save("llama", tmp_path / "model"), *FLAGS.split(), limit]
     command += ["--data-cache-path", str(tmp_path / "cache")]
@@ -47,16 +48,24 @@ def run(tmp_path, limit):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=300)
 
 
+def said(tmp_path, rank, stream):
+    return next((tmp_path / "logs").glob(f"**/{rank}/{stream}.log")).read_text()
+
+
 def test_all_ranks_say_where_they_hang(tmp_path):
     began = time.monotonic()
     found = run(tmp_path, "0.1")
     assert found.returncode == 1
     assert time.monotonic() - began < 200
-    assert "Timeout (0:00:06)!" in found.stderr, found.stderr[-3000:]
-    # What rank 1 does, and, unless the launcher was quicker to end it, what rank 0 waits for.
-    assert "in wait_forever" in found.stderr
-    assert "iteration        2/      10" in found.stdout
-    assert "iteration        3/      10" not in found.stdout
+    waits, hangs = (said(tmp_path, rank, "stderr") for rank in (0, 1))
+    assert "Timeout (0:00:06)!" in waits, waits[-3000:]
+    assert "in broadcast" in waits
+    assert "Timeout (0:00:06.250000)!" in hangs, hangs[-3000:]
+    assert "in wait_forever" in hangs
+    assert "SIGALRM" in found.stderr
+    shown = said(tmp_path, 0, "stdout") + said(tmp_path, 1, "stdout")
+    assert "iteration        2/      10" in shown
+    assert "iteration        3/      10" not in shown
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
