@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # Latent attention as in DeepSeek-V3.
 LATENT = ("deepseek_v3", "glm4_moe_lite", "youtu")
-# With experts in some layers or in all (mixtures.py).
+# With experts in some layers or in all (mixtures.py), and else as Llama's.
 MIXTURES = (
     *("mixtral", "qwen3_moe", "qwen2_moe", "dots1", "glm4_moe", "solar_open", "exaone_moe", "hy_v3"),
     *("deepseek_v3", "glm4_moe_lite"),
@@ -138,7 +138,7 @@ def block_of(model: nn.Module) -> Block | str:
         heads=config.num_attention_heads,
         groups=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=_head_dim(config),
-        eps=0.0,
+        eps=0.0,  # read off the norms below
         attention_dropout=getattr(config, attention_dropout, 0.0),
         hidden_dropout=getattr(config, hidden_dropout, 0.0),
         windows=_windows(config),
@@ -148,13 +148,16 @@ def block_of(model: nn.Module) -> Block | str:
         latent=_latent(config, model) if kind in LATENT else None,
         **LAYERS[kind],
     )
-    return _measured(block, model)
-
-
-def _measured(block: Block, model: nn.Module) -> Block | str:
-    """The block with what modules of the layers say, or why they say too much."""
     ending = f".{block.out}"
     layers = [path.removesuffix(ending) for path, _ in model.named_modules() if path.endswith(ending)]
+    normed = _with_norms(block, model, layers)
+    if isinstance(normed, str) or normed.latent is not None:  # which has scales of its own
+        return normed
+    return _with_scales(normed, model, layers)
+
+
+def _with_norms(block: Block, model: nn.Module, layers: list[str]) -> Block | str:
+    """With the norms of heads that there are, and the epsilon of all norms; or why there is no such."""
     parameters = dict(model.named_parameters())
     for name in ("norm", "layernorm"):
         q, k = f"self_attn.q_{name}", f"self_attn.k_{name}"
@@ -164,10 +167,12 @@ def _measured(block: Block, model: nn.Module) -> Block | str:
     epsilons = {getattr(norm, "variance_epsilon", None) or norm.eps for norm in norms}
     if len(epsilons) > 1:
         return f"norms of a layer have different epsilons: {', '.join(map(str, sorted(epsilons)))}"
-    block = replace(block, eps=epsilons.pop())
-    if block.latent is not None:  # which has a scale of its own
-        return block
-    attentions: list[Any] = [model.get_submodule(f"{layer}{ending}".rpartition(".")[0]) for layer in layers]
+    return replace(block, eps=epsilons.pop())
+
+
+def _with_scales(block: Block, model: nn.Module, layers: list[str]) -> Block | str:
+    """With what attention and rotary positions are scaled by, or why it is not one number."""
+    attentions: list[Any] = [model.get_submodule(f"{layer}.{block.out}".rpartition(".")[0]) for layer in layers]
     scales = {attention.scaling for attention in attentions}
     if len(scales) > 1:
         return "layers scale their attention differently"

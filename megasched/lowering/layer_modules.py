@@ -42,7 +42,7 @@ def layer_submodules(
         te: of Transformer Engine.
     """
     norm: Norm = TENorm if te else partial(_norm, context.device)
-    submodules = (_of_transformer_engine if te else _of_torch)(config, context, norm)
+    submodules = _of_transformer_engine(config) if te else _of_torch(config, context, norm)
     if not block.input_norm:
         _without_input_norm(submodules, te)
     if not block.mlp_norm:
@@ -61,7 +61,7 @@ def layer_submodules(
     return submodules
 
 
-def _of_transformer_engine(config: TransformerConfig, context: Context, norm: Norm) -> TransformerLayerSubmodules:
+def _of_transformer_engine(config: TransformerConfig) -> TransformerLayerSubmodules:
     return get_gpt_layer_with_transformer_engine_submodules(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -110,7 +110,7 @@ class NormedAdd(nn.Module):
         norm: makes the norm.
     """
 
-    def __init__(self, norm: Callable[[], nn.Module], config: TransformerConfig | None = None) -> None:
+    def __init__(self, norm: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.norm = norm()
 
@@ -129,9 +129,11 @@ class NormedAdd(nn.Module):
 
 def _norm(device: torch.device, config: TransformerConfig, hidden_size: int, eps: float) -> nn.Module:
     """By torch's kernels."""
-    kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
-    if config.layernorm_zero_centered_gamma:
-        kind = ZeroCenteredRMSNorm if config.normalization == "RMSNorm" else ZeroCenteredLayerNorm
+    plain, zero_centered = {
+        "RMSNorm": (nn.RMSNorm, ZeroCenteredRMSNorm),
+        "LayerNorm": (nn.LayerNorm, ZeroCenteredLayerNorm),
+    }[config.normalization]
+    kind = zero_centered if config.layernorm_zero_centered_gamma else plain
     return kind(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
 
 

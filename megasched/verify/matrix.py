@@ -65,7 +65,7 @@ def check_type(
 
 
 def check_known(model_type: str) -> None:
-    """Whether there is such an architecture.
+    """Refuses a name that is no architecture's.
 
     Raises:
         ConfigError: the installed transformers has no such causal language model.

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from tests.parity.levels import SCHEDULE
-from tests.parity.mixtures import small_mixture
+from tests.parity.mixtures import small_model
 
 
 @pytest.fixture
@@ -23,11 +23,11 @@ def block(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def mixtures(ranks, tmp_path_factory):
-    """Folder of ``small_mixture``, made when first asked for."""
+def small_models(ranks, tmp_path_factory):
+    """Folder of ``small_model``, made when first asked for."""
 
     @cache
     def get(model_type: str) -> str:
-        return ranks.run(1, small_mixture, model_type, str(tmp_path_factory.mktemp(model_type)), {})[0]
+        return ranks.run(1, small_model, model_type, str(tmp_path_factory.mktemp(model_type)), {})[0]
 
     return get

@@ -32,18 +32,21 @@ LAYOUTS = {
 }
 
 
-# What of small models is changed, so that their routers do all they can and are Megatron's.
-ROUTED = {
+# What of small models is changed, so that they do all they can and are Megatron's.
+CHANGES = {
     "dots1": {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 2, "topk_group": 1},
     "glm4_moe": {"routed_scaling_factor": 2.5, "attention_bias": True, "use_qk_norm": True},
     "qwen2_moe": {"norm_topk_prob": True},
+    "vaultgemma": {"attn_logit_softcapping": None},
+    "starcoder2": {"sliding_window": 5},
+    "gemma3_text": {"query_pre_attn_scalar": 7},
 }
 
 
-def small_mixture(model_type, folder, changes):
-    """Writes a small model whose routers have corrections that change what is chosen."""
+def small_model(model_type, folder, changes):
+    """Writes a small model; where its routers have corrections, they change what is chosen."""
     config = small_config(model_type)
-    for field, value in {**ROUTED.get(model_type, {}), **changes}.items():
+    for field, value in {**CHANGES.get(model_type, {}), **changes}.items():
         setattr(config, field, value)
     written = Path(write_model(config, folder)) / "model.safetensors"
     tensors = load_file(written)

@@ -7,7 +7,7 @@ import pytest
 from megasched.verify.parity import CheckedLayout
 from megasched.verify.rank_pool import RankError
 from tests.parity.instances import instances_of
-from tests.parity.mixtures import LAYOUTS, mixtures_of_run, small_mixture
+from tests.parity.mixtures import LAYOUTS, mixtures_of_run, small_model
 from tests.parity.test_experts import assert_first_step_equals_hf, run
 
 YARN = {
@@ -45,7 +45,7 @@ def _latent_layers_of_run(folder, flags, schedule):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_first_step_equals_hf(ranks, tmp_path, block, variant):
     model_type, changes, name = VARIANTS[variant]
-    (folder,) = ranks.run(1, small_mixture, model_type, str(tmp_path / "model"), changes)
+    (folder,) = ranks.run(1, small_model, model_type, str(tmp_path / "model"), changes)
     layout = LAYOUTS[name]
     found = ranks.run(layout.world_size, _latent_layers_of_run, folder, layout.flags.split(), block())
     assert [made for _, made in found] == [2 if "pp2" in name else 4] * layout.world_size
@@ -62,6 +62,6 @@ def test_first_step_equals_hf(ranks, tmp_path, block, variant):
     ],
 )
 def test_what_is_not_megatrons_is_refused(ranks, tmp_path, block, changes, flags, reason):
-    (folder,) = ranks.run(1, small_mixture, "youtu", str(tmp_path / "model"), changes)
+    (folder,) = ranks.run(1, small_model, "youtu", str(tmp_path / "model"), changes)
     with pytest.raises(RankError, match=reason):
         run(ranks, folder, CheckedLayout(2, 1, flags), schedule=block())

@@ -12,11 +12,10 @@ import torch
 from megasched.verify.parity import LAYOUTS as CHECKED
 from megasched.verify.rank_pool import RankError
 from megasched.verify.shrink import TOKENS
-from megasched.verify.small_models import small_config, write_model
 from megasched.verify.trainer_run import losses, train
 from tests.parity.instances import instances_of
 from tests.parity.mixtures import LAYOUTS as OF_MIXTURES
-from tests.parity.mixtures import RUN
+from tests.parity.mixtures import RUN, small_model
 from tests.parity.test_experts import assert_first_step_equals_hf
 from tests.parity.test_levels import RECOMPUTE
 
@@ -26,19 +25,6 @@ TYPES = (
     *("helium", "hy_v3", "jais2", "nemotron", "opt", "persimmon", "stablelm", "starcoder2", "vaultgemma", "xglm"),
     "gpt_oss",
 )
-# What small models are not by default.
-CHANGES = {
-    "vaultgemma": {"attn_logit_softcapping": None},
-    "starcoder2": {"sliding_window": 5},
-    "gemma3_text": {"query_pre_attn_scalar": 7},
-}
-
-
-def small_model(model_type, folder, changes):
-    config = small_config(model_type)
-    for field, value in {**CHANGES.get(model_type, {}), **changes}.items():
-        setattr(config, field, value)
-    return write_model(config, folder)
 
 
 def layers_of_run(folder, flags, schedule):
@@ -49,20 +35,6 @@ def layers_of_run(folder, flags, schedule):
     with instances_of(TransformerLayer) as made:
         report = train(folder, [*flags, *RUN], iterations=1, **options)
     return report, len(made)
-
-
-@pytest.fixture(scope="module")
-def folders(ranks, tmp_path_factory):
-    """Folder of a small model, made when first asked for."""
-    made = {}
-
-    def get(model_type: str) -> str:
-        if model_type not in made:
-            place = str(tmp_path_factory.mktemp(model_type))
-            (made[model_type],) = ranks.run(1, small_model, model_type, place, {})
-        return made[model_type]
-
-    return get
 
 
 def _check(ranks, folder, layout, schedule, layers=4):
@@ -82,10 +54,10 @@ PLACES = {"gpt2": "transformer.h.*", "biogpt": "biogpt.layers.*", "opt": "model.
     + [(model_type, "cp2") for model_type in ("gemma3_text", "nemotron", "glm4", "gpt_oss")]
     + [("gpt_oss", name) for name in ("one", "ep2-tp2-sp-dp2")],
 )
-def test_first_step_equals_hf(ranks, folders, block, model_type, name):
+def test_first_step_equals_hf(ranks, small_models, block, model_type, name):
     """Loss, logits, every gradient and the norm; weights of norms are not 1, and biases not 0."""
     schedule = block(PLACES.get(model_type, "model.layers.*"))
-    _check(ranks, folders(model_type), LAYOUTS[name], schedule)
+    _check(ranks, small_models(model_type), LAYOUTS[name], schedule)
 
 
 VARIANTS = {

@@ -8,7 +8,7 @@ import torch
 from megasched.verify.parity import CheckedLayout
 from megasched.verify.rank_pool import RankError
 from megasched.verify.trainer_run import losses
-from tests.parity.mixtures import LAYOUTS, mixtures_of_run, small_mixture
+from tests.parity.mixtures import LAYOUTS, mixtures_of_run, small_model
 from tests.parity.test_experts import ADAM, SAVE, assert_first_step_equals_hf, assert_same_run, run
 
 SOME = ("one", "ep2-tp2-sp-dp2", "ep2-cp2", "tp2-sp-pp2-vpp2")
@@ -21,10 +21,10 @@ DENSE = {"dots1": 1, "glm4_moe": 1, "deepseek_v3": 1, "glm4_moe_lite": 1}
     ("model_type", "name"),
     [("mixtral", name) for name in LAYOUTS] + [(other, name) for other in OTHERS for name in SOME],
 )
-def test_first_step_equals_hf(ranks, mixtures, block, model_type, name):
+def test_first_step_equals_hf(ranks, small_models, block, model_type, name):
     """Loss, logits, every gradient and the norm; each rank has its experts alone, and Megatron's router."""
     layout = LAYOUTS[name]
-    folder = mixtures(model_type)
+    folder = small_models(model_type)
     found = ranks.run(layout.world_size, mixtures_of_run, folder, layout.flags.split(), block())
     experts = 4 // int(name[2]) if name.startswith("ep") else 4
     layers = 4 - DENSE.get(model_type, 0)
@@ -53,7 +53,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_equal_hf(ranks, tmp_path, block, variant):
     model_type, changes, layers = VARIANTS[variant]
-    (folder,) = ranks.run(1, small_mixture, model_type, str(tmp_path / "model"), changes)
+    (folder,) = ranks.run(1, small_model, model_type, str(tmp_path / "model"), changes)
     layout = LAYOUTS["ep2-tp2-sp"]
     found = ranks.run(2, mixtures_of_run, folder, layout.flags.split(), block())
     assert [made for _, made in found] == [[2] * layers] * 2
@@ -61,17 +61,17 @@ def test_variants_equal_hf(ranks, tmp_path, block, variant):
 
 
 @pytest.mark.parametrize("name", ["ep2", "ep2-tp2-sp-dp2", "tp2-sp-pp2-vpp2"])
-def test_the_distributed_optimizer_takes_the_same_steps(ranks, mixtures, block, name):
-    one = run(ranks, mixtures("mixtral"), LAYOUTS["one"], iterations=3, schedule=block(level="fused"))
-    reports = run(ranks, mixtures("mixtral"), LAYOUTS[name], *ADAM, iterations=3, schedule=block())
+def test_the_distributed_optimizer_takes_the_same_steps(ranks, small_models, block, name):
+    one = run(ranks, small_models("mixtral"), LAYOUTS["one"], iterations=3, schedule=block(level="fused"))
+    reports = run(ranks, small_models("mixtral"), LAYOUTS[name], *ADAM, iterations=3, schedule=block())
     assert_same_run(reports, one, tp=LAYOUTS[name].tp)
 
 
 @pytest.mark.parametrize("first", ["block", "fused"])
-def test_a_checkpoint_goes_between_levels_and_layouts(ranks, mixtures, block, tmp_path, first):
+def test_a_checkpoint_goes_between_levels_and_layouts(ranks, small_models, block, tmp_path, first):
     """Each expert is written by itself and read with the others, and the other way round; the optimizer's states
     too."""
-    folder, kept = mixtures("qwen3_moe"), ["--load", str(tmp_path / "kept")]
+    folder, kept = small_models("qwen3_moe"), ["--load", str(tmp_path / "kept")]
     second = "fused" if first == "block" else "block"
     whole = run(ranks, folder, LAYOUTS["ep2"], *SAVE, iterations=4, schedule=block(level="fused"))
     saving = ["--save", str(tmp_path / "kept"), "--save-interval", "2"]
@@ -81,9 +81,9 @@ def test_a_checkpoint_goes_between_levels_and_layouts(ranks, mixtures, block, tm
     assert_same_run(resumed, whole, skip=2)
 
 
-def test_a_checkpoint_of_whole_experts_goes_between_levels(ranks, mixtures, block, tmp_path):
+def test_a_checkpoint_of_whole_experts_goes_between_levels(ranks, small_models, block, tmp_path):
     """Where all TP ranks have all experts, one of them writes each."""
-    folder, kept = mixtures("mixtral"), ["--load", str(tmp_path)]
+    folder, kept = small_models("mixtral"), ["--load", str(tmp_path)]
     whole = run(ranks, folder, LAYOUTS["one"], *SAVE, iterations=4, schedule=block(level="fused"))
     saving = ["--save", str(tmp_path), "--save-interval", "2"]
     run(ranks, folder, LAYOUTS["tp2-sp"], *SAVE, *saving, iterations=2, schedule=block())
@@ -98,8 +98,8 @@ RECOMPUTE = {
 
 
 @pytest.mark.parametrize("name", RECOMPUTE)
-def test_recompute_changes_no_bit(ranks, mixtures, block, name):
-    layout, folder = LAYOUTS["ep2-tp2-sp"], mixtures("mixtral")
+def test_recompute_changes_no_bit(ranks, small_models, block, name):
+    layout, folder = LAYOUTS["ep2-tp2-sp"], small_models("mixtral")
     plain = run(ranks, folder, layout, schedule=block())
     again = run(ranks, folder, layout, *RECOMPUTE[name].split(), schedule=block())
     assert losses(again) == losses(plain)
@@ -117,6 +117,6 @@ def test_recompute_changes_no_bit(ranks, mixtures, block, name):
     ],
 )
 def test_mixtures_that_are_not_megatrons_are_refused(ranks, tmp_path, block, flags, changes, reason):
-    (folder,) = ranks.run(1, small_mixture, "mixtral", str(tmp_path / "model"), changes)
+    (folder,) = ranks.run(1, small_model, "mixtral", str(tmp_path / "model"), changes)
     with pytest.raises(RankError, match=reason):
         run(ranks, folder, CheckedLayout(2, 1, flags), schedule=block())

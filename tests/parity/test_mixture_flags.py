@@ -1,4 +1,4 @@
-"""Megatron's flags of mixtures, on layers that are its own; what they add is added to the HF model, too."""
+"""Megatron's flags of small_models, on layers that are its own; what they add is added to the HF model, too."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ ADDED = {
     + [("olmoe", name, "aux_loss and z_loss") for name in ("one", "ep2-tp2-sp-dp2", "ep2-pp2")]
     + [("olmoe", "one", "seq_aux_loss"), ("minimax_m2", "ep2-tp2-sp", "aux_loss")],
 )
-def test_losses_of_routers_are_added(ranks, mixtures, model_type, name, added):
+def test_losses_of_routers_are_added(ranks, small_models, model_type, name, added):
     """Every gradient and the norm; the loss that is reported is the model's alone, as in Megatron."""
-    layout, folder = LAYOUTS[name], mixtures(model_type)
+    layout, folder = LAYOUTS[name], small_models(model_type)
     reports = run(ranks, folder, layout, *ADDED[added].split())
     kind = "sigmoid" if model_type in ("glm4_moe", "minimax_m2") else "softmax"
     ((expected, _),) = ranks.run(1, _reference, folder, batches_of(reports), kind, added.split(" and "))
@@ -134,10 +134,10 @@ BIASES = {
         ("minimax_m2", "tp2-sp-pp2-vpp2"),
     ],
 )
-def test_routers_are_balanced_by_their_bias(ranks, mixtures, model_type, name):
+def test_routers_are_balanced_by_their_bias(ranks, small_models, model_type, name):
     """By HF's name of the buffer. What is chosen too seldom is chosen sooner (arXiv 2408.15664), all tokens of the
     batch counted; the step itself is the definition's."""
-    layout, folder = LAYOUTS[name], mixtures(model_type)
+    layout, folder = LAYOUTS[name], small_models(model_type)
     flags = [*layout.flags.split(), "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", str(RATE)]
     found = ranks.run(layout.world_size, _biases_of_run, folder, flags, "auto", 1)
     reports = [report for report, _ in found]
@@ -156,8 +156,8 @@ def test_routers_are_balanced_by_their_bias(ranks, mixtures, model_type, name):
             torch.testing.assert_close(value, wanted[key], rtol=0, atol=1e-7, msg=key)
 
 
-def test_without_the_flag_a_bias_stays(ranks, mixtures, block):
-    ((_, buffers),) = ranks.run(1, _biases_of_run, mixtures("glm4_moe"), [], block(), 2)
+def test_without_the_flag_a_bias_stays(ranks, small_models, block):
+    ((_, buffers),) = ranks.run(1, _biases_of_run, small_models("glm4_moe"), [], block(), 2)
     assert len(buffers) == 3
     for value in buffers.values():
         assert value.dtype == torch.float32
@@ -165,9 +165,9 @@ def test_without_the_flag_a_bias_stays(ranks, mixtures, block):
 
 
 @pytest.mark.parametrize("level", ["block", "fused"])
-def test_a_bias_is_saved_under_its_name_in_hf(ranks, mixtures, block, tmp_path, level):
+def test_a_bias_is_saved_under_its_name_in_hf(ranks, small_models, block, tmp_path, level):
     """What one run has balanced, another goes on with, at whatever level."""
-    folder, keep = mixtures("glm4_moe"), ["--save", str(tmp_path), "--save-interval", "1"]
+    folder, keep = small_models("glm4_moe"), ["--save", str(tmp_path), "--save-interval", "1"]
     balanced = ["--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", str(RATE)]
     ((_, saved),) = ranks.run(1, _biases_of_run, folder, [*balanced, *keep], block(), 1)
     flags = [*LAYOUTS["ep2-tp2-sp"].flags.split(), "--load", str(tmp_path), "--no-load-optim", "--no-load-rng"]
@@ -177,9 +177,9 @@ def test_a_bias_is_saved_under_its_name_in_hf(ranks, mixtures, block, tmp_path, 
         assert all(torch.equal(buffers[name], value) for name, value in saved.items())
 
 
-def test_shared_experts_overlap(ranks, mixtures, block):
+def test_shared_experts_overlap(ranks, small_models, block):
     """They are computed while tokens are on their way; the same bits come out."""
-    layout, folder = LAYOUTS["ep2-tp2-sp"], mixtures("glm4_moe")
+    layout, folder = LAYOUTS["ep2-tp2-sp"], small_models("glm4_moe")
     flags = ["--moe-shared-expert-overlap", "--moe-token-dispatcher-type", "alltoall"]
     plain, other = (
         run(ranks, folder, layout, schedule=block()),
@@ -207,6 +207,6 @@ def test_shared_experts_overlap(ranks, mixtures, block):
         ("llama", "--moe-z-loss-coeff 0.1", "block", "the model has none of the form that HF gives experts"),
     ],
 )
-def test_flags_that_say_nothing_here_are_refused(ranks, mixtures, block, model_type, flags, level, reason):
+def test_flags_that_say_nothing_here_are_refused(ranks, small_models, block, model_type, flags, level, reason):
     with pytest.raises(RankError, match=reason):
-        run(ranks, mixtures(model_type), CheckedLayout(1, 1, flags), schedule=block(level=level))
+        run(ranks, small_models(model_type), CheckedLayout(1, 1, flags), schedule=block(level=level))

@@ -34,9 +34,9 @@ def mixtures_and_definition(folder, flags, schedule):
     [(model_type, "ep2" if model_type in ROUNDED else "ep2-tp2-sp") for model_type in TYPES]
     + [(model_type, name) for model_type in SOME for name in OTHER_LAYOUTS],
 )
-def test_first_step_equals_hf(ranks, mixtures, model_type, name):
+def test_first_step_equals_hf(ranks, small_models, model_type, name):
     """Loss, logits, every gradient and the norm; ``auto`` takes Megatron's mixture for each of the model's."""
-    layout, folder = LAYOUTS[name], mixtures(model_type)
+    layout, folder = LAYOUTS[name], small_models(model_type)
     found = ranks.run(layout.world_size, mixtures_and_definition, folder, layout.flags.split(), "auto")
     share = 2 if name.startswith("ep2") else 1
     stages = 2 if "pp2" in name else 1
@@ -53,10 +53,10 @@ def test_first_step_equals_hf(ranks, mixtures, model_type, name):
 
 @pytest.mark.parametrize("model_type", ["minimax_m2", "gpt_oss"])
 @pytest.mark.parametrize("first", ["block", "fused"])
-def test_a_checkpoint_goes_between_levels_and_layouts(ranks, mixtures, block, tmp_path, first, model_type):
+def test_a_checkpoint_goes_between_levels_and_layouts(ranks, small_models, block, tmp_path, first, model_type):
     """Experts, routers and the optimizer's states, in HF's names and layout: one has buffers in its routers, the
     other transposed experts."""
-    folder, where = mixtures(model_type), "model.layers.*.mlp"
+    folder, where = small_models(model_type), "model.layers.*.mlp"
     second = "fused" if first == "block" else "block"
     whole = run(ranks, folder, LAYOUTS["ep2"], *SAVE, iterations=4, schedule=block(where, "fused"))
     saving = ["--save", str(tmp_path / "kept"), "--save-interval", "2"]

@@ -50,6 +50,7 @@ def compare(family: str) -> dict[str, Any]:
     from megasched.model_adapters.registry import roles_of
     from megasched.roles import Block
     from megasched.trial.structure import find_structure
+    from megasched.verify.reference import FLOOR, relative
 
     model = _model(family)
     model.config.use_cache = False
@@ -66,12 +67,10 @@ def compare(family: str) -> dict[str, Any]:
     config = TransformerConfig(
         num_layers=2,
         hidden_size=model.config.hidden_size,
-        ffn_hidden_size=model.config.hidden_size,  # whatever: the definition's counts
         num_attention_heads=model.config.num_attention_heads,
         use_cpu_initialization=True,
-        bias_activation_fusion=False,
+        bias_activation_fusion=True,
     )
-    config.bias_activation_fusion = True
     group = parallel_state.get_tensor_model_parallel_group()
     context = Context(plan, group, config, None, torch.device("cpu"), megatron_finalizes=True)
     block.uses_transformer_engine = mixture.uses_transformer_engine = lambda device: True
@@ -89,7 +88,7 @@ def compare(family: str) -> dict[str, Any]:
         output = output[0] if isinstance(output, tuple) else output
         (output * torch.linspace(0.5, 1.5, output.numel()).view_as(output)).sum().backward()
         outputs.append((output.detach(), x.grad))
-    distances = {f"output {i}": gap(a, b) for i, (b, a) in enumerate(zip(*outputs, strict=True))}
+    distances = {f"output {i}": relative(a, b) for i, (b, a) in enumerate(zip(*outputs, strict=True))}
     gradients: dict[str, list[torch.Tensor]] = {}
     for name, parameter in new.named_parameters():
         assembly = context.assemblies[f"{path}.{name}"]
@@ -98,9 +97,9 @@ def compare(family: str) -> dict[str, Any]:
             gradients.setdefault(part.name, []).append(upright)
     wanted = {name: model.get_parameter(name).grad for name in gradients}
     # A key bias has no gradient (softmax does not see it): what is there is rounding, measured against the rest.
-    floor = 1e-2 * max(float(gradient.abs().max()) for gradient in wanted.values())
+    floor = FLOOR * max(float(gradient.abs().max()) for gradient in wanted.values())
     for name, pieces in gradients.items():  # experts come one by one
-        distances[name] = gap(torch.cat(pieces), wanted[name], floor)
+        distances[name] = relative(torch.cat(pieces), wanted[name], floor)
     expected = {f"{path}.{name}" for name, _ in old.named_parameters()}
     return {
         "classes": sorted({type(module).__name__ for module in new.modules()}),
@@ -133,10 +132,6 @@ def _call(model: Any, module: Any) -> tuple[torch.Tensor, list[Any], dict[str, A
     handle.remove()
     (hidden, *others), named = found
     return hidden, others, named
-
-
-def gap(got: torch.Tensor, want: torch.Tensor, floor: float = 1e-3) -> float:
-    return float((got - want).abs().max() / want.abs().max().clamp(min=floor))
 
 
 if __name__ == "__main__":
