@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Cut = Literal["column", "row", "vocab", "features"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 # Every role, and how a module in it is cut over TP by the default schedule (None: whole on every rank).
 ROLES: Mapping[str, Cut | None] = {
@@ -165,6 +167,36 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Mlp:
+    """What Megatron's ``MLP`` computes: ``down(activation(gate(x)) * up(x))``, or ``down(activation(up(x)))``.
+
+    Paths are relative to the layer.
+
+    Attributes:
+        gate, up, down: the projections; an empty gate: the activation is of up. Biases on all or on none.
+        gate_up: gate and up in one projection, where these two are empty.
+        activation: of the gate, or of up; ``gelu_tanh`` is the approximation with a hyperbolic tangent.
+    """
+
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    gate_up: str = ""
+    activation: Activation = "silu"
+
+    @property
+    def gated(self) -> bool:
+        return bool(self.gate or self.gate_up)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The projections to gate and up, or to what there is of them."""
+        if self.gate_up:
+            return (self.gate_up,)
+        return (self.gate, self.up) if self.gate else (self.up,)
+
+
+@dataclass(frozen=True)
 class Block:
     """A decoder layer that computes what Megatron's ``TransformerLayer`` does: norm, causal attention, norm, MLP
     (in its place some have a ``Mixture``), either added to the hidden state. Paths are relative to the layer.
@@ -175,9 +207,8 @@ class Block:
         normalization: which kind all norms are, with weights, and biases or none.
         zero_centered: weights of norms are kept less 1.
         q, k, v, out: attention's projections; biases on all of q, k and v or on none, and then perhaps on out.
-        gate, up, down: the MLP's; an empty gate: the activation is of up. Biases on all or on none.
-        activation: of the gate, or of up; ``gelu_tanh`` is the approximation with a hyperbolic tangent.
-        qkv, gate_up: q, k and v in one projection, gate and up in one, which count instead; empty: there are none.
+        mlp: where there is no ``Mixture``.
+        qkv: q, k and v in one projection, which counts instead; empty: there is none.
         by_heads: in ``qkv``, the q, k and v of a head lie together, as Megatron has them; else first all of q.
         q_norm, k_norm: norms of each head of q and k; empty for none.
         rotary: path in the model of the module whose frequencies the angles are made of; empty: attention has no
@@ -216,13 +247,9 @@ class Block:
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
     out: str = "self_attn.o_proj"
-    gate: str = "mlp.gate_proj"
-    up: str = "mlp.up_proj"
-    down: str = "mlp.down_proj"
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu"] = "silu"
+    mlp: Mlp = Mlp()
     qkv: str = ""
     by_heads: bool = False
-    gate_up: str = ""
     q_norm: str = ""
     k_norm: str = ""
     rotary: str = "model.rotary_emb"
@@ -231,10 +258,6 @@ class Block:
     rotary_factor: float = 1.0
     sinks: str = ""
     latent: Latent | None = None
-
-    @property
-    def gated(self) -> bool:
-        return bool(self.gate or self.gate_up)
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -248,13 +271,6 @@ class Block:
         if self.latent is not None:
             return (self.latent.q_up, self.latent.kv_up)
         return (self.qkv,) if self.qkv else (self.q, self.k, self.v)
-
-    @property
-    def mlp_inputs(self) -> tuple[str, ...]:
-        """The projections to gate and up, or to what there is of them."""
-        if self.gate_up:
-            return (self.gate_up,)
-        return (self.gate, self.up) if self.gate else (self.up,)
 
 
 @dataclass(frozen=True)
@@ -271,6 +287,7 @@ class Roles:
         declined: module path -> what was asked of it, or looked for, and is not done, with the reason.
         block: how Megatron's ``TransformerLayer`` can stand for a decoder layer, or else why it can't.
         mixture: how Megatron's ``MoELayer`` can stand for a mixture of experts, or else why it can't.
+        mlps: path of each module that looks like an MLP -> how Megatron's can stand for it, or else why it can't.
     """
 
     role: Mapping[str, str] = field(default_factory=dict)
@@ -281,6 +298,7 @@ class Roles:
     declined: Mapping[str, str] = field(default_factory=dict)
     block: Block | str = "nothing is known of its decoder layers"
     mixture: Mixture | str = "nothing is known of its mixtures of experts"
+    mlps: Mapping[str, Mlp | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for path, role in self.role.items():

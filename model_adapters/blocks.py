@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megasched.roles import Block, Latent
+from megasched.roles import Activation, Block, Latent, Mlp
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,11 +18,12 @@ MIXTURES = (
     *("deepseek_v3", "glm4_moe_lite"),
 )
 _LLAMA: dict[str, Any] = {}
-_UNGATED = {"gate": "", "up": "mlp.up_proj"}
+_UNGATED = {"mlp": Mlp(gate="")}
 _PLUS_ONE = {"zero_centered": True}
 _LAYER_NORM = {"normalization": "LayerNorm"}
 _NEIGHBOURS = {"interleaved": True}
-_PACKED_MLP = {"gate_up": "mlp.gate_up_proj"}
+_PACKED_MLP = {"mlp": Mlp("", "", "mlp.down_proj", "mlp.gate_up_proj")}
+_GPT2_MLP = Mlp(gate="", up="mlp.c_fc", down="mlp.c_proj")
 # As OPT has it; learned positions are added to the embedding.
 _FAIRSEQ = {
     **_LAYER_NORM,
@@ -30,9 +31,7 @@ _FAIRSEQ = {
     "input_norm": "self_attn_layer_norm",
     "mlp_norm": "final_layer_norm",
     "out": "self_attn.out_proj",
-    "gate": "",
-    "up": "fc1",
-    "down": "fc2",
+    "mlp": Mlp(gate="", up="fc1", down="fc2"),
 }
 # Model type -> what of its layers is not as in Llama's, but for experts, latent attention and what is read off the
 # definition. Each is proven in tests/parity: by test_levels.py, test_layer_kinds.py, test_mixture_blocks.py or
@@ -69,15 +68,13 @@ LAYERS: dict[str, dict[str, Any]] = {
     "nemotron": {**_LAYER_NORM, **_PLUS_ONE, **_UNGATED},
     "jais2": {**_LAYER_NORM, **_UNGATED},
     "stablelm": _LAYER_NORM,
-    "starcoder2": {**_LAYER_NORM, "gate": "", "up": "mlp.c_fc", "down": "mlp.c_proj"},
+    "starcoder2": {**_LAYER_NORM, "mlp": _GPT2_MLP},
     "persimmon": {
         **_LAYER_NORM,
         "qkv": "self_attn.query_key_value",
         "by_heads": True,
         "out": "self_attn.dense",
-        "gate": "",
-        "up": "mlp.dense_h_to_4h",
-        "down": "mlp.dense_4h_to_h",
+        "mlp": Mlp(gate="", up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
     },
     "gpt2": {
         **_LAYER_NORM,
@@ -86,14 +83,12 @@ LAYERS: dict[str, dict[str, Any]] = {
         "mlp_norm": "ln_2",
         "qkv": "attn.c_attn",
         "out": "attn.c_proj",
-        "gate": "",
-        "up": "mlp.c_fc",
-        "down": "mlp.c_proj",
+        "mlp": _GPT2_MLP,
     },
     **dict.fromkeys(("opt", "biogpt", "xglm"), _FAIRSEQ),
 }
-# HF's name of an activation -> Block's
-ACTIVATIONS = {
+# HF's name of an activation -> Mlp's
+ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -144,10 +139,10 @@ def block_of(model: nn.Module) -> Block | str:
         windows=_windows(config),
         rotated=_rotated(config),
         frequencies=_frequencies(config),
-        activation=ACTIVATIONS[_activation(config)],
         latent=_latent(config, model) if kind in LATENT else None,
         **LAYERS[kind],
     )
+    block = replace(block, mlp=replace(block.mlp, activation=ACTIVATIONS[_activation(config)]))
     ending = f".{block.out}"
     layers = [path.removesuffix(ending) for path, _ in model.named_modules() if path.endswith(ending)]
     normed = _with_norms(block, model, layers)

@@ -22,7 +22,8 @@ from megasched.errors import ConfigError
 from megasched.experts import find_experts
 from megasched.model_adapters.blocks import block_of
 from megasched.model_adapters.mixtures import mixture_of
-from megasched.roles import Block, Mixture, Roles
+from megasched.model_adapters.mlps import mlps_of
+from megasched.roles import Block, Mixture, Mlp, Roles
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,6 +43,7 @@ class Adapter:
         block: says of a definition how Megatron's ``TransformerLayer`` can stand for its decoder layers (level
             ``block``), or why it can't; ``blocks.py`` by default.
         mixture: the same of Megatron's ``MoELayer`` and its mixtures of experts; ``mixtures.py`` by default.
+        mlps: the same of its ``MLP`` and each module that looks like one; ``mlps.py`` by default.
     """
 
     model_types: tuple[str, ...]
@@ -50,6 +52,7 @@ class Adapter:
     local_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     block: Callable[[nn.Module], Block | str] = block_of
     mixture: Callable[[nn.Module], Mixture | str] = mixture_of
+    mlps: Callable[[nn.Module], Mapping[str, Mlp | str]] = mlps_of
 
     def bind(self, model: nn.Module) -> Roles:
         """What this adapter says of one definition.
@@ -70,7 +73,16 @@ class Adapter:
             for path in self._matching(glob, paths, config)
         }
         heads = head_counts(role, config)
-        return Roles(role, heads, components, local, origin, block=self.block(model), mixture=self.mixture(model))
+        return Roles(
+            role,
+            heads,
+            components,
+            local,
+            origin,
+            block=self.block(model),
+            mixture=self.mixture(model),
+            mlps=self.mlps(model),
+        )
 
     def _matching(self, glob: str, paths: list[str], config: Any) -> list[str]:
         found = [path for path in paths if fnmatch.fnmatchcase(path, glob)]
@@ -194,7 +206,7 @@ def roles_of(model: nn.Module) -> Roles:
     if adapter is not None:
         roles = adapter.bind(model)
     else:
-        roles = replace(read_plan(model), block=block_of(model), mixture=mixture_of(model))
+        roles = replace(read_plan(model), block=block_of(model), mixture=mixture_of(model), mlps=mlps_of(model))
     experts = dict.fromkeys(find_experts(model), "moe.experts")
     origin = dict.fromkeys(experts, "has the form of HF's experts")
     return replace(roles, role={**roles.role, **experts}, origin={**roles.origin, **origin})

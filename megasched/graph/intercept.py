@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megasched.graph import opaque
+from megasched.linears import is_conv1d
 
 Hook = Callable[..., Any]
 
@@ -168,11 +169,6 @@ def _decomposed(root: nn.Module, path: str, module: nn.Module, live: bool, x: to
         weight = module.weight if is_conv1d(module) else module.weight.t()
         product = torch.matmul(x, weight)
     return product if module.bias is None else product + module.bias
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is HF's ``Conv1D``, a linear that keeps its weight as [in, out]."""
-    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def keeps_weights_of_its_own(module: nn.Module) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.linears import output_axis
 from megasched.lowering.local_attributes import local_count
-from megasched.lowering.placing import output_axis
 from megasched.lowering.propagate import recorded_calls
 from megasched.roles import Cut
 from megasched.trial.dims import Along

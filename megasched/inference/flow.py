@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.lowering.placing import is_linear, output_axis
+from megasched.linears import is_linear, output_axis
 from megasched.trial.meta_call import (
     DefaultScalars,
     call_hooks,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megasched.inference.counts import find_counts
 from megasched.inference.few_heads import few_heads, is_uneven
 from megasched.inference.flow import Flow, Group, find_groups, linears_in, watch_flow
-from megasched.lowering.placing import output_axis
+from megasched.linears import output_axis
 from megasched.lowering.propagate import propagate
 from megasched.roles import ROLES, Cut, Roles
 from megasched.trial.labels import Derived

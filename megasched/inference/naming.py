@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megasched.lowering.placing import output_axis
+from megasched.linears import output_axis
 from megasched.model_adapters.registry import head_counts
 from megasched.roles import ROLES, Roles
 

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
-from megasched.graph.intercept import is_conv1d
+from megasched.linears import is_conv1d, output_axis
 from megasched.lora import DROPOUT, A, B, Lora
-from megasched.lowering.placing import output_axis
 from megasched.weights.lora_init import initial_value
 
 if TYPE_CHECKING:

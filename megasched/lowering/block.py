@@ -7,15 +7,12 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from megatron.core.activations import squared_relu
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
-from torch.nn import functional as F
 
 from megasched.errors import Problem, ScheduleError
 from megasched.lowering.attention_te import uses_transformer_engine
@@ -26,6 +23,7 @@ from megasched.lowering.filling import fill_module
 from megasched.lowering.latent_attention import LatentAngles, latent_config, settle_latent_attention
 from megasched.lowering.layer_modules import layer_submodules
 from megasched.lowering.mixture import mixture_config, note_correction, settle_biases
+from megasched.lowering.mlp import mlp_config
 from megasched.roles import Block, Roles
 from megasched.trial.dims import Along
 from megasched.trial.slot import Slot
@@ -114,7 +112,7 @@ def lower_block(
     everywhere = angles(index)
     given = None if everywhere is None else partial(_own_angles, everywhere, context.context_parallel)
     mixture, te = mixture_in(plan, path, roles), uses_transformer_engine(context.device)
-    mlp_bias = has_bias(plan, path, block.mlp_inputs[0]) if mixture is None else mixture.expert.biased
+    mlp_bias = has_bias(plan, path, block.mlp.down) if mixture is None else mixture.expert.biased
     if te:
         _refuse_in_context(path, index, config, context)
     layer = TransformerLayer(
@@ -186,13 +184,7 @@ def _config(path: str, index: int, roles: Roles, context: Context) -> Transforme
     plan, block, mixture = context.plan, roles.block, mixture_in(context.plan, path, roles)
     assert isinstance(block, Block)
     window = block.windows[index] if block.windows else None
-    if mixture is None:
-        down = plan.placement(f"{path}.{block.down}", "weight")
-        width = down.shape[0 if down.transposed else 1]
-        mlp = {"ffn_hidden_size": width, "num_moe_experts": None, "moe_ffn_hidden_size": None}
-        mlp |= _activation(block, has_bias(plan, path, block.down), context.config)
-    else:
-        mlp = mixture_config(path, mixture, context)
+    mlp = mlp_config(path, block.mlp, context) if mixture is None else mixture_config(path, mixture, context)
     latent = block.latent
     attention = {"qk_layernorm": bool(block.q_norm)} if latent is None else latent_config(latent)
     # Without what a run on a GPU alone can do, the flags of the trainer count (fusions, recompute, precision).
@@ -216,28 +208,6 @@ def _config(path: str, index: int, roles: Roles, context: Context) -> Transforme
     )
     assert isinstance(config, TransformerConfig)
     return config
-
-
-def _activation(block: Block, biased: bool, trainer: ModelParallelConfig) -> dict[str, Any]:
-    """What Megatron's config says of a dense MLP's activation, for the fused kernels of which the trainer's flag
-    counts. These of GELU approximate it by a hyperbolic tangent, and without a gate want biases
-    (``core/transformer/mlp.py``)."""
-    assert isinstance(trainer, TransformerConfig)
-    tanh = block.activation == "gelu_tanh"
-    has_kernel = (block.gated or biased) if tanh else (block.gated and block.activation == "silu")
-    fused = trainer.bias_activation_fusion and has_kernel
-    functions = {
-        "silu": F.silu,
-        "gelu": F.gelu,
-        "gelu_tanh": F.gelu if fused else partial(F.gelu, approximate="tanh"),
-        "relu": F.relu,
-        "squared_relu": squared_relu,
-    }
-    return {
-        "gated_linear_unit": block.gated,
-        "activation_func": functions[block.activation],
-        "bias_activation_fusion": fused,
-    }
 
 
 def _refuse_in_context(path: str, index: int, config: TransformerConfig, context: Context) -> None:

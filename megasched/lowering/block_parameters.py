@@ -8,7 +8,7 @@ from dataclasses import replace
 from megasched.assembly import Assembly
 from megasched.lowering.plan import Plan
 from megasched.placement import Placement
-from megasched.roles import Block, Mixture, Roles
+from megasched.roles import Block, Mixture, Mlp, Roles
 
 # Megatron's names in its mixture of a router's weight and buffer, and of the weight of shared experts' gate.
 ROUTER, CORRECTION, SHARED_GATE = "router.weight", "router.expert_bias", "shared_experts.gate_weight"
@@ -35,20 +35,24 @@ def mlp_of(block: Block, mixture: Mixture | None) -> tuple[tuple[str, ...], tupl
     """Linears in a layer of the gated MLP that all tokens go through, and have an input or an output of; of a
     mixture, those of its shared experts, if it has any."""
     if mixture is None:
-        return block.mlp_inputs, (block.down,)
+        return block.mlp.inputs, (block.mlp.down,)
     return mixture.shared_inputs, mixture.shared_outputs
 
 
 def parameter_names(block: Block, mixture: Mixture | None) -> list[str]:
     """Names in a layer of all that the block speaks of; biases need not be there."""
     attention = (*block.attention_inputs, block.out)
-    mlp = () if mixture is not None else (*block.mlp_inputs, block.down)
     latent = (block.latent.q_norm, block.latent.kv_norm) if block.latent is not None else ()
-    found = [f"{name}.weight" for name in (*block.norms, *latent, *whole_linears(block), *attention, *mlp)]
-    found += [] if mixture is None else mixture_parameter_names(mixture)
+    found = [f"{name}.weight" for name in (*block.norms, *latent, *whole_linears(block), *attention)]
+    found += mlp_parameter_names(block.mlp) if mixture is None else mixture_parameter_names(mixture)
     found += [block.sinks] if block.sinks else []
-    biased = (*block.norms, *mlp, *(attention if block.latent is None else ()))
+    biased = (*block.norms, *(attention if block.latent is None else ()))
     return [*found, *(f"{name}.bias" for name in biased)]
+
+
+def mlp_parameter_names(mlp: Mlp) -> list[str]:
+    """Names in a layer of all that an MLP speaks of; biases need not be there."""
+    return [f"{name}.{kind}" for name in (*mlp.inputs, mlp.down) for kind in ("weight", "bias")]
 
 
 def mixture_parameter_names(mixture: Mixture) -> list[str]:
@@ -84,6 +88,10 @@ def assemblies(plan: Plan, layer: str, roles: Roles, ep_rank: int = 0) -> dict[s
         return _of(plan, layer, names)
 
     mixture = mixture_in(plan, layer, roles)
+    if mixture is None:
+        mlp = mlp_assemblies(plan, layer, block.mlp)
+    else:
+        mlp = mixture_assemblies(plan, layer, mixture, ep_rank)
     found = {
         "self_attention.linear_proj.weight": of([f"{block.out}.weight"]),
         **_norms(plan, layer, block),
@@ -91,15 +99,18 @@ def assemblies(plan: Plan, layer: str, roles: Roles, ep_rank: int = 0) -> dict[s
     }
     if has_bias(plan, layer, block.out):
         found["self_attention.linear_proj.bias"] = of([f"{block.out}.bias"])
-    if mixture is not None:
-        inside = mixture_assemblies(plan, layer, mixture, ep_rank)
-        return found | {f"mlp.{name}": assembly for name, assembly in inside.items()}
-    found["mlp.linear_fc1.weight"] = of(f"{name}.weight" for name in block.mlp_inputs)
-    found["mlp.linear_fc2.weight"] = of([f"{block.down}.weight"])
-    if has_bias(plan, layer, block.mlp_inputs[0]):
-        found["mlp.linear_fc1.bias"] = of(f"{name}.bias" for name in block.mlp_inputs)
-        found["mlp.linear_fc2.bias"] = of([f"{block.down}.bias"])
-    return found
+    return found | {f"mlp.{name}": assembly for name, assembly in mlp.items()}
+
+
+def mlp_assemblies(plan: Plan, layer: str, mlp: Mlp) -> dict[str, Assembly]:
+    """Parameter of Megatron's ``MLP`` -> HF tensors; see ``assemblies``."""
+    linears = {"linear_fc1": mlp.inputs, "linear_fc2": (mlp.down,)}
+    kinds = ("weight", "bias") if has_bias(plan, layer, mlp.down) else ("weight",)
+    return {
+        f"{own}.{kind}": _of(plan, layer, (f"{name}.{kind}" for name in names))
+        for own, names in linears.items()
+        for kind in kinds
+    }
 
 
 def mixture_assemblies(plan: Plan, layer: str, mixture: Mixture, ep_rank: int = 0) -> dict[str, Assembly]:

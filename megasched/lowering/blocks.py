@@ -1,12 +1,12 @@
-"""Which decoder layers Megatron's own ``TransformerLayer`` computes, and which mixtures of experts its
-``MoELayer`` by itself."""
+"""Which decoder layers Megatron's own ``TransformerLayer`` computes, and in the others which mixtures of experts
+its ``MoELayer`` and which MLPs its ``MLP``."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megasched.errors import Problem
 from megasched.experts import find_experts
@@ -16,7 +16,9 @@ from megasched.lowering.block_parameters import (
     mixture_assemblies,
     mixture_in,
     mixture_parameter_names,
+    mlp_assemblies,
     mlp_of,
+    mlp_parameter_names,
     parameter_names,
     whole_linears,
     whole_of_mixture,
@@ -24,7 +26,7 @@ from megasched.lowering.block_parameters import (
 from megasched.lowering.joining import level_at, levels_asked, required
 from megasched.lowering.plan import Plan
 from megasched.records import Record
-from megasched.roles import Block, Cut, Mixture, Roles
+from megasched.roles import Block, Cut, Mixture, Mlp, Roles
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,8 +38,8 @@ _INSIDE = ("shard", "level")
 
 
 def choose_blocks(plan: Plan, model: nn.Module, roles: Roles, by_trainer: bool) -> list[Problem]:
-    """Fills ``plan.blocks`` and ``plan.mixtures`` with what is at level ``block``; a problem for each layer or
-    mixture that can't be and must.
+    """Fills ``plan.blocks``, ``plan.mixtures`` and ``plan.mlps`` with what is at level ``block``; a problem for
+    each layer, mixture or MLP that can't be and must.
 
     Args:
         by_trainer: the model is built for Megatron's trainer, whose config its layers need.
@@ -51,43 +53,84 @@ def choose_blocks(plan: Plan, model: nn.Module, roles: Roles, by_trainer: bool) 
         what = "Megatron's layers need the config of its trainer"
         remedy = "train through `python -m megasched pretrain_gpt.py`, or use level('fused')"
         return [Problem(what, path, r.source, remedy) for path, r in asked.items() if required(r)]
-    choice = _Choice(plan, model, roles)
-    layers, mixtures = structure.layer_paths(), _mixture_modules(plan, model)
+    choice, parts = _Choice(plan, model, roles), _parts(plan, model, roles)
     problems = []
     for path, record in asked.items():
-        if structure.index_of(path) is not None and path not in layers and path not in mixtures:
-            what = "a block is a whole decoder layer, or its mixture of experts"
+        if structure.index_of(path) is not None and path not in parts:
+            what = "a block is a whole decoder layer, its mixture of experts or its MLP"
             problems.append(Problem(what, path, record.source, "call level('block') on one of them"))
-    for path in (*layers, *mixtures):
+    for path, part in parts.items():
         record = level_at(levels, path)
-        if record is None or record.arguments["name"] != "block":
+        if record is None or record.arguments["name"] != "block" or _settled(plan, path, part, record):
             continue
-        mixed = path in mixtures
-        if mixed and _settled(plan, mixtures[path], record):
-            continue
-        reason = choice.why_not_mixture(path, mixtures[path]) if mixed else choice.why_not_layer(path)
+        reason = choice.why_not(path, part)
         if not reason:
-            (plan.mixtures if mixed else plan.blocks).add(path)
-            _share_sinks(plan, path, roles.block)
+            _take(plan, path, part, roles)
         elif required(record):
-            what = f"Megatron's {'mixture' if mixed else 'layer'} can't stand for this one: {reason}"
+            what = f"Megatron's {part.kind} can't stand for this one: {reason}"
             problems.append(Problem(what, path, record.source, "use level('fused') here"))
         else:
             plan.not_blocks[path] = reason
     return problems
 
 
-def _share_sinks(plan: Plan, path: str, block: Block | str) -> None:
+@dataclass(frozen=True)
+class _Part:
+    """A module that one of Megatron's may stand for.
+
+    Attributes:
+        layer: the layer that it is or is in.
+        around: the others that it is in; where one of them is Megatron's, this is gone.
+        mlp: how it is put together, or why Megatron's can't be; of an MLP alone.
+    """
+
+    kind: Literal["layer", "mixture", "MLP"]
+    layer: str
+    around: tuple[str, ...] = ()
+    mlp: Mlp | str = ""
+
+
+def _parts(plan: Plan, model: nn.Module, roles: Roles) -> dict[str, _Part]:
+    """By their paths; what is in another comes after it."""
+    assert plan.structure is not None
+    layers = plan.structure.layer_paths()
+    found = {layer: _Part("layer", layer) for layer in layers}
+    for path, layer in _mixture_modules(plan, model).items():
+        found[path] = _Part("mixture", layer, (layer,))
+    for path, mlp in roles.mlps.items():
+        index = plan.structure.index_of(path)
+        if index is not None and path not in found:
+            layer = plan.structure.layer_path(index)
+            outer = (path[:end] for end in range(len(layer) + 1, len(path)) if path[end] == ".")
+            found[path] = _Part("MLP", layer, (layer, *(path for path in outer if path in found)), mlp)
+    return found
+
+
+def _take(plan: Plan, path: str, part: _Part, roles: Roles) -> None:
+    """Has a module be Megatron's, which can stand for it."""
+    if part.kind == "layer":
+        plan.blocks.add(path)
+        assert isinstance(roles.block, Block)
+        _share_sinks(plan, path, roles.block)
+    elif part.kind == "mixture":
+        plan.mixtures.add(path)
+    else:
+        assert isinstance(part.mlp, Mlp)
+        plan.mlps[path] = part.mlp
+
+
+def _share_sinks(plan: Plan, path: str, block: Block) -> None:
     """Sinks are whole on each rank at other levels; in Megatron's layer a rank has those of its heads."""
-    if path in plan.blocks and isinstance(block, Block) and block.sinks:
+    if block.sinks:
         whole = plan.placement(*f"{path}.{block.sinks}".rsplit(".", 1))
         plan.placements[whole.name] = replace(whole, axis=0, tp_gradient="complete")
 
 
-def _settled(plan: Plan, layer: str, record: Record) -> bool:
-    """Whether a mixture's layer is Megatron's, or was to be by the same call, and a problem says why it can't."""
-    around = f"{layer}.".startswith(f"{record.path}." if record.path else "")
-    return layer in plan.blocks or (around and required(record))
+def _settled(plan: Plan, path: str, part: _Part, record: Record) -> bool:
+    """Whether a module around is Megatron's, or was to be by the same call, and a problem says why it can't."""
+    asked = f"{record.path}." if record.path else ""
+    by_same = required(record) and any(f"{outer}.".startswith(asked) for outer in part.around)
+    return by_same or plan.in_block(path)
 
 
 def _mixture_modules(plan: Plan, model: nn.Module) -> dict[str, str]:
@@ -155,8 +198,8 @@ class _Inside:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What Megatron's module would stand for: a layer, or a mixture in it.
+class _Content:
+    """What Megatron's module would stand for.
 
     Attributes:
         path: of the module.
@@ -181,12 +224,17 @@ class _Choice:
         self.trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         self.inside = _Inside(plan)
 
-    def why_not_layer(self, layer: str) -> str:
+    def why_not(self, path: str, part: _Part) -> str:
+        if part.kind == "layer":
+            return self._why_not_layer(path)
+        return self._why_not_mixture(path, part) if part.kind == "mixture" else self._why_not_mlp(path, part)
+
+    def _why_not_layer(self, layer: str) -> str:
         plan, block = self.plan, self.roles.block
         if isinstance(block, str):
             return block
         mixture = mixture_in(plan, layer, self.roles)
-        if mixture is None and f"{layer}.{block.down}.weight" not in plan.canonical:
+        if mixture is None and f"{layer}.{block.mlp.down}.weight" not in plan.canonical:
             return str(self.roles.mixture)
         for what in ("mixture of experts",) * (mixture is not None) + ("latent attention",) * bool(block.latent):
             if plan.layout.tp > 1 and not plan.layout.sp:
@@ -196,79 +244,103 @@ class _Choice:
         inputs, outputs = mlp_of(block, mixture)
         cuts = _cuts((*block.attention_inputs, *inputs), (block.out, *outputs))
         whole = [*whole_linears(block), *(whole_of_mixture(mixture) if mixture is not None else ())]
-        part = _Part(layer, layer, cuts, parameter_names(block, mixture), whole)
+        content = _Content(layer, layer, cuts, parameter_names(block, mixture), whole)
         return (
-            self._why_not_lowered(part)
-            or self._uneven_biases(layer, block, mixture)
-            or self._unlike(part, assemblies(plan, layer, self.roles))
+            self._why_not_lowered(content)
+            or self._uneven_biases(layer, block.attention_inputs)
+            or self._uneven_biases(layer, (*inputs, *outputs))
+            or self._lone_bias(layer, block)
+            or self._unlike(content, assemblies(plan, layer, self.roles))
         )
 
-    def why_not_mixture(self, path: str, layer: str) -> str:
+    def _why_not_mixture(self, path: str, part: _Part) -> str:
         plan, mixture = self.plan, self.roles.mixture
         if isinstance(mixture, str):
             return mixture
-        if mixture_in(plan, layer, self.roles) is None or path != f"{layer}.{mixture.module}":
+        if mixture_in(plan, part.layer, self.roles) is None or path != f"{part.layer}.{mixture.module}":
             return "nothing is known of it"
         if plan.layout.tp > 1 and not plan.layout.sp:
             return "it wants sequence parallelism where there are TP ranks"
+        cuts = _cuts(mixture.shared_inputs, mixture.shared_outputs)
+        content = _Content(path, part.layer, cuts, mixture_parameter_names(mixture), whole_of_mixture(mixture))
+        return (
+            self._handed_whole(path, part)
+            or self._why_not_lowered(content)
+            or self._unlike(content, mixture_assemblies(plan, part.layer, mixture))
+        )
+
+    def _why_not_mlp(self, path: str, part: _Part) -> str:
+        plan, mlp = self.plan, part.mlp
+        if isinstance(mlp, str):
+            return mlp
+        linears = (*mlp.inputs, mlp.down)
+        content = _Content(path, part.layer, _cuts(mlp.inputs, (mlp.down,)), mlp_parameter_names(mlp), ())
+        return (
+            self._handed_whole(path, part)
+            or self._why_not_lowered(content)
+            or self._uneven_biases(part.layer, linears)
+            or self._unlike(content, mlp_assemblies(plan, part.layer, mlp))
+        )
+
+    def _handed_whole(self, path: str, part: _Part) -> str:
+        """Whether a module in a layer is handed what was sent already, or more than its part of a sequence."""
+        plan, layer = self.plan, part.layer
         around = {layer, *(path[:end] for end in range(len(layer), len(path)) if path[end] == ".")}
-        sequence = plan.sequence
-        whole = not around.isdisjoint(plan.derived.regions) or plan.derived.whole_slots.get(path)
-        if plan.layout.tp > 1 and whole:
+        if plan.layout.tp > 1 and not around.isdisjoint(plan.derived.regions):
+            return "what is around it communicates for it"
+        if plan.layout.sp and plan.derived.whole_slots.get(path):
             return "it is handed whole tensors, and not its part of the sequence"
+        sequence = plan.sequence
         if sequence is not None and not {path, *around}.isdisjoint(sequence.regions):
             return "it is handed whole sequences, and not its part of them"
-        cuts = _cuts(mixture.shared_inputs, mixture.shared_outputs)
-        part = _Part(path, layer, cuts, mixture_parameter_names(mixture), whole_of_mixture(mixture))
-        return self._why_not_lowered(part) or self._unlike(part, mixture_assemblies(plan, layer, mixture))
+        return ""
 
-    def _why_not_lowered(self, part: _Part) -> str:
+    def _why_not_lowered(self, content: _Content) -> str:
         """What of a part is cut, called or there otherwise than Megatron's module has it."""
         plan = self.plan
-        for name, cut in part.cuts.items():
-            path = f"{part.layer}.{name}"
+        for name, cut in content.cuts.items():
+            path = f"{content.layer}.{name}"
             if plan.cuts.get(path) != cut or path in plan.derived.gather or path in plan.derived.scatter:
                 return f"{name} is not sharded as a {cut}"
             if path in plan.replicated_heads:
                 return f"there are more TP ranks than heads of {name}"
-        for record in self.inside.records[part.layer]:
-            own = record.path == part.path
+        for record in self.inside.records[content.layer]:
+            own = record.path == content.path
             if (own and record.primitive not in ("trace", "trace_until")) or record.primitive in _INSIDE:
                 continue
-            if own or record.path.startswith(f"{part.path}."):
-                what = record.path[len(part.layer) + 1 :] or "the layer"
+            if own or record.path.startswith(f"{content.path}."):
+                what = record.path[len(content.layer) + 1 :] or "the layer"
                 return f"the schedule calls {record.primitive} on {what}, which is gone then"
-        known = {f"{part.layer}.{name}" for name in part.known}
-        strange = [name[len(part.layer) + 1 :] for name in self._names(part) if name not in known]
+        known = {f"{content.layer}.{name}" for name in content.known}
+        strange = [name[len(content.layer) + 1 :] for name in self._names(content) if name not in known]
         if strange:
             return f"nothing is known of {', '.join(strange)}"
-        for name in part.whole:
-            if plan.placement(f"{part.layer}.{name}", "weight").sharded:
+        for name in content.whole:
+            if plan.placement(f"{content.layer}.{name}", "weight").sharded:
                 return f"{name} is sharded"
         return ""
 
-    def _unlike(self, part: _Part, made: Mapping[str, Assembly]) -> str:
+    def _unlike(self, content: _Content, made: Mapping[str, Assembly]) -> str:
         """What of a part's parameters is not its own, or not trained as the others."""
-        if any(self.plan.canonical[name] != name for name in self._names(part)):
+        if any(self.plan.canonical[name] != name for name in self._names(content)):
             return "a parameter is tied to one of another layer"
         for parts in made.values():
             if len({self.trained[part.name] for part in parts.parts}) > 1:
                 return f"only some of {parts.name} are trained"
         return ""
 
-    def _names(self, part: _Part) -> list[str]:
-        return [name for name in self.inside.names[part.layer] if name.startswith(f"{part.path}.")]
+    def _names(self, content: _Content) -> list[str]:
+        return [name for name in self.inside.names[content.layer] if name.startswith(f"{content.path}.")]
 
-    def _uneven_biases(self, layer: str, block: Block, mixture: Mixture | None) -> str:
-        """What of a layer's biases Megatron's has not."""
-        plan, first = self.plan, block.attention_inputs
-        inputs, outputs = mlp_of(block, mixture)
-        for names in (first, (*inputs, *outputs)):
-            if len({has_bias(plan, layer, name) for name in names}) > 1:
-                return f"only some of {', '.join(names)} have a bias"
-        if has_bias(plan, layer, block.out) and not has_bias(plan, layer, first[0]):
-            return f"{block.out} has a bias and {first[0]} has none"
-        return ""
+    def _uneven_biases(self, layer: str, names: Sequence[str]) -> str:
+        """Whether some of these linears have a bias, and Megatron's flag would give one to all or none."""
+        uneven = len({has_bias(self.plan, layer, name) for name in names}) > 1
+        return f"only some of {', '.join(names)} have a bias" if uneven else ""
+
+    def _lone_bias(self, layer: str, block: Block) -> str:
+        first = block.attention_inputs[0]
+        lone = has_bias(self.plan, layer, block.out) and not has_bias(self.plan, layer, first)
+        return f"{block.out} has a bias and {first} has none" if lone else ""
 
 
 def _cuts(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, Cut]:

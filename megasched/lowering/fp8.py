@@ -7,6 +7,7 @@ around all layers, because leaving it updates the scales; for the other recipes 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from torch import nn
 
 from megasched.assembly import Assembly
 from megasched.errors import Problem
+from megasched.linears import is_linear
 from megasched.lora import adapted, adapter_names
 from megasched.lowering.block_parameters import (
     ROUTER,
@@ -22,8 +24,8 @@ from megasched.lowering.block_parameters import (
     SHARED_GATE,
     assemblies,
     mixture_assemblies,
+    mlp_assemblies,
 )
-from megasched.lowering.placing import is_linear
 from megasched.lowering.plan import Plan
 from megasched.lowering.wrap import Forward, wrap_forward
 from megasched.roles import Mixture, Roles
@@ -44,7 +46,9 @@ def choose_fp8(plan: Plan, roles: Roles) -> list[Problem]:
         return []
     if structure is None:
         return [Problem("8-bit training is for Megatron's trainer", remedy="a layout without fp8")]
-    problems = []
+    problems, mlps = [], defaultdict(list)
+    for path, mlp in plan.mlps.items():
+        mlps[structure.index_of(path)].append(mlp)
     for index in range(structure.count):
         layer = structure.layer_path(index)
         if not plan.in_8_bits(layer):
@@ -57,6 +61,8 @@ def choose_fp8(plan: Plan, roles: Roles) -> list[Problem]:
             products = _products(plan, linears)
             if isinstance(roles.mixture, Mixture) and f"{layer}.{roles.mixture.module}" in plan.mixtures:
                 products += _weights(mixture_assemblies(plan, layer, roles.mixture))
+            for mlp in mlps[index]:
+                products += _weights(mlp_assemblies(plan, layer, mlp))
         if not products:
             what = "none of its linears is sharded, so that none would run in 8 bits"
             remedy = "shard them, at one TP rank too, or call level('block') on the layer"

@@ -47,7 +47,7 @@ def trace_modules(model: nn.Module, context: Context, here: Callable[[str], bool
         prefix = record.path + "." if record.path else ""
         parallel = {path.removeprefix(prefix) for path in plan.cuts if path.startswith(prefix)}
         parallel |= {path.removeprefix(prefix) for path in plan.replicated_heads if path.startswith(prefix)}
-        parallel |= {path.removeprefix(prefix) for path in plan.blocks | plan.mixtures if path.startswith(prefix)}
+        parallel |= {path.removeprefix(prefix) for path in plan.by_megatron if path.startswith(prefix)}
         leaves = frozenset({*record.arguments["leaves"], *standing_leaves(module), *parallel})
         apart = {
             p.removeprefix(prefix): _decompose(model, p, r) for p, r in decomposed.items() if p.startswith(prefix)

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_submodules,
     get_gpt_layer_with_transformer_engine_submodules,
 )
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -98,8 +99,14 @@ def _without_input_norm(submodules: TransformerLayerSubmodules, te: bool) -> Non
 def _without_mlp_norm(submodules: TransformerLayerSubmodules, config: TransformerConfig, te: bool) -> None:
     submodules.pre_mlp_layernorm = IdentityOp
     if te and config.num_moe_experts is None:
-        linears = MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
-        submodules.mlp = partial(MLP.as_mlp_submodule, submodules=linears)
+        submodules.mlp = partial(MLP.as_mlp_submodule, submodules=mlp_linears(te))
+
+
+def mlp_linears(te: bool) -> MLPSubmodules:
+    """Of an MLP without a norm before it."""
+    if te:
+        return MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
+    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 
 class NormedAdd(nn.Module):

@@ -20,9 +20,9 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 from torch.nn import functional as F
 
+from megasched.linears import output_axis
 from megasched.lowering.context import Context
 from megasched.lowering.joint import JointColumns, sequence_first
-from megasched.lowering.placing import output_axis
 from megasched.lowering.region import gather_for_region, sum_gradient
 from megasched.placement import Placement
 

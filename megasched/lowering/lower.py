@@ -50,7 +50,7 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
     entered = {column for _, columns in regions.values() for column in columns}
     places = module_places(model)
     made: dict[nn.Module, nn.Module] = {}
-    if plan.blocks or plan.mixtures:
+    if plan.by_megatron:
         _lower_blocks(schedule, model, context, here)
 
     def alone(path: str) -> bool:
@@ -110,11 +110,12 @@ def lower_sequence_boundaries(
 
 
 def _lower_blocks(schedule: Schedule, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
-    """Puts Megatron's layers and mixtures in the places of the definition's; their parameters are all filled
-    then."""
+    """Puts Megatron's layers, mixtures and MLPs in the places of the definition's; their parameters are all
+    filled then."""
     # They import Megatron's specs, which few runs need.
     from megasched.lowering.block import lower_block, rotary_angles
     from megasched.lowering.mixture import lower_mixture
+    from megasched.lowering.mlp import lower_mlp
 
     roles = schedule.roles
 
@@ -133,6 +134,8 @@ def _lower_blocks(schedule: Schedule, model: nn.Module, context: Context, here: 
     for path in filter(here, sorted(context.plan.mixtures)):
         assert isinstance(roles.mixture, Mixture)
         put(path, lambda old, path=path: lower_mixture(path, model, roles.mixture, context))
+    for path in filter(here, sorted(context.plan.mlps)):
+        put(path, lambda old, path=path: lower_mlp(path, model, context))
 
 
 def _join(model: nn.Module, plan: Plan, here: Callable[[str], bool]) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
-import torch
 from torch import nn
 
 from megasched.errors import Problem
 from megasched.experts import is_experts
-from megasched.graph.intercept import is_conv1d
+from megasched.linears import is_linear, output_axis
 from megasched.lora import A, B
 from megasched.lowering.plan import Plan
 from megasched.lowering.replicated_heads import find_replicated_heads
@@ -21,34 +19,6 @@ from megasched.placement import Placement
 from megasched.records import Record
 from megasched.roles import Cut
 from megasched.schedule import Schedule
-
-
-def output_axis(module: nn.Module) -> int:
-    """Axis of the output features in a linear's weight: 0, but 1 in HF's Conv1D, which keeps [in, out]."""
-    return 1 if is_conv1d(module) else 0
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a module computes what ``nn.Linear`` does; a subclass with a forward of its own does not."""
-    if "forward" in vars(module):
-        return False
-    if is_conv1d(module):
-        return True
-    return isinstance(module, nn.Linear) and _computes_linear(type(module))
-
-
-@cache
-def _computes_linear(kind: type[nn.Linear]) -> bool:
-    """Whether a class computes what ``nn.Linear`` does; one with a forward of its own is tried with numbers."""
-    if kind.forward is nn.Linear.forward:
-        return True
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-            trial, x = kind(5, 3, bias=True), torch.randn(2, 4, 5)
-            expected = nn.functional.linear(x, trial.weight, trial.bias)
-            return torch.allclose(trial(x), expected, rtol=1e-5, atol=1e-6)
-    except Exception:  # made or called in a way of its own
-        return False
 
 
 def place(

@@ -9,7 +9,7 @@ from megasched.lowering.packed_plan import PackedPlan
 from megasched.lowering.replicated_heads import ReplicatedHeads
 from megasched.placement import Placement
 from megasched.records import Record
-from megasched.roles import Cut
+from megasched.roles import Cut, Mlp
 from megasched.trial.labels import Derived
 from megasched.trial.sequence_plan import SequencePlan
 from megasched.trial.structure import Structure
@@ -35,7 +35,8 @@ class Plan:
             by itself.
         mixtures: modules of router and experts, outside of ``blocks``, that Megatron's ``MoELayer`` computes; the
             same holds.
-        not_blocks: layers and mixtures that were to be Megatron's if that could be -> why it can't.
+        mlps: modules outside of both that Megatron's ``MLP`` computes -> what they are; the same holds.
+        not_blocks: layers, mixtures and MLPs that were to be Megatron's if that could be -> why it can't.
         te_linears: linears whose product is Transformer Engine's, in 8 bits; those in ``blocks`` are not named.
         joint: columns that are computed by one matrix product; paths in the order of their calls.
     """
@@ -53,6 +54,7 @@ class Plan:
     packed: PackedPlan | None = None
     blocks: set[str] = field(default_factory=set)
     mixtures: set[str] = field(default_factory=set)
+    mlps: dict[str, Mlp] = field(default_factory=dict)
     not_blocks: dict[str, str] = field(default_factory=dict)
     te_linears: set[str] = field(default_factory=set)
     joint: list[tuple[str, ...]] = field(default_factory=list)
@@ -69,11 +71,16 @@ class Plan:
         """Whether there are parameters in the module at ``path``."""
         return any(name.startswith(f"{path}.") for name in self.canonical)
 
+    @property
+    def by_megatron(self) -> set[str]:
+        """Paths of all that is computed by modules of Megatron's own."""
+        return self.blocks | self.mixtures | self.mlps.keys()
+
     def in_block(self, path: str) -> bool:
-        """Whether the module at ``path`` is inside one of ``blocks`` or ``mixtures``."""
-        while path and (self.blocks or self.mixtures):
+        """Whether the module at ``path`` is inside one of ``by_megatron``."""
+        while path and (self.blocks or self.mixtures or self.mlps):
             path = path.rpartition(".")[0]
-            if path in self.blocks or path in self.mixtures:
+            if path in self.blocks or path in self.mixtures or path in self.mlps:
                 return True
         return False
 

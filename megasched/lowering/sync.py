@@ -55,14 +55,14 @@ def shared_regions(plan: Plan) -> dict[str, Region]:
 
     It pays for several columns, unless one matrix product computes them all and communicates by itself. Under
     sequence parallelism whatever views shards as heads needs it, which reads the sequence length off its input.
-    Where something whole inside meets shards it must be so. Megatron's mixtures take their part of the sequence.
+    Where something whole inside meets shards it must be so. Megatron's modules communicate by themselves.
     """
-    split = plan.layout.sp
+    split, by_megatron = plan.layout.sp, plan.by_megatron
     joint = {frozenset(paths) for paths in plan.joint}
     return {
         path: region
         for path, region in plan.derived.regions.items()
-        if path not in plan.mixtures
+        if path not in by_megatron
         and (
             path in plan.derived.needed_regions
             or (len(region.columns) > 1 and frozenset(region.columns) not in joint)

@@ -76,7 +76,7 @@ def build_stage(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         packing=packing,
     )
-    for path in session.plan.blocks | session.plan.mixtures:
+    for path in session.plan.by_megatron:
         if stage.holds(session.plan.structure, path) and session.plan.in_8_bits(path):
             kernels.mark_8_bits(model.definition.get_submodule(path))
     _cast_buffers(model, setting.dtype)

@@ -82,7 +82,7 @@ def _functions(session: Session, setting: Setting) -> dict[str, Callable[..., An
     recipe = fp8 and fp8.fp8_recipe
     if setting.on_gpu:
         found |= kernels.stand_ins(recipe)
-    if session.plan.blocks or session.plan.mixtures:
+    if session.plan.by_megatron:
         found |= even_routing.STAND_INS | (expert_kernels.stand_ins(recipe) if setting.on_gpu else {})
     return found
 

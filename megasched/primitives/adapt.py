@@ -38,7 +38,7 @@ class Adapt(Primitive):
     ) -> Mapping[str, Any]:
         from torch import nn
 
-        from megasched.graph.intercept import is_conv1d
+        from megasched.linears import is_conv1d
 
         what, remedy = "", ""
         before = [r for r in node.root.records if r.primitive == self.name and r.path == node.path]

@@ -25,8 +25,8 @@ class Decompose(Primitive):
     def record(self, node: Node) -> Mapping[str, Any]:
         from torch import nn
 
-        from megasched.graph.intercept import is_conv1d
         from megasched.graph.trial import trial_of
+        from megasched.linears import is_conv1d
 
         if not (isinstance(node.mod, nn.Linear) or is_conv1d(node.mod)):
             what = f"decompose takes a Linear, and this is a {type(node.mod).__name__}"

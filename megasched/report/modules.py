@@ -160,6 +160,8 @@ class _View:
             return "Megatron's TransformerLayer"
         if path in self.plan.mixtures:
             return "Megatron's MoELayer"
+        if path in self.plan.mlps:
+            return "Megatron's MLP"
         if self.plan.in_block(path):
             return "in Megatron's layer"
         if path in self.plan.experts:
@@ -208,7 +210,7 @@ class _View:
             notes.append(f"experts shared out over EP {self.plan.layout.ep}, tokens sent to them")
         notes += self._context_notes(path)
         fp8 = self.plan.layout.fp8
-        if fp8 is not None and path in self.plan.blocks | self.plan.mixtures | self.plan.te_linears:
+        if fp8 is not None and path in self.plan.by_megatron | self.plan.te_linears:
             notes.append(f"in 8 bits ({fp8.fp8_recipe})" if self.plan.in_8_bits(path) else "in 16 bits")
         if self.tp > 1:
             notes += self._tp_notes(path, module, kind)

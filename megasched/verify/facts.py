@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megasched.layout import Layout
-from megasched.roles import Block, Mixture
+from megasched.roles import Block, Mixture, Mlp
+
+if TYPE_CHECKING:
+    from megasched.megatron.session import Session
 
 
 def facts(folder: str) -> dict[str, Any]:
     """In a rank: what is cut of a model at TP 2, by what, what of its linears stays whole, whether it ties
-    weights, and what of it is fused: ``block`` where Megatron's own layer can stand for its layers, ``mixture``
-    where Megatron's can for its mixtures alone, ``joint`` where projections share one matrix product."""
+    weights, and what of it is fused: ``block`` where Megatron's own layer can stand for its layers; elsewhere
+    ``mixture`` and ``mlp`` where Megatron's can for these alone; ``joint`` where projections share one matrix
+    product."""
     from megasched.megatron.decisions import decisions_of
     from megasched.megatron.session import open_session
     from megasched.model_adapters.registry import find_adapter
@@ -19,17 +23,22 @@ def facts(folder: str) -> dict[str, Any]:
     session = open_session("auto", folder, Layout(tensor_model_parallel_size=2))
     decisions = decisions_of(session, by_user=False)
     inferred = [d.parameter for d in decisions if d.decided_by.startswith("inferred")]
-    roles = session.schedule.roles
     return {
         "class": type(session.definition).__name__,
         "plan": any(d.decided_by.startswith("HF's plan") for d in decisions if "layers" in d.parameter),
         "adapter": find_adapter(session.definition.config.model_type) is not None,
         "inferred": [name for name in inferred if name.endswith(".weight")],
         "tied": any(name != canonical for name, canonical in session.plan.canonical.items()),
-        "fused": [
-            *(["joint"] if session.plan.joint else []),
-            *(["block"] if isinstance(roles.block, Block) else []),
-            *(["mixture"] if isinstance(roles.mixture, Mixture) and not isinstance(roles.block, Block) else []),
-        ],
+        "fused": [*(["joint"] if session.plan.joint else []), *_by_megatron(session)],
         "whole": {d.parameter: d.declined for d in decisions if d.declined},
     }
+
+
+def _by_megatron(session: Session) -> list[str]:
+    """What of a definition modules of Megatron's own can stand for."""
+    roles, structure = session.schedule.roles, session.plan.structure
+    if isinstance(roles.block, Block):
+        return ["block"]
+    in_layers = [mlp for path, mlp in roles.mlps.items() if structure and structure.index_of(path) is not None]
+    found = ["mixture"] if isinstance(roles.mixture, Mixture) else []
+    return [*found, "mlp"] if any(isinstance(mlp, Mlp) for mlp in in_layers) else found

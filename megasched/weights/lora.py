@@ -34,7 +34,7 @@ def adapter_config(schedule: Schedule, base_model: str) -> dict[str, Any] | None
         schedule: that has been checked; a PEFT adapter has one dropout and one scaling rule for all.
         base_model: folder or hub id of the model that is adapted (``--hf-model``).
     """
-    from megasched.graph.intercept import is_conv1d
+    from megasched.linears import is_conv1d
     from megasched.objectives import objective_of
 
     calls = adapted(schedule.records)

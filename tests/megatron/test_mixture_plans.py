@@ -52,8 +52,8 @@ def test_a_mixture_is_taken_alone_in_layers_that_are_to_stay(tmp_path, around):
     assert len(plan.mixtures) == (1 if "1" in around else 4)
 
 
-def test_a_block_is_a_layer_or_its_mixture(tmp_path):
-    with pytest.raises(ScheduleError, match="a block is a whole decoder layer, or its mixture of experts"):
+def test_a_block_is_a_layer_its_mixture_or_its_mlp(tmp_path):
+    with pytest.raises(ScheduleError, match="a block is a whole decoder layer, its mixture of experts or its MLP"):
         plan_of(tmp_path, Layout(), calls(tmp_path, ("model.layers.1.self_attn", "block")))
 
 

@@ -9,7 +9,7 @@ from megasched.definition import build_definition
 from megasched.errors import ConfigError
 from megasched.model_adapters import generic, registry
 from megasched.model_adapters.registry import Adapter, find_adapter, roles_of
-from megasched.roles import Roles
+from megasched.roles import Mlp, Roles
 from tests import tiny
 
 MINE = Adapter(
@@ -65,6 +65,7 @@ def test_an_installed_adapter_comes_before_hfs_plan(points, llama):
         },
         block="not tried",
         mixture="no mixture is known for model type 'llama'",
+        mlps={f"model.layers.{index}.mlp": Mlp() for index in range(2)},
     )
 
 

@@ -54,7 +54,7 @@ def small_model(model_type, folder, changes):
         if name.endswith(
             ("e_score_correction_bias", "expert_bias")
         ):  # zeros, as HF makes them: they would change no choice
-            tensors[name] = torch.linspace(-0.3, 0.3, len(value))
+            tensors[name] = torch.linspace(-0.3, 0.3, value.numel()).reshape(value.shape)
     save_file(tensors, written, metadata={"format": "pt"})
     return folder
 

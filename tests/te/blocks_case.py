@@ -36,14 +36,14 @@ LAYER = {"smollm3": 1}  # without positions and in a window; else the first
 
 
 def compare(family: str) -> dict[str, Any]:
-    """Classes in the layer (in its mixture where the layer stays HF's), names of its parameters, and the distances
-    of output and gradients from HF's."""
+    """Classes in the layer (in its mixture or MLP where the layer stays HF's), names of its parameters, and the
+    distances of output and gradients from HF's."""
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     import megasched
     from megasched.inference.infer import infer_roles
-    from megasched.lowering import attention, block, mixture
+    from megasched.lowering import attention, block, mixture, mlp
     from megasched.lowering.context import Context
     from megasched.lowering.planning import make_plan
     from megasched.model_adapters.default_schedule import schedule as default
@@ -73,12 +73,15 @@ def compare(family: str) -> dict[str, Any]:
     )
     group = parallel_state.get_tensor_model_parallel_group()
     context = Context(plan, group, config, None, torch.device("cpu"), megatron_finalizes=True)
-    block.uses_transformer_engine = mixture.uses_transformer_engine = lambda device: True
+    for module in (block, mixture, mlp):
+        module.uses_transformer_engine = lambda device: True
     old = model.get_submodule(path)
     hidden, others, arguments = _call(model, old)
     if whole:
         angles = block.rotary_angles(model, sch.roles.block)
         new = block.lower_block(path, old, model, sch.roles, angles, context)
+    elif path in plan.mlps:
+        new = mlp.lower_mlp(path, model, context)
     else:
         new = mixture.lower_mixture(path, model, sch.roles.mixture, context)
     outputs = []

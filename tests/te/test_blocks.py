@@ -14,11 +14,13 @@ KINDS = ("gemma", "gemma3_text", "glm4", "exaone4", "gpt2", "opt", "starcoder2",
 POST_NORMED = ("exaone4",)
 # The layers of the last two stay HF's.
 MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "olmoe", "qwen3_next")
+# Layers that stay HF's: a gate and GELU; a bias and GELU; a gate.
+MLPS = ("gemma2", "phi", "cohere")
 
 
 @pytest.fixture(scope="module")
 def found():
-    return run_case(TE, "tests.te.blocks_case", *FAMILIES, *KINDS, *MIXTURES)
+    return run_case(TE, "tests.te.blocks_case", *FAMILIES, *KINDS, *MIXTURES, *MLPS)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *KINDS])
@@ -37,7 +39,12 @@ def test_the_experts_are_transformer_engines_too(found, family):
     assert not {"ColumnParallelLinear", "RowParallelLinear", "CoreAttention", "SequentialMLP"} & set(classes)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *KINDS, *MIXTURES])
+@pytest.mark.parametrize("family", MLPS)
+def test_an_mlp_alone_is_transformer_engines(found, family):
+    assert found[family]["classes"] == ["MLP", "MegatronMlp", "TEColumnParallelLinear", "TERowParallelLinear"]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *KINDS, *MIXTURES, *MLPS])
 def test_output_and_every_gradient_equal_the_definitions(found, family):
     assert found[family]["missing"] == []
     assert {name: gap for name, gap in found[family]["distances"].items() if not gap < 1e-5} == {}

@@ -1,0 +1,117 @@
+"""MLPs by Megatron's ``MLP`` in layers that stay HF's, against the HF model."""
+
+from __future__ import annotations
+
+import pytest
+
+from megasched.compatibility import load_matrix
+from megasched.verify.parity import LAYOUTS as CHECKED
+from megasched.verify.parity import compare, reference_step
+from megasched.verify.shrink import TOKENS
+from megasched.verify.trainer_run import batches_of, train
+from tests.parity.instances import instances_of
+from tests.parity.mixtures import LAYOUTS as OF_MIXTURES
+from tests.parity.mixtures import RUN
+from tests.parity.test_experts import SAVE, assert_first_step_equals_hf, assert_same_run, run
+
+LAYOUTS = {**CHECKED, **OF_MIXTURES}
+# Model type -> its MLPs, where they are not as Llama's.
+PLACES = {
+    "bamba": "model.layers.*.feed_forward",
+    "ernie4_5_moe": "model.layers.*.mlp.shared_experts",
+    "falcon": "transformer.h.*.mlp",
+    "gpt2": "transformer.h.*.mlp",
+    "gpt_neox": "gpt_neox.layers.*.mlp",
+    "gptj": "transformer.h.*.mlp",
+    "granitemoehybrid": "model.layers.*.shared_mlp",
+    "lfm2": "model.layers.*.feed_forward",
+    "recurrent_gemma": "model.layers.*.mlp_block",
+}
+TYPES = (
+    *("bamba", "cohere", "falcon", "gemma2", "gpt_neox", "gptj", "granite", "granitemoehybrid"),
+    *("gpt2", "lfm2", "llama", "nanochat", "olmo2", "phi", "phi3", "recurrent_gemma"),
+)
+
+
+def mlps_of_run(folder, flags, schedule):
+    """A run of one step, and how many MLPs of Megatron's this rank made."""
+    from megasched.lowering.mlp import MegatronMlp
+
+    options = {"schedule": schedule, "random_init": False, "tokens": TOKENS}
+    with instances_of(MegatronMlp) as made:
+        report = train(folder, [*flags, *RUN], iterations=1, **options)
+    return report, len(made)
+
+
+def _check(ranks, folder, layout, schedule, mlps=4):
+    found = ranks.run(layout.world_size, mlps_of_run, folder, layout.flags.split(), schedule)
+    stages = 2 if "pipeline" in layout.flags else 1
+    assert sum(made for _, made in found) == mlps * layout.world_size // stages
+    assert_first_step_equals_hf(ranks, folder, [report for report, _ in found], layout.tp)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [(model_type, "tp2-sp-pp2-vpp2") for model_type in TYPES]
+    + [(model_type, "tp2") for model_type in ("gemma2", "gpt_neox", "phi3")]
+    + [(model_type, "cp2") for model_type in ("gemma2", "falcon")]
+    + [("olmo2", "one")]
+    + [("ernie4_5_moe", "ep2")],
+)
+def test_first_step_equals_hf(ranks, small_models, block, model_type, name):
+    """Loss, logits, every gradient and the norm."""
+    schedule = block(PLACES.get(model_type, "model.layers.*.mlp"))
+    mlps = 3 if model_type == "ernie4_5_moe" else 4  # its first layer has no experts
+    _check(ranks, small_models(model_type), LAYOUTS[name], schedule, mlps)
+
+
+@pytest.mark.parametrize("first", ["block", "fused"])
+def test_a_checkpoint_goes_between_levels_and_layouts(ranks, small_models, block, tmp_path, first):
+    """Parameters and the optimizer's states, in HF's names; gate and up are packed in Phi-3."""
+    folder, where = small_models("phi3"), "model.layers.*.mlp"
+    second = "fused" if first == "block" else "block"
+    whole = run(ranks, folder, LAYOUTS["one"], *SAVE, iterations=4, schedule=block(where, "fused"))
+    saving = ["--save", str(tmp_path / "kept"), "--save-interval", "2"]
+    wide = LAYOUTS["tp2-sp-pp2-vpp2"]
+    run(ranks, folder, wide, *SAVE, *saving, iterations=2, schedule=block(where, first))
+    loading = [*SAVE, "--load", str(tmp_path / "kept")]
+    resumed = run(ranks, folder, LAYOUTS["one"], *loading, iterations=4, schedule=block(where, second))
+    assert_same_run(resumed, whole, skip=2)
+
+
+EVERY_MLP = """
+from megasched.model_adapters.default_schedule import schedule as default
+
+def schedule(sch, layout):
+    default(sch, layout)
+    for path in sch.roles.mlps:
+        sch[path].level("block", required=False)
+"""
+MATRIX = load_matrix()["types"]
+FACTS = {name: found.get("facts", {}).get("fused", ()) for name, found in MATRIX.items()}
+# The linears lie in the layer itself; or the default schedule has taken whole layers; or experts are all that
+# there is; or it is handed whole sequences, as shared experts are.
+NONE_ALONE = (
+    *("biogpt", "opt", "xglm", "mixtral", "qwen3_moe", "gpt_oss", "kolibri1", "hunyuan_v1_moe", "aria_text"),
+    *("qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "zamba", "prophetnet", "xmod"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v4", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3"),
+    *("llama4", "llama4_text", "moshi", "solar_open"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [name for name, fused in FACTS.items() if {"block", "mlp"} & set(fused)])
+def test_every_architecture_with_such_mlps(ranks, small_models, tmp_path, model_type):
+    """What the numbers of a small copy show holds in the trainer; rounding counts as in the matrix."""
+    split = MATRIX[model_type]["tp2-sp"]["verdict"] == "equal"
+    schedule = tmp_path / "schedule.py"
+    schedule.write_text(EVERY_MLP)
+    layout, folder = LAYOUTS["tp2-sp" if split else "tp2"], small_models(model_type)
+    found = ranks.run(layout.world_size, mlps_of_run, folder, layout.flags.split(), str(schedule))
+    reports = [report for report, _ in found]
+    expected, exact = (
+        ranks.run(1, reference_step, folder, batches_of(reports), False, double)[0] for double in (False, True)
+    )
+    outcome = compare(reports, expected, layout.tp, exact)
+    assert outcome.verdict == "equal", outcome.why
+    assert all((made > 0) == (model_type not in NONE_ALONE) for _, made in found)
