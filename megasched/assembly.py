@@ -26,6 +26,8 @@ class Assembly:
         groups: in how many groups each part (each component of a packed one) is cut, which then take turns:
             Megatron keeps, for each head of k and v, the heads of q that use it, then k, then v
             (megatron/core/transformer/attention.py). Counted over all TP ranks; 1: whole parts follow each other.
+        paired: blocks of so many rows take turns in the first part, a head's q and its gate; in the parameter each
+            group has all of the one, then all of the other. 0: they don't.
         entry: the parameter is this entry alone, along axis 0 of the one HF tensor: HF keeps all experts of a
             layer in one, Megatron each in its own. Counted over all ranks.
         transposed: HF keeps the entry, a matrix, [in, out], and Megatron [out, in].
@@ -34,6 +36,7 @@ class Assembly:
 
     parts: tuple[Placement, ...]
     groups: int = 1
+    paired: int = 0
     entry: int | None = None
     transposed: bool = False
     interleaved: bool = False
@@ -43,6 +46,9 @@ class Assembly:
             raise ValueError(f"{self.name}: only one tensor that is cut along axis 0 has entries")
         if self.entry is None and self.rearranged:
             raise ValueError(f"{self.name}: only an entry is rearranged")
+        if self.paired and self.parts[0].shape[0] % (2 * self.paired * self.groups):
+            what = f"{list(self.parts[0].shape)} is not made of pairs of {self.paired} in {self.groups} groups"
+            raise ValueError(f"{self.parts[0].name}: {what}")
         for part in self.parts if self.groups > 1 else ():
             if any(length % self.groups for length in _components(part)):
                 raise ValueError(f"{part.name}: {list(part.shape)} is not made of {self.groups} groups")
@@ -77,7 +83,7 @@ class Assembly:
         if self.entry is not None:
             own = pieces[0][0].t() if self.transposed else pieces[0][0]
             return torch.cat([own[::2], own[1::2]]) if self.interleaved else own
-        if self.groups == 1:
+        if self.groups == 1 and not self.paired:
             return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
         groups = self._local_groups(size)
         rows = [
@@ -85,6 +91,8 @@ class Assembly:
             for piece, lengths in zip(pieces, self._lengths(size), strict=True)
             for component in piece.split(lengths)
         ]
+        if self.paired:
+            rows[0] = rows[0].unflatten(1, (-1, 2, self.paired)).transpose(1, 2).flatten(1, 3)
         return torch.cat(rows, dim=1).flatten(0, 1)
 
     def split(self, local: torch.Tensor, size: int) -> list[torch.Tensor]:
@@ -96,12 +104,15 @@ class Assembly:
             own = torch.stack(local.chunk(2), dim=1).flatten(0, 1) if self.interleaved else local
             return [(own.t() if self.transposed else own)[None]]
         lengths = self._lengths(size)
-        if self.groups == 1:
+        if self.groups == 1 and not self.paired:
             return [local] if len(lengths) == 1 else list(local.split([sum(of_part) for of_part in lengths]))
         groups = self._local_groups(size)
         widths = [length // groups for of_part in lengths for length in of_part]
-        rows = iter(local.unflatten(0, (groups, -1)).split(widths, dim=1))
-        pieces = [[next(rows).flatten(0, 1) for _ in of_part] for of_part in lengths]
+        rows = list(local.unflatten(0, (groups, -1)).split(widths, dim=1))
+        if self.paired:
+            rows[0] = rows[0].unflatten(1, (2, -1, self.paired)).transpose(1, 2).flatten(1, 3)
+        left = iter(rows)
+        pieces = [[next(left).flatten(0, 1) for _ in of_part] for of_part in lengths]
         return [piece[0] if len(piece) == 1 else torch.cat(piece) for piece in pieces]
 
     def _lengths(self, size: int) -> list[list[int]]:

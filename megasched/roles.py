@@ -197,33 +197,35 @@ class Mlp:
 
 
 @dataclass(frozen=True)
-class Block:
-    """A decoder layer that computes what Megatron's ``TransformerLayer`` does: norm, causal attention, norm, MLP
-    (in its place some have a ``Mixture``), either added to the hidden state. Paths are relative to the layer.
+class Attention:
+    """What Megatron's ``SelfAttention`` computes: causal attention of the hidden state to itself.
+
+    Paths are relative to the layer.
 
     Attributes:
-        input_norm, mlp_norm: norms before attention and before the MLP; empty: there are none.
-        attention_post_norm, mlp_post_norm: of what either gives, before it is added; empty for none.
-        normalization: which kind all norms are, with weights, and biases or none.
+        heads, groups, head_dim: attention heads, heads of k and v, and their size.
+        normalization: which kind norms are, with weights, and biases or none: of heads, and of the layer in a
+            ``Block``.
         zero_centered: weights of norms are kept less 1.
-        q, k, v, out: attention's projections; biases on all of q, k and v or on none, and then perhaps on out.
-        mlp: where there is no ``Mixture``.
+        eps: of norms.
+        q, k, v, out: projections; biases on all of q, k and v or on none, and then perhaps on out.
         qkv: q, k and v in one projection, which counts instead; empty: there is none.
         by_heads: in ``qkv``, the q, k and v of a head lie together, as Megatron has them; else first all of q.
+        gated: for each head, ``q`` gives its q and then a gate; what attention gives is multiplied with the gate's
+            sigmoid.
         q_norm, k_norm: norms of each head of q and k; empty for none.
+        softmax_scale: what products of q and k are multiplied with; None: ``head_dim`` to the power of -1/2.
+        dropout, out_dropout: probabilities: of attention; of what the definition's module returns, which Megatron
+            has where that is added to the hidden state.
         rotary: path in the model of the module whose frequencies the angles are made of; empty: attention has no
             positions.
         frequencies: buffer of ``rotary`` that has those of each layer; empty: all ``inv_freq``.
         interleaved: neighbours are rotated together; else those half of what is rotated apart.
         rotary_factor: of cosine and sine (YaRN, arXiv 2309.00071).
-        sinks: parameter [heads]: logits of a place without a value that all tokens attend to; empty for none.
-        heads, groups, head_dim: attention heads, heads of k and v, and their size.
-        softmax_scale: what products of q and k are multiplied with; None: ``head_dim`` to the power of -1/2.
-        eps: of all norms.
-        attention_dropout, hidden_dropout: probabilities; the second of what is added to the hidden state.
+        rotated: whether each layer has rotary positions; empty: all have.
         windows: how many tokens a token of each layer attends to, itself included (None: all); empty: all layers
             attend to all.
-        rotated: whether each layer has rotary positions; empty: all have.
+        sinks: parameter [heads]: logits of a place without a value that all tokens attend to; empty for none.
         latent: how q, k and v are made where they are compressed first; the other projections and the norms of
             heads do not count then. None: they are not.
     """
@@ -231,46 +233,79 @@ class Block:
     heads: int
     groups: int
     head_dim: int
-    eps: float
-    softmax_scale: float | None = None
-    attention_dropout: float = 0.0
-    hidden_dropout: float = 0.0
-    windows: tuple[int | None, ...] = ()
-    rotated: tuple[bool, ...] = ()
-    input_norm: str = "input_layernorm"
-    mlp_norm: str = "post_attention_layernorm"
-    attention_post_norm: str = ""
-    mlp_post_norm: str = ""
+    eps: float = 1e-5
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     zero_centered: bool = False
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
     out: str = "self_attn.o_proj"
-    mlp: Mlp = Mlp()
     qkv: str = ""
     by_heads: bool = False
+    gated: bool = False
     q_norm: str = ""
     k_norm: str = ""
+    softmax_scale: float | None = None
+    dropout: float = 0.0
+    out_dropout: float = 0.0
     rotary: str = "model.rotary_emb"
     frequencies: tuple[str, ...] = ()
     interleaved: bool = False
     rotary_factor: float = 1.0
+    rotated: tuple[bool, ...] = ()
+    windows: tuple[int | None, ...] = ()
     sinks: str = ""
     latent: Latent | None = None
 
     @property
-    def norms(self) -> tuple[str, ...]:
-        """Those of the hidden state and of heads."""
-        names = (self.input_norm, self.mlp_norm, self.attention_post_norm, self.mlp_post_norm)
-        return tuple(name for name in (*names, self.q_norm, self.k_norm) if name)
+    def module(self) -> str:
+        """That all of it is in."""
+        return self.out.rpartition(".")[0]
 
     @property
-    def attention_inputs(self) -> tuple[str, ...]:
+    def norms(self) -> tuple[str, ...]:
+        """Those of heads."""
+        return tuple(name for name in (self.q_norm, self.k_norm) if name)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
         """The projections to q, k and v."""
         if self.latent is not None:
             return (self.latent.q_up, self.latent.kv_up)
         return (self.qkv,) if self.qkv else (self.q, self.k, self.v)
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Linears that every TP rank has whole."""
+        return () if self.latent is None else (self.latent.q_down, self.latent.kv_down)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A decoder layer that computes what Megatron's ``TransformerLayer`` does: norm, attention, norm, MLP (in its
+    place some have a ``Mixture``), either added to the hidden state. Paths are relative to the layer.
+
+    Attributes:
+        attention: which speaks of the layer's norms, too.
+        mlp: where there is no ``Mixture``.
+        input_norm, mlp_norm: norms before attention and before the MLP; empty: there are none.
+        attention_post_norm, mlp_post_norm: of what either gives, before it is added; empty for none.
+        hidden_dropout: probability of dropout in what is added.
+    """
+
+    attention: Attention
+    mlp: Mlp = Mlp()
+    input_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    attention_post_norm: str = ""
+    mlp_post_norm: str = ""
+    hidden_dropout: float = 0.0
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Those of the hidden state."""
+        names = (self.input_norm, self.mlp_norm, self.attention_post_norm, self.mlp_post_norm)
+        return tuple(name for name in names if name)
 
 
 @dataclass(frozen=True)
@@ -286,6 +321,7 @@ class Roles:
         origin: module path -> what decided on its role: an adapter's glob, an entry of HF's plan, what was seen.
         declined: module path -> what was asked of it, or looked for, and is not done, with the reason.
         block: how Megatron's ``TransformerLayer`` can stand for a decoder layer, or else why it can't.
+        attention: how Megatron's ``SelfAttention`` can stand for a layer's, or else why it can't.
         mixture: how Megatron's ``MoELayer`` can stand for a mixture of experts, or else why it can't.
         mlps: path of each module that looks like an MLP -> how Megatron's can stand for it, or else why it can't.
     """
@@ -297,6 +333,7 @@ class Roles:
     origin: Mapping[str, str] = field(default_factory=dict)
     declined: Mapping[str, str] = field(default_factory=dict)
     block: Block | str = "nothing is known of its decoder layers"
+    attention: Attention | str = "nothing is known of its attention"
     mixture: Mixture | str = "nothing is known of its mixtures of experts"
     mlps: Mapping[str, Mlp | str] = field(default_factory=dict)
 

@@ -29,8 +29,10 @@ def schedule(sch: Schedule, layout: Layout) -> None:
     mixed = isinstance(mixture, Mixture)
     if isinstance(block, Block) and (by_megatron or (mixed and _takes_layers(block, layout))):
         for path, role in sch.roles.role.items():
-            if ROLES[role] == "row" and path.endswith(f".{block.out}"):  # inferred ones have no role of their own
-                sch[path.removesuffix(f".{block.out}")].level("block", required=False)
+            if ROLES[role] == "row" and path.endswith(
+                f".{block.attention.out}"
+            ):  # inferred ones have no role of their own
+                sch[path.removesuffix(f".{block.attention.out}")].level("block", required=False)
     elif mixed:
         for path, role in sch.roles.role.items():
             if role == "moe.experts":
@@ -40,5 +42,5 @@ def schedule(sch: Schedule, layout: Layout) -> None:
 def _takes_layers(block: Block, layout: Layout) -> bool:
     """Whether layers with experts are for Megatron's, which keeps less. It takes packed sequences as one row, and
     Transformer Engine has no window under context parallelism unless a flag says how."""
-    windows = any(window is not None for window in block.windows)
+    windows = any(window is not None for window in block.attention.windows)
     return not layout.packed_sequences and not (layout.cp > 1 and windows)

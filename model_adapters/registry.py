@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 from megasched.definition import text_config
 from megasched.errors import ConfigError
 from megasched.experts import find_experts
+from megasched.model_adapters.attentions import attention_of
 from megasched.model_adapters.blocks import block_of
 from megasched.model_adapters.mixtures import mixture_of
 from megasched.model_adapters.mlps import mlps_of
-from megasched.roles import Block, Mixture, Mlp, Roles
+from megasched.roles import Attention, Block, Mixture, Mlp, Roles
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,7 +43,8 @@ class Adapter:
         local_attributes: glob over module paths -> attributes that count this rank's heads or features.
         block: says of a definition how Megatron's ``TransformerLayer`` can stand for its decoder layers (level
             ``block``), or why it can't; ``blocks.py`` by default.
-        mixture: the same of Megatron's ``MoELayer`` and its mixtures of experts; ``mixtures.py`` by default.
+        attention: the same of Megatron's ``SelfAttention`` and that of its layers; ``attentions.py`` by default.
+        mixture: the same of its ``MoELayer`` and its mixtures of experts; ``mixtures.py`` by default.
         mlps: the same of its ``MLP`` and each module that looks like one; ``mlps.py`` by default.
     """
 
@@ -51,6 +53,7 @@ class Adapter:
     packed: Mapping[str, Callable[[Any], tuple[int, ...]]] = field(default_factory=dict)
     local_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     block: Callable[[nn.Module], Block | str] = block_of
+    attention: Callable[[nn.Module], Attention | str] = attention_of
     mixture: Callable[[nn.Module], Mixture | str] = mixture_of
     mlps: Callable[[nn.Module], Mapping[str, Mlp | str]] = mlps_of
 
@@ -80,6 +83,7 @@ class Adapter:
             local,
             origin,
             block=self.block(model),
+            attention=self.attention(model),
             mixture=self.mixture(model),
             mlps=self.mlps(model),
         )
@@ -206,7 +210,13 @@ def roles_of(model: nn.Module) -> Roles:
     if adapter is not None:
         roles = adapter.bind(model)
     else:
-        roles = replace(read_plan(model), block=block_of(model), mixture=mixture_of(model), mlps=mlps_of(model))
+        roles = replace(
+            read_plan(model),
+            block=block_of(model),
+            attention=attention_of(model),
+            mixture=mixture_of(model),
+            mlps=mlps_of(model),
+        )
     experts = dict.fromkeys(find_experts(model), "moe.experts")
     origin = dict.fromkeys(experts, "has the form of HF's experts")
     return replace(roles, role={**roles.role, **experts}, origin={**roles.origin, **origin})

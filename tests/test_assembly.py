@@ -32,6 +32,36 @@ def test_join_and_split_are_inverse_on_every_rank(groups, size, widths, rest):
             assert torch.equal(got, want)
 
 
+@given(
+    groups=st.integers(1, 3),
+    size=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    rows=st.integers(1, 3),
+    rest=st.sampled_from([(), (2,)]),
+)
+def test_paired_rows_are_sorted_and_back_on_every_rank(groups, size, heads, rows, rest):
+    groups *= size
+    parts = placements(groups * heads * 2 * rows, groups * rows, rest=rest)
+    assembly = Assembly(parts, groups, paired=rows)
+    whole = [torch.randn(part.shape) for part in parts]
+    for rank in range(size):
+        pieces = [part.shard(full, rank, size) for part, full in zip(parts, whole, strict=True)]
+        local = assembly.join(pieces, size)
+        assert tuple(local.shape) == assembly.local_shape(size)
+        for got, want in zip(assembly.split(local, size), pieces, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_a_head_and_its_gate_come_apart_as_in_megatrons_gated_attention():
+    """2 groups of 2 heads of one row: q0 g0 q1 g1 ... of HF are q0 q1 g0 g1 k0 | q2 q3 g2 g3 k1."""
+    parts = placements(8, 2)
+    q, k = torch.tensor([0, 100, 1, 101, 2, 102, 3, 103]), torch.tensor([10, 11])
+    assembly = Assembly(parts, 2, paired=1)
+    assert assembly.join([q, k], 1).tolist() == [0, 1, 100, 101, 10, 2, 3, 102, 103, 11]
+    with pytest.raises(ValueError, match=r"p0: \[8\] is not made of pairs of 3 in 2 groups"):
+        Assembly(parts, 2, paired=3)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rest", [(6, 4), (6,)])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from megasched.assembly import Assembly
 from megasched.lowering.plan import Plan
 from megasched.placement import Placement
-from megasched.roles import Block, Mixture, Mlp, Roles
+from megasched.roles import Attention, Block, Latent, Mixture, Mlp, Roles
 
 # Megatron's names in its mixture of a router's weight and buffer, and of the weight of shared experts' gate.
 ROUTER, CORRECTION, SHARED_GATE = "router.weight", "router.expert_bias", "shared_experts.gate_weight"
@@ -22,6 +22,12 @@ SINKS = "core_attention.softmax_offset"
 def has_bias(plan: Plan, layer: str, name: str) -> bool:
     """Whether a linear of the definition's layer has one."""
     return f"{layer}.{name}.bias" in plan.canonical
+
+
+def output_features(plan: Plan, layer: str, name: str) -> int:
+    """Of a linear of the definition's layer."""
+    weight = plan.placement(f"{layer}.{name}", "weight")
+    return weight.shape[1 if weight.transposed else 0]
 
 
 def mixture_in(plan: Plan, layer: str, roles: Roles) -> Mixture | None:
@@ -41,13 +47,18 @@ def mlp_of(block: Block, mixture: Mixture | None) -> tuple[tuple[str, ...], tupl
 
 def parameter_names(block: Block, mixture: Mixture | None) -> list[str]:
     """Names in a layer of all that the block speaks of; biases need not be there."""
-    attention = (*block.attention_inputs, block.out)
-    latent = (block.latent.q_norm, block.latent.kv_norm) if block.latent is not None else ()
-    found = [f"{name}.weight" for name in (*block.norms, *latent, *whole_linears(block), *attention)]
-    found += mlp_parameter_names(block.mlp) if mixture is None else mixture_parameter_names(mixture)
-    found += [block.sinks] if block.sinks else []
-    biased = (*block.norms, *(attention if block.latent is None else ()))
-    return [*found, *(f"{name}.bias" for name in biased)]
+    found = [f"{name}.{kind}" for name in block.norms for kind in ("weight", "bias")]
+    found += attention_parameter_names(block.attention)
+    return found + (mlp_parameter_names(block.mlp) if mixture is None else mixture_parameter_names(mixture))
+
+
+def attention_parameter_names(attention: Attention) -> list[str]:
+    """Names in a layer of all that attention speaks of; biases need not be there."""
+    linears, latent = (*attention.inputs, attention.out), attention.latent
+    norms = attention.norms if latent is None else (latent.q_norm, latent.kv_norm)
+    found = [f"{name}.weight" for name in (*norms, *attention.whole, *linears)]
+    found += [attention.sinks] if attention.sinks else []
+    return [*found, *(f"{name}.bias" for name in (*norms, *linears) if latent is None)]
 
 
 def mlp_parameter_names(mlp: Mlp) -> list[str]:
@@ -61,11 +72,6 @@ def mixture_parameter_names(mixture: Mixture) -> list[str]:
     stacked = [f"{mixture.experts}.{name}" for name in mixture.expert.stacked.values()]
     biases = [f"{mixture.router}.bias"] if mixture.expert.biased else []
     return [*stacked, *biases, *(f"{name}.weight" for name in linears)]
-
-
-def whole_linears(block: Block) -> list[str]:
-    """Linears of a layer that every TP rank has whole, but for those of a mixture."""
-    return [] if block.latent is None else [block.latent.q_down, block.latent.kv_down]
 
 
 def whole_of_mixture(mixture: Mixture) -> list[str]:
@@ -83,23 +89,31 @@ def assemblies(plan: Plan, layer: str, roles: Roles, ep_rank: int = 0) -> dict[s
     """
     block = roles.block
     assert isinstance(block, Block)
-
-    def of(names: Iterable[str]) -> Assembly:
-        return _of(plan, layer, names)
-
     mixture = mixture_in(plan, layer, roles)
     if mixture is None:
         mlp = mlp_assemblies(plan, layer, block.mlp)
     else:
         mlp = mixture_assemblies(plan, layer, mixture, ep_rank)
-    found = {
-        "self_attention.linear_proj.weight": of([f"{block.out}.weight"]),
+    attention = attention_assemblies(plan, layer, block.attention)
+    return {
         **_norms(plan, layer, block),
-        **(_attention if block.latent is None else _latent_attention)(plan, layer, block),
+        **{f"self_attention.{name}": assembly for name, assembly in attention.items()},
+        **{f"mlp.{name}": assembly for name, assembly in mlp.items()},
     }
-    if has_bias(plan, layer, block.out):
-        found["self_attention.linear_proj.bias"] = of([f"{block.out}.bias"])
-    return found | {f"mlp.{name}": assembly for name, assembly in mlp.items()}
+
+
+def attention_assemblies(plan: Plan, layer: str, attention: Attention) -> dict[str, Assembly]:
+    """Parameter of Megatron's ``SelfAttention``, or of its ``MLASelfAttention``, -> HF tensors; see
+    ``assemblies``."""
+    found = {"linear_proj.weight": _of(plan, layer, [f"{attention.out}.weight"])}
+    if has_bias(plan, layer, attention.out):
+        found["linear_proj.bias"] = _of(plan, layer, [f"{attention.out}.bias"])
+    if attention.latent is not None:
+        return found | _latent_projections(plan, layer, attention.latent)
+    if attention.sinks:
+        found[SINKS] = _of(plan, layer, [attention.sinks])
+    norms = {"q_layernorm.": attention.q_norm, "k_layernorm.": attention.k_norm}
+    return found | _projections(plan, layer, attention) | _of_norms(plan, layer, norms)
 
 
 def mlp_assemblies(plan: Plan, layer: str, mlp: Mlp) -> dict[str, Assembly]:
@@ -133,19 +147,17 @@ def _of(plan: Plan, layer: str, names: Iterable[str], groups: int = 1) -> Assemb
     return Assembly(tuple(plan.placement(*f"{layer}.{name}".rsplit(".", 1)) for name in names), groups)
 
 
-def _attention(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
-    """Of Megatron's ``SelfAttention``, but for its output projection and norms."""
-    qkv, groups = block.attention_inputs, 1 if block.by_heads else block.groups
-    found = {"self_attention.linear_qkv.weight": _of(plan, layer, (f"{n}.weight" for n in qkv), groups)}
-    if has_bias(plan, layer, qkv[0]):
-        found["self_attention.linear_qkv.bias"] = _of(plan, layer, (f"{n}.bias" for n in qkv), groups)
-    if block.sinks:
-        found[f"self_attention.{SINKS}"] = _of(plan, layer, [block.sinks])
-    return found
+def _projections(plan: Plan, layer: str, attention: Attention) -> dict[str, Assembly]:
+    """Of q, k and v."""
+    qkv, groups = attention.inputs, 1 if attention.by_heads else attention.groups
+    kinds = ("weight", "bias") if has_bias(plan, layer, qkv[0]) else ("weight",)
+    parts = {kind: _of(plan, layer, (f"{name}.{kind}" for name in qkv), groups) for kind in kinds}
+    paired = attention.head_dim if attention.gated else 0
+    return {f"linear_qkv.{kind}": replace(assembly, paired=paired) for kind, assembly in parts.items()}
 
 
 def _norms(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
-    """Of norms of the hidden state and of heads."""
+    """Of norms of the hidden state."""
     own = {
         "input_layernorm.": block.input_norm,
         "self_attention.linear_qkv.layer_norm_": block.input_norm,
@@ -153,9 +165,12 @@ def _norms(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
         "mlp.linear_fc1.layer_norm_": block.mlp_norm,
         f"self_attn_bda.{POST_NORM}.": block.attention_post_norm,
         f"mlp_bda.{POST_NORM}.": block.mlp_post_norm,
-        "self_attention.q_layernorm.": block.q_norm,
-        "self_attention.k_layernorm.": block.k_norm,
     }
+    return _of_norms(plan, layer, own)
+
+
+def _of_norms(plan: Plan, layer: str, own: Mapping[str, str]) -> dict[str, Assembly]:
+    """Of norms by what their parameters' names in Megatron's module begin with."""
     return {
         f"{prefix}{kind}": _of(plan, layer, [f"{norm}.{kind}"])
         for prefix, norm in own.items()
@@ -164,10 +179,8 @@ def _norms(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
     }
 
 
-def _latent_attention(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
-    """Of Megatron's ``MLASelfAttention``, but for its output projection."""
-    latent = block.latent
-    assert latent is not None
+def _latent_projections(plan: Plan, layer: str, latent: Latent) -> dict[str, Assembly]:
+    """Of compressed q, k and v."""
     whole = {
         "linear_q_down_proj.weight": latent.q_down,
         "q_layernorm.weight": latent.q_norm,
@@ -179,7 +192,7 @@ def _latent_attention(plan: Plan, layer: str, block: Block) -> dict[str, Assembl
     cut = {"linear_q_up_proj.weight": latent.q_up, "linear_kv_up_proj.weight": latent.kv_up}
     found = {own: _of_part(plan, plan.placement(f"{layer}.{name}", "weight")) for own, name in whole.items()}
     found |= {own: plan.placement(f"{layer}.{name}", "weight") for own, name in cut.items()}
-    return {f"self_attention.{own}": Assembly((placement,)) for own, placement in found.items()}
+    return {own: Assembly((placement,)) for own, placement in found.items()}
 
 
 def _experts(plan: Plan, layer: str, mixture: Mixture, ep_rank: int) -> dict[str, Assembly]:

@@ -1,5 +1,5 @@
-"""Which decoder layers Megatron's own ``TransformerLayer`` computes, and in the others which mixtures of experts
-its ``MoELayer`` and which MLPs its ``MLP``."""
+"""Which decoder layers Megatron's own ``TransformerLayer`` computes, and in the others which attention its
+``SelfAttention``, which mixtures of experts its ``MoELayer`` and which MLPs its ``MLP``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from megasched.errors import Problem
 from megasched.experts import find_experts
 from megasched.lowering.block_parameters import (
     assemblies,
+    attention_assemblies,
+    attention_parameter_names,
     has_bias,
     mixture_assemblies,
     mixture_in,
@@ -20,13 +22,12 @@ from megasched.lowering.block_parameters import (
     mlp_of,
     mlp_parameter_names,
     parameter_names,
-    whole_linears,
     whole_of_mixture,
 )
 from megasched.lowering.joining import level_at, levels_asked, required
 from megasched.lowering.plan import Plan
 from megasched.records import Record
-from megasched.roles import Block, Cut, Mixture, Mlp, Roles
+from megasched.roles import Attention, Block, Cut, Mixture, Mlp, Roles
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,8 +39,8 @@ _INSIDE = ("shard", "level")
 
 
 def choose_blocks(plan: Plan, model: nn.Module, roles: Roles, by_trainer: bool) -> list[Problem]:
-    """Fills ``plan.blocks``, ``plan.mixtures`` and ``plan.mlps`` with what is at level ``block``; a problem for
-    each layer, mixture or MLP that can't be and must.
+    """Fills ``plan.blocks``, ``plan.attentions``, ``plan.mixtures`` and ``plan.mlps`` with what is at level
+    ``block``; a problem for each module that can't be and must.
 
     Args:
         by_trainer: the model is built for Megatron's trainer, whose config its layers need.
@@ -57,7 +58,7 @@ def choose_blocks(plan: Plan, model: nn.Module, roles: Roles, by_trainer: bool) 
     problems = []
     for path, record in asked.items():
         if structure.index_of(path) is not None and path not in parts:
-            what = "a block is a whole decoder layer, its mixture of experts or its MLP"
+            what = "a block is a whole decoder layer, its attention, its mixture of experts or its MLP"
             problems.append(Problem(what, path, record.source, "call level('block') on one of them"))
     for path, part in parts.items():
         record = level_at(levels, path)
@@ -84,7 +85,7 @@ class _Part:
         mlp: how it is put together, or why Megatron's can't be; of an MLP alone.
     """
 
-    kind: Literal["layer", "mixture", "MLP"]
+    kind: Literal["layer", "attention", "mixture", "MLP"]
     layer: str
     around: tuple[str, ...] = ()
     mlp: Mlp | str = ""
@@ -95,6 +96,8 @@ def _parts(plan: Plan, model: nn.Module, roles: Roles) -> dict[str, _Part]:
     assert plan.structure is not None
     layers = plan.structure.layer_paths()
     found = {layer: _Part("layer", layer) for layer in layers}
+    for path, layer in _attention_modules(plan, roles).items():
+        found[path] = _Part("attention", layer, (layer,))
     for path, layer in _mixture_modules(plan, model).items():
         found[path] = _Part("mixture", layer, (layer,))
     for path, mlp in roles.mlps.items():
@@ -106,12 +109,32 @@ def _parts(plan: Plan, model: nn.Module, roles: Roles) -> dict[str, _Part]:
     return found
 
 
+def _attention_modules(plan: Plan, roles: Roles) -> dict[str, str]:
+    """Modules that are as the adapter says of attention, or were seen to compute it -> their layers."""
+    structure = plan.structure
+    assert structure is not None
+    found = {}
+    if isinstance(roles.attention, Attention):
+        for layer in structure.layer_paths():
+            if f"{layer}.{roles.attention.out}.weight" in plan.canonical:
+                found[f"{layer}.{roles.attention.module}"] = layer
+    for path in plan.derived.attention:
+        index = structure.index_of(path)
+        if index is not None and path != structure.layer_path(index):
+            found.setdefault(path, structure.layer_path(index))
+    return found
+
+
 def _take(plan: Plan, path: str, part: _Part, roles: Roles) -> None:
     """Has a module be Megatron's, which can stand for it."""
     if part.kind == "layer":
         plan.blocks.add(path)
         assert isinstance(roles.block, Block)
-        _share_sinks(plan, path, roles.block)
+        _share_sinks(plan, path, roles.block.attention)
+    elif part.kind == "attention":
+        plan.attentions.add(path)
+        assert isinstance(roles.attention, Attention)
+        _share_sinks(plan, part.layer, roles.attention)
     elif part.kind == "mixture":
         plan.mixtures.add(path)
     else:
@@ -119,10 +142,10 @@ def _take(plan: Plan, path: str, part: _Part, roles: Roles) -> None:
         plan.mlps[path] = part.mlp
 
 
-def _share_sinks(plan: Plan, path: str, block: Block) -> None:
-    """Sinks are whole on each rank at other levels; in Megatron's layer a rank has those of its heads."""
-    if block.sinks:
-        whole = plan.placement(*f"{path}.{block.sinks}".rsplit(".", 1))
+def _share_sinks(plan: Plan, layer: str, attention: Attention) -> None:
+    """Sinks are whole on each rank at other levels; in Megatron's attention a rank has those of its heads."""
+    if attention.sinks:
+        whole = plan.placement(*f"{layer}.{attention.sinks}".rsplit(".", 1))
         plan.placements[whole.name] = replace(whole, axis=0, tp_gradient="complete")
 
 
@@ -227,6 +250,8 @@ class _Choice:
     def why_not(self, path: str, part: _Part) -> str:
         if part.kind == "layer":
             return self._why_not_layer(path)
+        if part.kind == "attention":
+            return self._why_not_attention(path, part)
         return self._why_not_mixture(path, part) if part.kind == "mixture" else self._why_not_mlp(path, part)
 
     def _why_not_layer(self, layer: str) -> str:
@@ -236,22 +261,44 @@ class _Choice:
         mixture = mixture_in(plan, layer, self.roles)
         if mixture is None and f"{layer}.{block.mlp.down}.weight" not in plan.canonical:
             return str(self.roles.mixture)
-        for what in ("mixture of experts",) * (mixture is not None) + ("latent attention",) * bool(block.latent):
-            if plan.layout.tp > 1 and not plan.layout.sp:
-                return f"its {what} wants sequence parallelism where there are TP ranks"
-        if block.sinks and plan.layout.packed_sequences:
-            return "Transformer Engine has no sinks for packed sequences"
-        inputs, outputs = mlp_of(block, mixture)
-        cuts = _cuts((*block.attention_inputs, *inputs), (block.out, *outputs))
-        whole = [*whole_linears(block), *(whole_of_mixture(mixture) if mixture is not None else ())]
+        if mixture is not None and plan.layout.tp > 1 and not plan.layout.sp:
+            return "its mixture of experts wants sequence parallelism where there are TP ranks"
+        attention, (inputs, outputs) = block.attention, mlp_of(block, mixture)
+        cuts = _cuts((*attention.inputs, *inputs), (attention.out, *outputs))
+        whole = [*attention.whole, *(whole_of_mixture(mixture) if mixture is not None else ())]
         content = _Content(layer, layer, cuts, parameter_names(block, mixture), whole)
         return (
-            self._why_not_lowered(content)
-            or self._uneven_biases(layer, block.attention_inputs)
+            self._attention_wants(attention)
+            or self._why_not_lowered(content)
+            or self._biases_of_attention(layer, attention)
             or self._uneven_biases(layer, (*inputs, *outputs))
-            or self._lone_bias(layer, block)
             or self._unlike(content, assemblies(plan, layer, self.roles))
         )
+
+    def _why_not_attention(self, path: str, part: _Part) -> str:
+        plan, attention = self.plan, self.roles.attention
+        if isinstance(attention, str):
+            return attention
+        if path != f"{part.layer}.{attention.module}":
+            return "nothing is known of it"
+        if attention.out_dropout:
+            return "it drops out what it returns, and Megatron's does not"
+        cuts = _cuts(attention.inputs, (attention.out,))
+        content = _Content(path, part.layer, cuts, attention_parameter_names(attention), attention.whole)
+        return (
+            self._attention_wants(attention)
+            or self._handed_whole(path, part)
+            or self._why_not_lowered(content)
+            or self._biases_of_attention(part.layer, attention)
+            or self._unlike(content, attention_assemblies(plan, part.layer, attention))
+        )
+
+    def _attention_wants(self, attention: Attention) -> str:
+        layout = self.plan.layout
+        if attention.latent is not None and layout.tp > 1 and not layout.sp:
+            return "its latent attention wants sequence parallelism where there are TP ranks"
+        packed = bool(attention.sinks) and layout.packed_sequences
+        return "Transformer Engine has no sinks for packed sequences" if packed else ""
 
     def _why_not_mixture(self, path: str, part: _Part) -> str:
         plan, mixture = self.plan, self.roles.mixture
@@ -337,10 +384,11 @@ class _Choice:
         uneven = len({has_bias(self.plan, layer, name) for name in names}) > 1
         return f"only some of {', '.join(names)} have a bias" if uneven else ""
 
-    def _lone_bias(self, layer: str, block: Block) -> str:
-        first = block.attention_inputs[0]
-        lone = has_bias(self.plan, layer, block.out) and not has_bias(self.plan, layer, first)
-        return f"{block.out} has a bias and {first} has none" if lone else ""
+    def _biases_of_attention(self, layer: str, attention: Attention) -> str:
+        first, out = attention.inputs[0], attention.out
+        lone = has_bias(self.plan, layer, out) and not has_bias(self.plan, layer, first)
+        uneven = self._uneven_biases(layer, attention.inputs)
+        return uneven or (f"{out} has a bias and {first} has none" if lone else "")
 
 
 def _cuts(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, Cut]:

@@ -23,12 +23,13 @@ from megasched.lowering.block_parameters import (
     ROUTER_BIAS,
     SHARED_GATE,
     assemblies,
+    attention_assemblies,
     mixture_assemblies,
     mlp_assemblies,
 )
 from megasched.lowering.plan import Plan
 from megasched.lowering.wrap import Forward, wrap_forward
-from megasched.roles import Mixture, Roles
+from megasched.roles import Attention, Mixture, Roles
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -61,6 +62,8 @@ def choose_fp8(plan: Plan, roles: Roles) -> list[Problem]:
             products = _products(plan, linears)
             if isinstance(roles.mixture, Mixture) and f"{layer}.{roles.mixture.module}" in plan.mixtures:
                 products += _weights(mixture_assemblies(plan, layer, roles.mixture))
+            if isinstance(roles.attention, Attention) and f"{layer}.{roles.attention.module}" in plan.attentions:
+                products += _weights(attention_assemblies(plan, layer, roles.attention))
             for mlp in mlps[index]:
                 products += _weights(mlp_assemblies(plan, layer, mlp))
         if not products:

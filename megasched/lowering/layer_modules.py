@@ -42,10 +42,11 @@ def layer_submodules(
         mlp_bias: the MLP has biases; the config says it of attention.
         te: of Transformer Engine.
     """
-    norm: Norm = TENorm if te else partial(_norm, context.device)
-    submodules = _of_transformer_engine(config) if te else _of_torch(config, context, norm)
+    norm = _norms(context, te)
+    submodules = _made_of(config, context, te)
     if not block.input_norm:
-        _without_input_norm(submodules, te)
+        submodules.input_layernorm = IdentityOp
+        _without_norm(submodules.self_attention, config, te)
     if not block.mlp_norm:
         _without_mlp_norm(submodules, config, te)
     build, other = submodules.mlp, copy.copy(config)
@@ -60,6 +61,14 @@ def layer_submodules(
             made = partial(norm, config, config.hidden_size, config.layernorm_epsilon)
             setattr(submodules, name, ModuleSpec(NormedAdd, params={POST_NORM: made}))
     return submodules
+
+
+def _norms(context: Context, te: bool) -> Norm:
+    return TENorm if te else partial(_norm, context.device)
+
+
+def _made_of(config: TransformerConfig, context: Context, te: bool) -> TransformerLayerSubmodules:
+    return _of_transformer_engine(config) if te else _of_torch(config, context, _norms(context, te))
 
 
 def _of_transformer_engine(config: TransformerConfig) -> TransformerLayerSubmodules:
@@ -90,10 +99,17 @@ def _of_torch(config: TransformerConfig, context: Context, norm: Norm) -> Transf
     return submodules
 
 
-def _without_input_norm(submodules: TransformerLayerSubmodules, te: bool) -> None:
-    submodules.input_layernorm = IdentityOp
-    if te:  # which has the norm in the projection
-        submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+def attention_spec(config: TransformerConfig, context: Context, te: bool) -> ModuleSpec:
+    """Attention without a norm before it, in a layer that has no experts."""
+    submodules = _made_of(config, context, te)
+    _without_norm(submodules.self_attention, config, te)
+    return submodules.self_attention
+
+
+def _without_norm(attention: ModuleSpec, config: TransformerConfig, te: bool) -> None:
+    """Transformer Engine's projection has the norm before attention in it; latent attention's have not."""
+    if te and not config.multi_latent_attention:
+        attention.submodules.linear_qkv = TEColumnParallelLinear
 
 
 def _without_mlp_norm(submodules: TransformerLayerSubmodules, config: TransformerConfig, te: bool) -> None:

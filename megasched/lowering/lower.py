@@ -38,7 +38,7 @@ from megasched.lowering.region import (
 )
 from megasched.lowering.sync import shared_regions
 from megasched.lowering.wrap import draw_forked
-from megasched.roles import Block, Mixture
+from megasched.roles import Attention, Block, Mixture
 from megasched.schedule import Schedule
 from megasched.trial.labels import Region
 
@@ -55,6 +55,9 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
 
     def alone(path: str) -> bool:
         return here(path) and not plan.in_block(path)
+
+    def own(path: str) -> bool:
+        return alone(path) and path not in plan.attentions
 
     for path, module in list(model.named_modules()):
         if not alone(path):
@@ -77,8 +80,8 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
         for path in {argument.path for argument in plan.derived.parts}:
             if alone(path):
                 take_parts(model.get_submodule(path), parts_of(plan, path), context.group)
-    divide_local_attributes(schedule.roles, model, context, alone)
-    _settle_attention(model, context, alone)
+    divide_local_attributes(schedule.roles, model, context, own)
+    _settle_attention(model, context, own)
     for path in plan.derived.forked:
         if alone(path):
             draw_forked(model.get_submodule(path))
@@ -110,12 +113,14 @@ def lower_sequence_boundaries(
 
 
 def _lower_blocks(schedule: Schedule, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
-    """Puts Megatron's layers, mixtures and MLPs in the places of the definition's; their parameters are all
-    filled then."""
+    """Puts Megatron's layers, attention, mixtures and MLPs in the places of the definition's; their parameters are
+    all filled then."""
     # They import Megatron's specs, which few runs need.
-    from megasched.lowering.block import lower_block, rotary_angles
+    from megasched.lowering.angles import rotary_angles
+    from megasched.lowering.block import lower_block
     from megasched.lowering.mixture import lower_mixture
     from megasched.lowering.mlp import lower_mlp
+    from megasched.lowering.self_attention import lower_attention
 
     roles = schedule.roles
 
@@ -126,11 +131,15 @@ def _lower_blocks(schedule: Schedule, model: nn.Module, context: Context, here: 
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, new.train(old.training))
 
-    if context.plan.blocks:
-        assert isinstance(roles.block, Block)
-        angles = rotary_angles(model, roles.block)
+    attention = roles.block.attention if isinstance(roles.block, Block) else roles.attention
+    if context.plan.blocks or context.plan.attentions:
+        assert isinstance(attention, Attention)
+        angles = rotary_angles(model, attention, context.context_parallel)
     for path in filter(here, sorted(context.plan.blocks)):
         put(path, lambda old, path=path: lower_block(path, old, model, roles, angles, context))
+    for path in filter(here, sorted(context.plan.attentions)):
+        assert isinstance(roles.attention, Attention)
+        put(path, lambda old, path=path: lower_attention(path, model, roles.attention, angles, context))
     for path in filter(here, sorted(context.plan.mixtures)):
         assert isinstance(roles.mixture, Mixture)
         put(path, lambda old, path=path: lower_mixture(path, model, roles.mixture, context))

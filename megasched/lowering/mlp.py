@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from megasched.lowering.attention_te import uses_transformer_engine
-from megasched.lowering.block_parameters import has_bias, mlp_assemblies
+from megasched.lowering.block_parameters import has_bias, mlp_assemblies, output_features
 from megasched.lowering.context import Context
 from megasched.lowering.filling import fill_module
 from megasched.lowering.layer_modules import mlp_linears
@@ -51,7 +51,7 @@ def lower_mlp(path: str, model: nn.Module, context: Context) -> MegatronMlp:
     layer, mlp = structure.layer_path(index), plan.mlps[path]
     config = context.config_with(
         **mlp_config(layer, mlp, context),
-        hidden_size=_outputs(mlp.down, layer, context),
+        hidden_size=output_features(plan, layer, mlp.down),
         add_bias_linear=has_bias(plan, layer, mlp.down),
         init_method=nn.init.zeros_,
         output_layer_init_method=nn.init.zeros_,
@@ -95,8 +95,3 @@ def mlp_config(layer: str, mlp: Mlp, context: Context) -> dict[str, Any]:
 def _inputs(linear: str, layer: str, context: Context) -> int:
     weight = context.plan.placement(f"{layer}.{linear}", "weight")
     return weight.shape[0 if weight.transposed else 1]
-
-
-def _outputs(linear: str, layer: str, context: Context) -> int:
-    weight = context.plan.placement(f"{layer}.{linear}", "weight")
-    return weight.shape[1 if weight.transposed else 0]

@@ -33,10 +33,11 @@ class Plan:
         packed: what packed sequences do; None without.
         blocks: decoder layers that Megatron's ``TransformerLayer`` computes; nothing inside them is lowered
             by itself.
-        mixtures: modules of router and experts, outside of ``blocks``, that Megatron's ``MoELayer`` computes; the
-            same holds.
-        mlps: modules outside of both that Megatron's ``MLP`` computes -> what they are; the same holds.
-        not_blocks: layers, mixtures and MLPs that were to be Megatron's if that could be -> why it can't.
+        attentions: modules outside of ``blocks`` that Megatron's ``SelfAttention`` computes; the same holds.
+        mixtures: modules of router and experts, outside of ``blocks``, that its ``MoELayer`` computes; the same
+            holds.
+        mlps: modules outside of both that its ``MLP`` computes -> what they are; the same holds.
+        not_blocks: layers, attention, mixtures and MLPs that were to be Megatron's if possible -> why not.
         te_linears: linears whose product is Transformer Engine's, in 8 bits; those in ``blocks`` are not named.
         joint: columns that are computed by one matrix product; paths in the order of their calls.
     """
@@ -53,6 +54,7 @@ class Plan:
     sequence: SequencePlan | None = None
     packed: PackedPlan | None = None
     blocks: set[str] = field(default_factory=set)
+    attentions: set[str] = field(default_factory=set)
     mixtures: set[str] = field(default_factory=set)
     mlps: dict[str, Mlp] = field(default_factory=dict)
     not_blocks: dict[str, str] = field(default_factory=dict)
@@ -74,13 +76,14 @@ class Plan:
     @property
     def by_megatron(self) -> set[str]:
         """Paths of all that is computed by modules of Megatron's own."""
-        return self.blocks | self.mixtures | self.mlps.keys()
+        return self.blocks | self.attentions | self.mixtures | self.mlps.keys()
 
     def in_block(self, path: str) -> bool:
         """Whether the module at ``path`` is inside one of ``by_megatron``."""
-        while path and (self.blocks or self.mixtures or self.mlps):
+        ours = (self.blocks, self.attentions, self.mixtures, self.mlps)
+        while path and any(ours):
             path = path.rpartition(".")[0]
-            if path in self.blocks or path in self.mixtures or path in self.mlps:
+            if any(path in own for own in ours):
                 return True
         return False
 

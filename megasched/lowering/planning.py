@@ -174,15 +174,16 @@ def _plan_packed(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]
     except ScheduleError as error:  # it does not run on meta, so nothing is known of it
         sequence = SequencePlan(problems=error.problems)
     plan.packed = plan_packed(model, plan.structure, sequence)
-    if not plan.blocks or plan.packed.problems:
+    by_megatron = plan.blocks | plan.attentions
+    if not by_megatron or plan.packed.problems:
         return []
     what, remedy = "", "use level('fused')"
     if not plan.packed.hands_on_bounds:
         what = "the definition does not tell its layers where sequences begin (cu_seq_lens_q)"
     elif plan.layout.sp and plan.layout.micro_batch_size > 1:
-        what = "Megatron's layers take packed sequences as one row, and sequence parallelism has split several"
+        what = "Megatron's attention takes packed sequences as one row, and sequence parallelism has split several"
         remedy = "--micro-batch-size 1 (and a longer --seq-length), or level('fused')"
-    return [Problem(f"level block under --sft: {what}", min(plan.blocks), remedy=remedy)] if what else []
+    return [Problem(f"level block under --sft: {what}", min(by_megatron), remedy=remedy)] if what else []
 
 
 def why_not_sequence_region(plan: Plan, path: str) -> str:

@@ -7,6 +7,7 @@ from torch import nn
 
 from megasched.errors import ConfigError
 from megasched.lowering.block import MegatronLayer
+from megasched.lowering.self_attention import MegatronAttention
 from megasched.lowering.wrap import recompute_module
 from megasched.megatron.stage import Stage
 from megasched.trial.structure import Structure
@@ -49,10 +50,10 @@ def _selective(layers: list[nn.Module], modules: list[str]) -> None:
 
 
 def _core_attention(layers: list[nn.Module]) -> None:
-    found = [
-        m.megasched_attention for layer in layers for m in layer.modules() if hasattr(m, "megasched_attention")
-    ]
-    if layers and not found:
+    modules = [module for layer in layers for module in layer.modules()]
+    found = [module.megasched_attention for module in modules if hasattr(module, "megasched_attention")]
+    by_megatron = any(isinstance(module, MegatronAttention) for module in modules)  # which sees to it itself
+    if layers and not found and not by_megatron:
         raise ConfigError(
             "--recompute-modules core_attn: this definition does not call attention through HF's "
             "AttentionInterface; recompute the module around it by .checkpoint() in the schedule"

@@ -158,6 +158,8 @@ class _View:
         name = type(module).__name__
         if path in self.plan.blocks:
             return "Megatron's TransformerLayer"
+        if path in self.plan.attentions:
+            return "Megatron's SelfAttention"
         if path in self.plan.mixtures:
             return "Megatron's MoELayer"
         if path in self.plan.mlps:

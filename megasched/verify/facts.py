@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megasched.layout import Layout
-from megasched.roles import Block, Mixture, Mlp
+from megasched.roles import Attention, Block, Mixture, Mlp
 
 if TYPE_CHECKING:
     from megasched.megatron.session import Session
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def facts(folder: str) -> dict[str, Any]:
     """In a rank: what is cut of a model at TP 2, by what, what of its linears stays whole, whether it ties
     weights, and what of it is fused: ``block`` where Megatron's own layer can stand for its layers; elsewhere
-    ``mixture`` and ``mlp`` where Megatron's can for these alone; ``joint`` where projections share one matrix
-    product."""
+    ``attention``, ``mixture`` and ``mlp`` where Megatron's can for these alone; ``joint`` where projections share
+    one matrix product."""
     from megasched.megatron.decisions import decisions_of
     from megasched.megatron.session import open_session
     from megasched.model_adapters.registry import find_adapter
@@ -29,7 +29,7 @@ def facts(folder: str) -> dict[str, Any]:
         "adapter": find_adapter(session.definition.config.model_type) is not None,
         "inferred": [name for name in inferred if name.endswith(".weight")],
         "tied": any(name != canonical for name, canonical in session.plan.canonical.items()),
-        "fused": [*(["joint"] if session.plan.joint else []), *_by_megatron(session)],
+        "fused": [*(["joint"] if session.plan.joint or session.plan.attentions else []), *_by_megatron(session)],
         "whole": {d.parameter: d.declined for d in decisions if d.declined},
     }
 
@@ -40,5 +40,6 @@ def _by_megatron(session: Session) -> list[str]:
     if isinstance(roles.block, Block):
         return ["block"]
     in_layers = [mlp for path, mlp in roles.mlps.items() if structure and structure.index_of(path) is not None]
-    found = ["mixture"] if isinstance(roles.mixture, Mixture) else []
+    found = ["attention"] if isinstance(roles.attention, Attention) else []
+    found += ["mixture"] if isinstance(roles.mixture, Mixture) else []
     return [*found, "mlp"] if any(isinstance(mlp, Mlp) for mlp in in_layers) else found

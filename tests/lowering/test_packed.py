@@ -103,8 +103,9 @@ def test_a_definition_whose_masks_are_its_own_is_found(monkeypatch):
     assert "mask" in plan_of("llama").problems[0].what
 
 
-def test_megatrons_layers_and_sequence_parallelism_take_one_row():
-    """Megatron's layer is given rows as one; split along the sequence, they would not lie one after the other."""
+@pytest.mark.parametrize("where", ["model.layers.*", "model.layers.*.self_attn"])
+def test_megatrons_attention_and_sequence_parallelism_take_one_row(where):
+    """It is given rows as one; split along the sequence, they would not lie one after the other."""
 
     def plan(micro_batch_size):
         model = build_definition(tiny.config("llama"))
@@ -117,9 +118,9 @@ def test_megatrons_layers_and_sequence_parallelism_take_one_row():
         )
         sch = create_schedule(model, layout, roles_of(model))
         default(sch, layout)
-        sch["model.layers.*"].level("block")
+        sch[where].level("block")
         return make_plan(sch, causal_lm=True)
 
     assert plan(1).packed.hands_on_bounds
-    with pytest.raises(ScheduleError, match="take packed sequences as one row"):
+    with pytest.raises(ScheduleError, match="takes packed sequences as one row"):
         plan(2)

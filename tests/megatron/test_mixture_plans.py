@@ -52,9 +52,10 @@ def test_a_mixture_is_taken_alone_in_layers_that_are_to_stay(tmp_path, around):
     assert len(plan.mixtures) == (1 if "1" in around else 4)
 
 
-def test_a_block_is_a_layer_its_mixture_or_its_mlp(tmp_path):
-    with pytest.raises(ScheduleError, match="a block is a whole decoder layer, its mixture of experts or its MLP"):
-        plan_of(tmp_path, Layout(), calls(tmp_path, ("model.layers.1.self_attn", "block")))
+def test_what_a_block_is(tmp_path):
+    what = "a block is a whole decoder layer, its attention, its mixture of experts or its MLP"
+    with pytest.raises(ScheduleError, match=what):
+        plan_of(tmp_path, Layout(), calls(tmp_path, ("model.layers.1.self_attn.q_proj", "block")))
 
 
 @pytest.mark.parametrize(
@@ -117,9 +118,8 @@ def test_auto_leaves_layers_whose_modules_a_schedule_names(tmp_path):
     plan = plan_of(tmp_path, Layout(), str(schedule))
     assert len(plan.blocks) == 3
     assert plan.mixtures == {"model.layers.1.mlp"}
-    assert plan.not_blocks == {
-        "model.layers.1": "the schedule calls adapt on self_attn.q_proj, which is gone then"
-    }
+    reason = "the schedule calls adapt on self_attn.q_proj, which is gone then"
+    assert plan.not_blocks == dict.fromkeys(("model.layers.1", "model.layers.1.self_attn"), reason)
 
 
 def test_mlps_beside_mixtures_are_megatrons_too(tmp_path):

@@ -133,17 +133,19 @@ def test_per_token_loss_with_recompute_and_one_row_a_micro_batch(ranks, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "level", "flags"),
+    ("family", "layout", "where", "level", "flags"),
     [
-        ("mistral", "tp2-pp2", "block", []),
-        ("qwen3", "tp2-sp", "block", ["--micro-batch-size", "1"]),
-        ("qwen2", "tp2-sp", "leaf", []),
+        ("mistral", "tp2-pp2", "", "block", []),
+        ("qwen3", "tp2-sp", "", "block", ["--micro-batch-size", "1"]),
+        ("mistral", "tp2-pp2", ".self_attn", "block", []),
+        ("qwen3", "tp2-sp", ".self_attn", "block", ["--micro-batch-size", "1"]),
+        ("qwen2", "tp2-sp", "", "leaf", []),
     ],
 )
-def test_other_levels(ranks, tmp_path, tokenizer, data, family, layout, level, flags):
-    """At level block Megatron's SelfAttention takes thd."""
+def test_other_levels(ranks, tmp_path, tokenizer, data, family, layout, where, level, flags):
+    """At level block Megatron's SelfAttention takes thd, in its layer and alone."""
     schedule = tmp_path / "level.py"
-    schedule.write_text(SCHEDULE.format(where="model.layers.*", level=level))
+    schedule.write_text(SCHEDULE.format(where=f"model.layers.*{where}", level=level))
     folder = save(family, tmp_path, tokenizer)
     reports = run(ranks, folder, tokenizer, data, layout, *flags, schedule=str(schedule))
     assert_equals_each_sequence_alone(folder, reports, LAYOUTS[layout][1])

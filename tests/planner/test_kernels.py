@@ -38,11 +38,14 @@ def measured(folder, schedule="auto", *, recompute=None, on_gpu=True, **layout):
 
 
 def schedule_at(level, tmp_path):
+    """All layers at a level; ``parts``: only their attention and MLP are Megatron's."""
+    calls = [(f"model.layers.*.{part}", "block") for part in ("self_attn", "mlp")]
+    calls = calls if level == "parts" else [("model.layers.*", level)]
     path = tmp_path / f"{level}.py"
     path.write_text(
         "from megasched.model_adapters.default_schedule import schedule as default\n\n"
         "def schedule(sch, layout):\n    default(sch, layout)\n"
-        f'    sch["model.layers"][:].level("{level}")\n'
+        + "".join(f"    sch[{where!r}].level({name!r})\n" for where, name in calls)
     )
     return str(path)
 
@@ -72,7 +75,7 @@ def test_what_megatrons_layer_keeps_in_8_bits(tmp_path, model_type, tp):
     assert found.layer == BATCH * LENGTH * (bytes_per_token + sums)
 
 
-@pytest.mark.parametrize("level", ["leaf", "fused", "block"])
+@pytest.mark.parametrize("level", ["leaf", "fused", "parts", "block"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_products_of_sharded_linears_are_in_8_bits(folder, tmp_path, level, tp):
     layout = {"tensor_model_parallel_size": tp} if tp > 1 else {}
@@ -102,7 +105,7 @@ def test_gradients_of_columns_are_sent_behind_products(folder, tmp_path):
     assert behind == dict.fromkeys(("allgather_base", "reduce_scatter_base"), 2 * BATCH * LENGTH * HIDDEN * 2)
 
 
-@pytest.mark.parametrize("level", ["leaf", "fused", "block"])
+@pytest.mark.parametrize("level", ["leaf", "fused", "parts", "block"])
 def test_context_parallelism_halves_attention_and_keeps_no_keys_of_others(folder, tmp_path, level):
     schedule = schedule_at(level, tmp_path)
     whole, part = (measured(folder, schedule, context_parallel_size=cp) for cp in (1, 2))
@@ -113,7 +116,7 @@ def test_context_parallelism_halves_attention_and_keeps_no_keys_of_others(folder
 
 
 @pytest.mark.parametrize("fp8", [None, TENSORWISE])
-@pytest.mark.parametrize("level", ["fused", "block"])
+@pytest.mark.parametrize("level", ["fused", "parts", "block"])
 def test_full_recompute_keeps_the_hidden_state_alone(folder, tmp_path, level, fp8):
     """Megatron's layer would hold on to what was recomputed (``MegatronLayer.forward``)."""
     found = measured(folder, schedule_at(level, tmp_path), recompute="full", fp8=fp8)

@@ -31,19 +31,22 @@ def main() -> None:
     print(json.dumps({family: compare(family) for family in sys.argv[1:]}))
 
 
-CHANGES = {"seed_oss": {"attention_out_bias": True, "mlp_bias": True}}
+CHANGES = {
+    "seed_oss": {"attention_out_bias": True, "mlp_bias": True},
+    "qwen3_next": {"layer_types": ["full_attention", "linear_attention"]},
+}
 LAYER = {"smollm3": 1}  # without positions and in a window; else the first
 
 
 def compare(family: str) -> dict[str, Any]:
-    """Classes in the layer (in its mixture or MLP where the layer stays HF's), names of its parameters, and the
-    distances of output and gradients from HF's."""
+    """Classes in the layer (where it stays HF's, in its mixture or MLP, or in the module whose name follows a
+    colon), names of its parameters, and the distances of output and gradients from HF's."""
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     import megasched
     from megasched.inference.infer import infer_roles
-    from megasched.lowering import attention, block, mixture, mlp
+    from megasched.lowering import angles, attention, block, mixture, mlp, self_attention
     from megasched.lowering.context import Context
     from megasched.lowering.planning import make_plan
     from megasched.model_adapters.default_schedule import schedule as default
@@ -52,6 +55,8 @@ def compare(family: str) -> dict[str, Any]:
     from megasched.trial.structure import find_structure
     from megasched.verify.reference import FLOOR, relative
 
+    number = LAYER.get(family, 0)
+    family, _, name = family.partition(":")
     model = _model(family)
     model.config.use_cache = False
     attention.switch_on(model)
@@ -59,8 +64,10 @@ def compare(family: str) -> dict[str, Any]:
     roles = infer_roles(model, roles_of(model), structure, tp=1)
     sch = megasched.create_schedule(model, roles=roles)
     default(sch, sch.layout)
-    whole, number = isinstance(roles.block, Block), LAYER.get(family, 0)
-    path = structure.layer_path(number) + ("" if whole else ".mlp")
+    whole = isinstance(roles.block, Block) and not name
+    layer = structure.layer_path(number)
+    path = layer if whole else f"{layer}.{name or 'mlp'}"
+    sch[layer].level("fused")
     sch[path].level("block")
     plan = make_plan(sch, causal_lm=True)
     model.set_attn_implementation("eager")  # what it is compared with is HF's own
@@ -73,13 +80,16 @@ def compare(family: str) -> dict[str, Any]:
     )
     group = parallel_state.get_tensor_model_parallel_group()
     context = Context(plan, group, config, None, torch.device("cpu"), megatron_finalizes=True)
-    for module in (block, mixture, mlp):
+    for module in (block, mixture, mlp, self_attention):
         module.uses_transformer_engine = lambda device: True
     old = model.get_submodule(path)
     hidden, others, arguments = _call(model, old)
     if whole:
-        angles = block.rotary_angles(model, sch.roles.block)
-        new = block.lower_block(path, old, model, sch.roles, angles, context)
+        known = angles.rotary_angles(model, sch.roles.block.attention, None)
+        new = block.lower_block(path, old, model, sch.roles, known, context)
+    elif path in plan.attentions:
+        known = angles.rotary_angles(model, sch.roles.attention, None)
+        new = self_attention.lower_attention(path, model, sch.roles.attention, known, context)
     elif path in plan.mlps:
         new = mlp.lower_mlp(path, model, context)
     else:
@@ -133,7 +143,8 @@ def _call(model: Any, module: Any) -> tuple[torch.Tensor, list[Any], dict[str, A
     with torch.no_grad():
         model(token_ids())
     handle.remove()
-    (hidden, *others), named = found
+    others, named = list(found[0]), dict(found[1])
+    hidden = others.pop(0) if others else named.pop("hidden_states")
     return hidden, others, named
 
 

@@ -16,11 +16,17 @@ POST_NORMED = ("exaone4",)
 MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "olmoe", "qwen3_next")
 # Layers that stay HF's: a gate and GELU; a bias and GELU; a gate.
 MLPS = ("gemma2", "phi", "cohere")
+# Attention alone: scaled; neighbours rotated, biases; norms of heads; partly rotated, packed;
+# sinks; latent; gated.
+ATTENTIONS = (
+    *("granite:self_attn", "ernie4_5_moe:self_attn", "qwen3:self_attn", "apertus:self_attn"),
+    *("gpt_neox:attention", "gpt_oss:self_attn", "deepseek_v3:self_attn", "qwen3_next:self_attn"),
+)
 
 
 @pytest.fixture(scope="module")
 def found():
-    return run_case(TE, "tests.te.blocks_case", *FAMILIES, *KINDS, *MIXTURES, *MLPS)
+    return run_case(TE, "tests.te.blocks_case", *FAMILIES, *KINDS, *MIXTURES, *MLPS, *ATTENTIONS)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *KINDS])
@@ -44,7 +50,20 @@ def test_an_mlp_alone_is_transformer_engines(found, family):
     assert found[family]["classes"] == ["MLP", "MegatronMlp", "TEColumnParallelLinear", "TERowParallelLinear"]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *KINDS, *MIXTURES, *MLPS])
+@pytest.mark.parametrize("family", ATTENTIONS)
+def test_attention_alone_is_transformer_engines(found, family):
+    """Its norm is HF's, so that the projection has none in it."""
+    classes = set(found[family]["classes"])
+    assert {"MegatronAttention", "TERowParallelLinear", "TEDotProductAttention"} <= classes
+    assert not {"ColumnParallelLinear", "RowParallelLinear", "CoreAttention"} & classes
+    latent = family.startswith("deepseek")
+    assert ("TELayerNormColumnParallelLinear" in classes, "TEColumnParallelLinear" in classes) == (
+        latent,
+        not latent,
+    )
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *KINDS, *MIXTURES, *MLPS, *ATTENTIONS])
 def test_output_and_every_gradient_equal_the_definitions(found, family):
     assert found[family]["missing"] == []
     assert {name: gap for name, gap in found[family]["distances"].items() if not gap < 1e-5} == {}
