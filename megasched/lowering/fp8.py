@@ -18,7 +18,7 @@ from megasched.assembly import Assembly
 from megasched.errors import Problem
 from megasched.linears import is_linear
 from megasched.lora import adapted, adapter_names
-from megasched.lowering.block_parameters import (
+from megasched.lowering.block.parameters import (
     ROUTER,
     ROUTER_BIAS,
     SHARED_GATE,

@@ -116,11 +116,11 @@ def _lower_blocks(schedule: Schedule, model: nn.Module, context: Context, here: 
     """Puts Megatron's layers, attention, mixtures and MLPs in the places of the definition's; their parameters are
     all filled then."""
     # They import Megatron's specs, which few runs need.
-    from megasched.lowering.angles import rotary_angles
-    from megasched.lowering.block import lower_block
-    from megasched.lowering.mixture import lower_mixture
-    from megasched.lowering.mlp import lower_mlp
-    from megasched.lowering.self_attention import lower_attention
+    from megasched.lowering.block.angles import rotary_angles
+    from megasched.lowering.block.attention import lower_attention
+    from megasched.lowering.block.layer import lower_block
+    from megasched.lowering.block.mixture import lower_mixture
+    from megasched.lowering.block.mlp import lower_mlp
 
     roles = schedule.roles
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from megasched.errors import Problem, ScheduleError
 from megasched.experts import find_experts
-from megasched.lowering.blocks import choose_blocks, mixture_problems, overlap_problems
+from megasched.lowering.block.choice import choose_blocks, mixture_problems, overlap_problems
 from megasched.lowering.fp8 import choose_fp8
 from megasched.lowering.joining import join_columns
 from megasched.lowering.known_runs import KnownRuns

@@ -40,7 +40,7 @@ def expert_arguments(
     schedules to scale losses of its routers (``core/pipeline_parallel/schedules.py:353``), its log to report them.
 
     For its FLOPs count there is one expert as wide as all that a token goes through, as without expert parallelism
-    (``derive.py``). What its layers are told of their mixture is another matter (``lowering/block.py``).
+    (``derive.py``). What its layers are told of their mixture is another matter (``lowering/block/layer.py``).
     """
     experts = find_experts(build_on_meta(config, objective, trust_remote_code=bool(args.trust_remote_code)))
     if not experts:  # the plan says so, with the reason

@@ -6,8 +6,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megasched.errors import ConfigError
-from megasched.lowering.block import MegatronLayer
-from megasched.lowering.self_attention import MegatronAttention
+from megasched.lowering.block.attention import MegatronAttention
+from megasched.lowering.block.layer import MegatronLayer
 from megasched.lowering.wrap import recompute_module
 from megasched.megatron.stage import Stage
 from megasched.trial.structure import Structure

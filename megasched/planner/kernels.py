@@ -217,7 +217,7 @@ def te_core(
 def block_core(
     core: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
 ) -> Any:
-    """For ``CoreAttention.forward`` of megasched/lowering/block.py; [s, b, heads, d] each."""
+    """For ``CoreAttention.forward`` of megasched/lowering/block/layer.py; [s, b, heads, d] each."""
     group, parts = (None, 1) if core.ranks is None else (core.ranks.group, core.ranks.zigzag.size)
     pairs = attended(query.shape[0], key.shape[0], True, core.window, parts)
     output = _Attention.apply(query, key, value, query.shape[1] * query.shape[2] * pairs, group)
@@ -357,8 +357,8 @@ def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
 
     return {
         "torch.nn.functional:rms_norm": rms_norm,
-        "megasched.lowering.layer_modules:ZeroCenteredRMSNorm.forward": zero_centered_rms_norm,
-        "megasched.lowering.layer_modules:ZeroCenteredLayerNorm.forward": zero_centered_layer_norm,
+        "megasched.lowering.block.layer_modules:ZeroCenteredRMSNorm.forward": zero_centered_rms_norm,
+        "megasched.lowering.block.layer_modules:ZeroCenteredLayerNorm.forward": zero_centered_layer_norm,
         "megatron.core.transformer.mlp:bias_swiglu_impl": swiglu,
         "megatron.core.transformer.mlp:bias_geglu_impl": swiglu,
         "megatron.core.transformer.mlp:bias_gelu_impl": gelu,
@@ -368,6 +368,6 @@ def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
         "megatron.core.fp8_utils:get_fp8_context": no_context,
         "megasched.lowering.lower:uses_transformer_engine": lambda device: True,
         "megasched.lowering.attention_te:TeCore.__call__": te_core,
-        "megasched.lowering.core_attention:CoreAttention.forward": block_core,
+        "megasched.lowering.block.core_attention:CoreAttention.forward": block_core,
         "megasched.lowering.linear_te:te_linear": te_linear,
     }

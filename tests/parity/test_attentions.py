@@ -44,7 +44,7 @@ def attention_alone(tmp_path):
 
 def attentions_of_run(folder, flags, schedule):
     """A run of one step, and how many modules of Megatron's attention this rank made."""
-    from megasched.lowering.self_attention import MegatronAttention
+    from megasched.lowering.block.attention import MegatronAttention
 
     options = {"schedule": schedule, "random_init": False, "tokens": TOKENS}
     with instances_of(MegatronAttention) as made:

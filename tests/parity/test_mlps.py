@@ -35,7 +35,7 @@ TYPES = (
 
 def mlps_of_run(folder, flags, schedule):
     """A run of one step, and how many MLPs of Megatron's this rank made."""
-    from megasched.lowering.mlp import MegatronMlp
+    from megasched.lowering.block.mlp import MegatronMlp
 
     options = {"schedule": schedule, "random_init": False, "tokens": TOKENS}
     with instances_of(MegatronMlp) as made:

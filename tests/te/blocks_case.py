@@ -46,7 +46,11 @@ def compare(family: str) -> dict[str, Any]:
 
     import megasched
     from megasched.inference.infer import infer_roles
-    from megasched.lowering import angles, attention, block, mixture, mlp, self_attention
+    from megasched.lowering import attention
+    from megasched.lowering.block import attention as self_attention
+    from megasched.lowering.block import layer as whole_layer
+    from megasched.lowering.block import mixture, mlp
+    from megasched.lowering.block.angles import rotary_angles
     from megasched.lowering.context import Context
     from megasched.lowering.planning import make_plan
     from megasched.model_adapters.default_schedule import schedule as default
@@ -80,15 +84,15 @@ def compare(family: str) -> dict[str, Any]:
     )
     group = parallel_state.get_tensor_model_parallel_group()
     context = Context(plan, group, config, None, torch.device("cpu"), megatron_finalizes=True)
-    for module in (block, mixture, mlp, self_attention):
+    for module in (whole_layer, mixture, mlp, self_attention):
         module.uses_transformer_engine = lambda device: True
     old = model.get_submodule(path)
     hidden, others, arguments = _call(model, old)
     if whole:
-        known = angles.rotary_angles(model, sch.roles.block.attention, None)
-        new = block.lower_block(path, old, model, sch.roles, known, context)
+        known = rotary_angles(model, sch.roles.block.attention, None)
+        new = whole_layer.lower_block(path, old, model, sch.roles, known, context)
     elif path in plan.attentions:
-        known = angles.rotary_angles(model, sch.roles.attention, None)
+        known = rotary_angles(model, sch.roles.attention, None)
         new = self_attention.lower_attention(path, model, sch.roles.attention, known, context)
     elif path in plan.mlps:
         new = mlp.lower_mlp(path, model, context)

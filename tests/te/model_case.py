@@ -28,12 +28,15 @@ def main(rank: int, world: int, store: str, cases: list[dict[str, Any]]) -> None
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
-    from megasched.lowering import attention, block
+    from megasched.lowering import attention
+    from megasched.lowering.block import attention as self_attention
+    from megasched.lowering.block import layer
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     random.get_cuda_rng_tracker().fork = lambda *args, **kwargs: nullcontext()  # it would seed a GPU
     attention.register()
-    block.uses_transformer_engine = lambda device: True
+    for module in (layer, self_attention):
+        module.uses_transformer_engine = lambda device: True
     found = [(overlapping if case.pop("overlap", False) else compare)(**case) for case in cases]
     if rank == 0:
         print(json.dumps(found))

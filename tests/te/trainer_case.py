@@ -44,12 +44,13 @@ def run(
         flags: Megatron's, as a rehearsal takes them; FOLDER in them is the folder.
         more: those that a rehearsal leaves out.
     """
-    from megasched.lowering import block
+    from megasched.lowering.block import attention, layer
     from megasched.megatron import rehearsal
     from megasched.verify import trainer_run as training
     from tests import tiny
 
-    block.uses_transformer_engine = lambda device: True
+    for module in (layer, attention):
+        module.uses_transformer_engine = lambda device: True
     real = rehearsal.rehearsal_flags
 
     def with_more(argv: list[str]) -> Any:

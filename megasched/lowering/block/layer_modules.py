@@ -24,9 +24,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.lowering.block_parameters import POST_NORM
+from megasched.lowering.block.core_attention import CoreAttention
+from megasched.lowering.block.parameters import POST_NORM
 from megasched.lowering.context import Context
-from megasched.lowering.core_attention import CoreAttention
 from megasched.roles import Block
 
 # (config, hidden_size, eps) -> norm

@@ -1,16 +1,13 @@
-"""Which decoder layers Megatron's own ``TransformerLayer`` computes, and in the others which attention its
-``SelfAttention``, which mixtures of experts its ``MoELayer`` and which MLPs its ``MLP``."""
+"""Why Megatron's own modules can't stand for a definition's."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megasched.errors import Problem
-from megasched.experts import find_experts
-from megasched.lowering.block_parameters import (
+from megasched.lowering.block.parameters import (
     assemblies,
     attention_assemblies,
     attention_parameter_names,
@@ -24,10 +21,9 @@ from megasched.lowering.block_parameters import (
     parameter_names,
     whole_of_mixture,
 )
-from megasched.lowering.joining import level_at, levels_asked, required
 from megasched.lowering.plan import Plan
 from megasched.records import Record
-from megasched.roles import Attention, Block, Cut, Mixture, Mlp, Roles
+from megasched.roles import Attention, Cut, Mlp, Roles
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,45 +34,8 @@ if TYPE_CHECKING:
 _INSIDE = ("shard", "level")
 
 
-def choose_blocks(plan: Plan, model: nn.Module, roles: Roles, by_trainer: bool) -> list[Problem]:
-    """Fills ``plan.blocks``, ``plan.attentions``, ``plan.mixtures`` and ``plan.mlps`` with what is at level
-    ``block``; a problem for each module that can't be and must.
-
-    Args:
-        by_trainer: the model is built for Megatron's trainer, whose config its layers need.
-    """
-    levels = levels_asked(plan)
-    asked = {path: record for path, record in levels.items() if record.arguments["name"] == "block"}
-    if not asked:
-        return []
-    structure = plan.structure
-    if structure is None or not by_trainer:
-        what = "Megatron's layers need the config of its trainer"
-        remedy = "train through `python -m megasched pretrain_gpt.py`, or use level('fused')"
-        return [Problem(what, path, r.source, remedy) for path, r in asked.items() if required(r)]
-    choice, parts = _Choice(plan, model, roles), _parts(plan, model, roles)
-    problems = []
-    for path, record in asked.items():
-        if structure.index_of(path) is not None and path not in parts:
-            what = "a block is a whole decoder layer, its attention, its mixture of experts or its MLP"
-            problems.append(Problem(what, path, record.source, "call level('block') on one of them"))
-    for path, part in parts.items():
-        record = level_at(levels, path)
-        if record is None or record.arguments["name"] != "block" or _settled(plan, path, part, record):
-            continue
-        reason = choice.why_not(path, part)
-        if not reason:
-            _take(plan, path, part, roles)
-        elif required(record):
-            what = f"Megatron's {part.kind} can't stand for this one: {reason}"
-            problems.append(Problem(what, path, record.source, "use level('fused') here"))
-        else:
-            plan.not_blocks[path] = reason
-    return problems
-
-
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """A module that one of Megatron's may stand for.
 
     Attributes:
@@ -89,117 +48,6 @@ class _Part:
     layer: str
     around: tuple[str, ...] = ()
     mlp: Mlp | str = ""
-
-
-def _parts(plan: Plan, model: nn.Module, roles: Roles) -> dict[str, _Part]:
-    """By their paths; what is in another comes after it."""
-    assert plan.structure is not None
-    layers = plan.structure.layer_paths()
-    found = {layer: _Part("layer", layer) for layer in layers}
-    for path, layer in _attention_modules(plan, roles).items():
-        found[path] = _Part("attention", layer, (layer,))
-    for path, layer in _mixture_modules(plan, model).items():
-        found[path] = _Part("mixture", layer, (layer,))
-    for path, mlp in roles.mlps.items():
-        index = plan.structure.index_of(path)
-        if index is not None and path not in found:
-            layer = plan.structure.layer_path(index)
-            outer = (path[:end] for end in range(len(layer) + 1, len(path)) if path[end] == ".")
-            found[path] = _Part("MLP", layer, (layer, *(path for path in outer if path in found)), mlp)
-    return found
-
-
-def _attention_modules(plan: Plan, roles: Roles) -> dict[str, str]:
-    """Modules that are as the adapter says of attention, or were seen to compute it -> their layers."""
-    structure = plan.structure
-    assert structure is not None
-    found = {}
-    if isinstance(roles.attention, Attention):
-        for layer in structure.layer_paths():
-            if f"{layer}.{roles.attention.out}.weight" in plan.canonical:
-                found[f"{layer}.{roles.attention.module}"] = layer
-    for path in plan.derived.attention:
-        index = structure.index_of(path)
-        if index is not None and path != structure.layer_path(index):
-            found.setdefault(path, structure.layer_path(index))
-    return found
-
-
-def _take(plan: Plan, path: str, part: _Part, roles: Roles) -> None:
-    """Has a module be Megatron's, which can stand for it."""
-    if part.kind == "layer":
-        plan.blocks.add(path)
-        assert isinstance(roles.block, Block)
-        _share_sinks(plan, path, roles.block.attention)
-    elif part.kind == "attention":
-        plan.attentions.add(path)
-        assert isinstance(roles.attention, Attention)
-        _share_sinks(plan, part.layer, roles.attention)
-    elif part.kind == "mixture":
-        plan.mixtures.add(path)
-    else:
-        assert isinstance(part.mlp, Mlp)
-        plan.mlps[path] = part.mlp
-
-
-def _share_sinks(plan: Plan, layer: str, attention: Attention) -> None:
-    """Sinks are whole on each rank at other levels; in Megatron's attention a rank has those of its heads."""
-    if attention.sinks:
-        whole = plan.placement(*f"{layer}.{attention.sinks}".rsplit(".", 1))
-        plan.placements[whole.name] = replace(whole, axis=0, tp_gradient="complete")
-
-
-def _settled(plan: Plan, path: str, part: _Part, record: Record) -> bool:
-    """Whether a module around is Megatron's, or was to be by the same call, and a problem says why it can't."""
-    asked = f"{record.path}." if record.path else ""
-    by_same = required(record) and any(f"{outer}.".startswith(asked) for outer in part.around)
-    return by_same or plan.in_block(path)
-
-
-def _mixture_modules(plan: Plan, model: nn.Module) -> dict[str, str]:
-    """Modules in which experts are -> their layers."""
-    structure = plan.structure
-    assert structure is not None
-    found = {}
-    for experts in find_experts(model):
-        path, index = experts.rpartition(".")[0], structure.index_of(experts)
-        if index is not None and path != structure.layer_path(index):
-            found[path] = structure.layer_path(index)
-    return found
-
-
-def overlap_problems(plan: Plan) -> list[Problem]:
-    """A problem for each layer that does not overlap its communication as ``--tp-comm-overlap`` asks."""
-    structure = plan.structure
-    if not plan.layout.tp_comm_overlap or structure is None:
-        return []
-    layers = structure.layer_paths()
-    what = "--tp-comm-overlap: only Megatron's own layers overlap communication with their products"
-    remedy = "call level('block') on the layer, where the model has it, or leave the flag out"
-    return [Problem(what, layer, remedy=remedy) for layer in layers if layer not in plan.blocks]
-
-
-def mixture_problems(plan: Plan, model: nn.Module, roles: Roles) -> list[Problem]:
-    """A problem for each mixture that is not Megatron's own where its flags ask for that."""
-    flags = plan.layout.mixture_flags
-    if not flags or plan.structure is None:
-        return []
-    what = f"{', '.join(flags)}: Megatron's own mixtures of experts do that"
-    mixtures = _mixture_modules(plan, model)
-    if not mixtures:
-        none = f"{what}, and the model has none of the form that HF gives experts"
-        return [Problem(none, remedy="leave it out")]
-    remedy = "leave it out, or call level('block') on the mixture, where the model has it"
-    problems = []
-    for path, layer in mixtures.items():
-        if path not in plan.mixtures and layer not in plan.blocks:
-            reason = plan.not_blocks.get(path, "") or plan.not_blocks.get(layer, "")
-            problems.append(Problem(f"{what}, and not this one{reason and f': {reason}'}", path, remedy=remedy))
-    corrected = isinstance(roles.mixture, Mixture) and bool(roles.mixture.correction)
-    bias = "--moe-router-enable-expert-bias"
-    if bias in flags and not problems and not corrected:
-        problems.append(Problem(f"{bias}: the definition's routers choose without a bias", remedy="leave it out"))
-    return problems
 
 
 class _Inside:
@@ -239,7 +87,7 @@ class _Content:
     whole: Iterable[str]
 
 
-class _Choice:
+class WhyNot:
     """Why Megatron's modules can't stand for those of one plan; empty where they can."""
 
     def __init__(self, plan: Plan, model: nn.Module, roles: Roles) -> None:
@@ -247,7 +95,7 @@ class _Choice:
         self.trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         self.inside = _Inside(plan)
 
-    def why_not(self, path: str, part: _Part) -> str:
+    def __call__(self, path: str, part: Part) -> str:
         if part.kind == "layer":
             return self._why_not_layer(path)
         if part.kind == "attention":
@@ -275,7 +123,7 @@ class _Choice:
             or self._unlike(content, assemblies(plan, layer, self.roles))
         )
 
-    def _why_not_attention(self, path: str, part: _Part) -> str:
+    def _why_not_attention(self, path: str, part: Part) -> str:
         plan, attention = self.plan, self.roles.attention
         if isinstance(attention, str):
             return attention
@@ -300,7 +148,7 @@ class _Choice:
         packed = bool(attention.sinks) and layout.packed_sequences
         return "Transformer Engine has no sinks for packed sequences" if packed else ""
 
-    def _why_not_mixture(self, path: str, part: _Part) -> str:
+    def _why_not_mixture(self, path: str, part: Part) -> str:
         plan, mixture = self.plan, self.roles.mixture
         if isinstance(mixture, str):
             return mixture
@@ -316,7 +164,7 @@ class _Choice:
             or self._unlike(content, mixture_assemblies(plan, part.layer, mixture))
         )
 
-    def _why_not_mlp(self, path: str, part: _Part) -> str:
+    def _why_not_mlp(self, path: str, part: Part) -> str:
         plan, mlp = self.plan, part.mlp
         if isinstance(mlp, str):
             return mlp
@@ -329,7 +177,7 @@ class _Choice:
             or self._unlike(content, mlp_assemblies(plan, part.layer, mlp))
         )
 
-    def _handed_whole(self, path: str, part: _Part) -> str:
+    def _handed_whole(self, path: str, part: Part) -> str:
         """Whether a module in a layer is handed what was sent already, or more than its part of a sequence."""
         plan, layer = self.plan, part.layer
         around = {layer, *(path[:end] for end in range(len(layer), len(path)) if path[end] == ".")}

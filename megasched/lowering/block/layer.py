@@ -9,15 +9,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megasched.lowering.angles import LayerAngles, OwnAngles
 from megasched.lowering.attention_te import uses_transformer_engine
-from megasched.lowering.block_parameters import assemblies, has_bias, mixture_in
-from megasched.lowering.context import Context
-from megasched.lowering.filling import fill_module
-from megasched.lowering.layer_modules import layer_submodules
-from megasched.lowering.mixture import mixture_config, note_correction, settle_biases
-from megasched.lowering.mlp import mlp_config
-from megasched.lowering.self_attention import (
+from megasched.lowering.block.angles import LayerAngles, OwnAngles
+from megasched.lowering.block.attention import (
     attention_config,
     refuse_in_context,
     sequence_first,
@@ -25,6 +19,12 @@ from megasched.lowering.self_attention import (
     settle_attention,
     settle_latent,
 )
+from megasched.lowering.block.filling import fill_module
+from megasched.lowering.block.layer_modules import layer_submodules
+from megasched.lowering.block.mixture import mixture_config, note_correction, settle_biases
+from megasched.lowering.block.mlp import mlp_config
+from megasched.lowering.block.parameters import assemblies, has_bias, mixture_in
+from megasched.lowering.context import Context
 from megasched.roles import Block, Roles
 from megasched.trial.slot import Slot
 

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from megasched.lowering.attention_te import uses_transformer_engine
-from megasched.lowering.block_parameters import has_bias, mlp_assemblies, output_features
+from megasched.lowering.block.filling import fill_module
+from megasched.lowering.block.layer_modules import mlp_linears
+from megasched.lowering.block.parameters import has_bias, mlp_assemblies, output_features
 from megasched.lowering.context import Context
-from megasched.lowering.filling import fill_module
-from megasched.lowering.layer_modules import mlp_linears
 from megasched.roles import Mlp
 
 

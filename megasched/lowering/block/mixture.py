@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from megasched.lowering.attention_te import uses_transformer_engine
-from megasched.lowering.block_parameters import CORRECTION, mixture_assemblies
+from megasched.lowering.block.filling import fill_module
+from megasched.lowering.block.parameters import CORRECTION, mixture_assemblies
 from megasched.lowering.context import Context
-from megasched.lowering.filling import fill_module
 from megasched.roles import Expert, Mixture
 
 

@@ -15,14 +15,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
-from megasched.lowering.angles import LayerAngles, OwnAngles
 from megasched.lowering.attention_te import uses_transformer_engine
-from megasched.lowering.block_parameters import SINKS, attention_assemblies, has_bias, output_features
+from megasched.lowering.block.angles import LayerAngles, OwnAngles
+from megasched.lowering.block.filling import fill_module
+from megasched.lowering.block.latent_attention import LatentAngles, latent_config, settle_latent_attention
+from megasched.lowering.block.layer_modules import attention_spec
+from megasched.lowering.block.parameters import SINKS, attention_assemblies, has_bias, output_features
 from megasched.lowering.context import Context
 from megasched.lowering.context_parallel import comm_type
-from megasched.lowering.filling import fill_module
-from megasched.lowering.latent_attention import LatentAngles, latent_config, settle_latent_attention
-from megasched.lowering.layer_modules import attention_spec
 from megasched.roles import Attention
 
 
