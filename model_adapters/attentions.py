@@ -187,6 +187,8 @@ def _why_not(config: Any, model: Any, rotary: str) -> str:
         return "rope_interleave is false, and Megatron's latent attention rotates neighbours"
     if config.model_type in LATENT and config.q_lora_rank is None:
         return "q is not compressed (q_lora_rank), and Megatron's latent attention would norm what it is made of"
+    if rotary and rotary not in dict(model.named_modules()):
+        return f"there is no module {rotary}"
     kinds = model.get_submodule(rotary).rope_type if rotary else {}
     for kind in sorted(set(kinds.values())) if isinstance(kinds, dict) else [kinds]:
         if kind not in STATIC_ROTARY:

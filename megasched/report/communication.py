@@ -35,6 +35,10 @@ def transfers(plan: Plan) -> dict[str, list[Transfer]]:
     if plan.layout.tp == 1:
         return {}
     regions = {path: columns for path, (_, columns) in shared_regions(plan).items()}
+    for path in plan.attentions | plan.mlps.keys():  # one projection of Megatron's stands for several
+        alone = plan.derived.regions.get(path)
+        if alone is not None and len(alone.columns) > 1:
+            regions[path] = alone.columns
     together = {column for columns in regions.values() for column in columns}
     for columns in plan.joint:  # one product communicates once
         if columns[0] not in together:

@@ -207,6 +207,23 @@ def test_a_block_says_what_it_becomes(llama, tmp_path):
     assert "by one matrix product with gate_proj" in found["model.layers.0.mlp.up_proj"].notes
 
 
+@pytest.mark.parametrize("sp", [False, True])
+def test_megatrons_attention_and_mlp_alone(llama, tmp_path, sp):
+    """One projection of theirs stands for several, and sends what these send together at level ``fused``."""
+    schedule = tmp_path / "parts.py"
+    schedule.write_text(
+        "from megasched.model_adapters.default_schedule import schedule as default\n\n\n"
+        "def schedule(sch, layout):\n    default(sch, layout)\n"
+        "    sch['model.layers.*.self_attn'].level('block')\n    sch['model.layers.*.mlp'].level('block')\n"
+    )
+    layout = Layout(tensor_model_parallel_size=2, sequence_parallel=sp)
+    alone, fused = (modules(inspect_schedule(name, llama, layout)) for name in (str(schedule), "auto"))
+    assert alone[f"{LAYER}.self_attn"].becomes == "Megatron's SelfAttention"
+    assert alone[f"{LAYER}.mlp"].becomes == "Megatron's MLP"
+    assert fused[f"{LAYER}.self_attn"].transfers
+    assert {path: m.transfers for path, m in alone.items()} == {path: m.transfers for path, m in fused.items()}
+
+
 def test_what_runs_in_8_bits_is_said(llama, tmp_path):
     from megasched.layout import Fp8
     from megasched.report.show import inspect_schedule
