@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megasched.verify.parity import CheckedLayout
-from megasched.verify.shrink import TOKENS, VOCABULARY
+from megasched.verify.shrink import TOKENS
 from megasched.verify.small_models import small_config, write_model
 from megasched.verify.trainer_run import train
 from tests.parity.instances import instances_of
+from tests.parity.steps import RUN
 
-RUN = ["--vocab-size", str(VOCABULARY)]
 EP2, TP2_SP = "--expert-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
 LAYOUTS = {
     "one": CheckedLayout(1, 1, ""),

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from megasched.compatibility import load_matrix
 from megasched.model_adapters.attentions import ATTENTIONS
 from megasched.verify.parity import LAYOUTS as CHECKED
-from megasched.verify.parity import compare, reference_step
-from megasched.verify.shrink import TOKENS
-from megasched.verify.trainer_run import batches_of, train
-from tests.parity.instances import instances_of
 from tests.parity.mixtures import LAYOUTS as OF_MIXTURES
-from tests.parity.mixtures import RUN, small_model
-from tests.parity.test_experts import SAVE, assert_same_run, run
+from tests.parity.mixtures import small_model
+from tests.parity.steps import assert_first_step_equals_hf_by_rounding, assert_goes_between_levels, step_making
 
 LAYOUTS = {**CHECKED, **OF_MIXTURES}
 # Of the four layers of a small model, those with attention, where some have something else.
 LAYERS_WITH = {"jamba": 2, "lfm2": 2, "qwen3_next": 1}
+KIND = "megasched.lowering.block.attention:MegatronAttention"
 MATRIX = load_matrix()["types"]
 # Attention alone, whatever else the layers have; where the default schedule takes whole layers, it is told not to.
 ATTENTION = """
@@ -42,16 +41,6 @@ def attention_alone(tmp_path):
     return str(schedule)
 
 
-def attentions_of_run(folder, flags, schedule):
-    """A run of one step, and how many modules of Megatron's attention this rank made."""
-    from megasched.lowering.block.attention import MegatronAttention
-
-    options = {"schedule": schedule, "random_init": False, "tokens": TOKENS}
-    with instances_of(MegatronAttention) as made:
-        report = train(folder, [*flags, *RUN], iterations=1, **options)
-    return report, len(made)
-
-
 def folder_of(ranks, small_models, tmp_path, model_type):
     """Of a small model whose attention Megatron's can stand for."""
     if model_type == "gemma2":
@@ -63,13 +52,9 @@ def folder_of(ranks, small_models, tmp_path, model_type):
 def _check(ranks, folder, layout, schedule, *more):
     """Loss, logits, every gradient and the norm, where rounding counts as in the matrix; how many modules of
     attention each rank has made."""
-    found = ranks.run(layout.world_size, attentions_of_run, folder, [*layout.flags.split(), *more], schedule)
-    reports = [report for report, _ in found]
-    expected, exact = (
-        ranks.run(1, reference_step, folder, batches_of(reports), False, double)[0] for double in (False, True)
-    )
-    outcome = compare(reports, expected, layout.tp, exact)
-    assert outcome.verdict == "equal", outcome.why
+    flags = [*layout.flags.split(), *more]
+    found = ranks.run(layout.world_size, step_making, folder, flags, schedule, KIND)
+    assert_first_step_equals_hf_by_rounding(ranks, folder, [report for report, _ in found], layout.tp)
     return [made for _, made in found]
 
 
@@ -107,13 +92,7 @@ def test_every_architecture_with_such_attention(ranks, small_models, attention_a
 
 @pytest.mark.parametrize("first", ["block", "fused"])
 def test_a_checkpoint_goes_between_levels_and_layouts(ranks, small_models, block, tmp_path, first):
-    """Parameters and the optimizer's states, in HF's names; k and v have fewer heads, and heads have norms."""
-    folder, where = small_models("qwen3"), "model.layers.*.self_attn"
-    second = "fused" if first == "block" else "block"
-    whole = run(ranks, folder, LAYOUTS["one"], *SAVE, iterations=4, schedule=block(where, "fused"))
-    saving = ["--save", str(tmp_path / "kept"), "--save-interval", "2"]
-    wide = LAYOUTS["tp2-sp-pp2-vpp2"]
-    run(ranks, folder, wide, *SAVE, *saving, iterations=2, schedule=block(where, first))
-    loading = [*SAVE, "--load", str(tmp_path / "kept")]
-    resumed = run(ranks, folder, LAYOUTS["one"], *loading, iterations=4, schedule=block(where, second))
-    assert_same_run(resumed, whole, skip=2)
+    """K and v have fewer heads, and heads have norms."""
+    layouts = LAYOUTS["tp2-sp-pp2-vpp2"], LAYOUTS["one"]
+    schedules = partial(block, "model.layers.*.self_attn")
+    assert_goes_between_levels(ranks, small_models("qwen3"), schedules, first, layouts, tmp_path / "kept")

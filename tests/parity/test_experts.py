@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from megasched.verify.parity import TOLERANCE, CheckedLayout, check_layout, compare, reference_step
+from megasched.verify.parity import CheckedLayout, check_layout
 from megasched.verify.rank_pool import RankError
-from megasched.verify.shrink import TOKENS
 from megasched.verify.small_models import write_small_model
-from megasched.verify.trainer_run import batches_of, gather, losses, train
-from tests.parity.mixtures import RUN
+from tests.parity.steps import ADAM, SAVE, assert_first_step_equals_hf, assert_same_run, run
 
 TYPES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
 EP2 = "--expert-model-parallel-size 2"
@@ -39,19 +36,6 @@ def folders(ranks, tmp_path_factory):
     return get
 
 
-def run(ranks, folder, layout: CheckedLayout, *more: str, iterations: int = 1, schedule: str = "auto"):
-    flags = [*layout.flags.split(), *RUN, *more]
-    options = {"iterations": iterations, "schedule": schedule, "random_init": False, "tokens": TOKENS}
-    return ranks.run(layout.world_size, train, folder, flags, **options)
-
-
-def assert_first_step_equals_hf(ranks, folder, reports, tp):
-    (expected,) = ranks.run(1, reference_step, folder, batches_of(reports))
-    outcome = compare(reports, expected, tp)
-    assert outcome.verdict == "equal", outcome.why
-    assert max(outcome.errors.values()) <= TOLERANCE
-
-
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [(model_type, name) for model_type in TYPES for name in ("ep2", "ep2-pp2", "ep2-tp2-sp-dp2")]
@@ -69,9 +53,6 @@ def test_first_step_equals_hf(ranks, folders, block, model_type, name):
     assert_first_step_equals_hf(ranks, folders(model_type), reports, layout.tp)
 
 
-ADAM = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-
-
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
 def test_the_distributed_optimizer_takes_the_same_steps(ranks, folders, model_type):
     """Three steps: weights, losses and norms of one process, from a state that lies over the expert groups."""
@@ -79,20 +60,6 @@ def test_the_distributed_optimizer_takes_the_same_steps(ranks, folders, model_ty
     for name in ("ep2", "ep2-dp4"):
         reports = run(ranks, folders(model_type), LAYOUTS[name], *ADAM, iterations=3)
         assert_same_run(reports, one)
-
-
-def assert_same_run(reports, expected, skip: int = 0, tp: int = 1):
-    torch.testing.assert_close(losses(reports), losses(expected)[skip:], rtol=2e-6, atol=0)
-    for report in reports:
-        torch.testing.assert_close(report.grad_norms, expected[0].grad_norms[skip:], rtol=1e-5, atol=0)
-    weights, wanted = gather(reports, "weights", tp), gather(expected, "weights", 1)
-    assert weights.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=2e-6, msg=name)
-
-
-SAVE = ["--use-distributed-optimizer", "--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable"]
-SAVE += ["--override-opt-param-scheduler"]
 
 
 def test_a_checkpoint_of_shared_out_experts_resumes(ranks, folders, tmp_path):

@@ -8,7 +8,7 @@ from megasched.verify.parity import CheckedLayout
 from megasched.verify.rank_pool import RankError
 from tests.parity.instances import instances_of
 from tests.parity.mixtures import LAYOUTS, mixtures_of_run, small_model
-from tests.parity.test_experts import assert_first_step_equals_hf, run
+from tests.parity.steps import assert_first_step_equals_hf, run
 
 YARN = {
     "rope_type": "yarn",

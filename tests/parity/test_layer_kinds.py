@@ -11,12 +11,10 @@ import torch
 
 from megasched.verify.parity import LAYOUTS as CHECKED
 from megasched.verify.rank_pool import RankError
-from megasched.verify.shrink import TOKENS
-from megasched.verify.trainer_run import losses, train
-from tests.parity.instances import instances_of
+from megasched.verify.trainer_run import losses
 from tests.parity.mixtures import LAYOUTS as OF_MIXTURES
-from tests.parity.mixtures import RUN, small_model
-from tests.parity.test_experts import assert_first_step_equals_hf
+from tests.parity.mixtures import small_model
+from tests.parity.steps import assert_first_step_equals_hf, step_making
 from tests.parity.test_levels import RECOMPUTE
 
 LAYOUTS = {**CHECKED, **OF_MIXTURES}
@@ -27,18 +25,11 @@ TYPES = (
 )
 
 
-def layers_of_run(folder, flags, schedule):
-    """A run of one step, and how many layers of Megatron's this rank made."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    options = {"schedule": schedule, "random_init": False, "tokens": TOKENS}
-    with instances_of(TransformerLayer) as made:
-        report = train(folder, [*flags, *RUN], iterations=1, **options)
-    return report, len(made)
+KIND = "megatron.core.transformer.transformer_layer:TransformerLayer"
 
 
 def _check(ranks, folder, layout, schedule, layers=4):
-    found = ranks.run(layout.world_size, layers_of_run, folder, layout.flags.split(), schedule)
+    found = ranks.run(layout.world_size, step_making, folder, layout.flags.split(), schedule, KIND)
     stages = 2 if "pipeline" in layout.flags else 1
     assert [made for _, made in found] == [layers // stages] * layout.world_size
     assert_first_step_equals_hf(ranks, folder, [report for report, _ in found], layout.tp)
@@ -122,7 +113,7 @@ def test_layers_that_are_not_megatrons_are_refused(ranks, tmp_path, block, reaso
     model_type, changes = REFUSED[reason]
     (folder,) = ranks.run(1, small_model, model_type, str(tmp_path / "model"), changes)
     with pytest.raises(RankError, match=reason):
-        ranks.run(1, layers_of_run, folder, [], block(PLACES.get(model_type, "model.layers.*")))
+        ranks.run(1, step_making, folder, [], block(PLACES.get(model_type, "model.layers.*")), KIND)
 
 
 @pytest.mark.parametrize("more", ["", "--sequence-parallel"])
@@ -132,7 +123,7 @@ def test_dropout_is_the_same_for_all_ranks_and_in_a_recompute(ranks, tmp_path, b
     (folder,) = ranks.run(1, small_model, "gpt2", str(tmp_path / "model"), changes)
     flags = ["--tensor-model-parallel-size", "2", *more.split()]
     plain, again = (
-        [report for report, _ in ranks.run(2, layers_of_run, folder, chosen, block("transformer.h.*"))]
+        [report for report, _ in ranks.run(2, step_making, folder, chosen, block("transformer.h.*"), KIND)]
         for chosen in (flags, [*flags, *RECOMPUTE["full"].split()])
     )
     assert losses(again) == losses(plain)
@@ -142,5 +133,5 @@ def test_dropout_is_the_same_for_all_ranks_and_in_a_recompute(ranks, tmp_path, b
             if not placement.sharded:
                 assert torch.equal(gradient, plain[0].gradients[name][0]), name
     (without,) = ranks.run(1, small_model, "gpt2", str(tmp_path / "without"), {})
-    found = ranks.run(2, layers_of_run, without, flags, block("transformer.h.*"))
+    found = ranks.run(2, step_making, without, flags, block("transformer.h.*"), KIND)
     assert losses(plain) != losses([report for report, _ in found])

@@ -9,7 +9,7 @@ from megasched.verify.parity import CheckedLayout
 from megasched.verify.rank_pool import RankError
 from megasched.verify.trainer_run import losses
 from tests.parity.mixtures import LAYOUTS, mixtures_of_run, small_model
-from tests.parity.test_experts import ADAM, SAVE, assert_first_step_equals_hf, assert_same_run, run
+from tests.parity.steps import ADAM, SAVE, assert_first_step_equals_hf, assert_same_run, run
 
 SOME = ("one", "ep2-tp2-sp-dp2", "ep2-cp2", "tp2-sp-pp2-vpp2")
 OTHERS = ("qwen3_moe", "qwen2_moe", "dots1", "glm4_moe", "solar_open", "deepseek_v3", "glm4_moe_lite")

@@ -11,8 +11,8 @@ from megasched.verify.reference import HfStep, hf_loss, hf_model
 from megasched.verify.shrink import TOKENS
 from megasched.verify.trainer_run import batches_of, train
 from tests.parity.instances import instances_of
-from tests.parity.mixtures import LAYOUTS, RUN
-from tests.parity.test_experts import run
+from tests.parity.mixtures import LAYOUTS
+from tests.parity.steps import RUN, run
 
 COEFFICIENT = 0.1
 Z_COEFFICIENT = 0.01

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from megasched.model_adapters.blocks import LAYERS
 from megasched.model_adapters.mixtures import KINDS
-from megasched.verify.parity import compare, reference_step
-from megasched.verify.trainer_run import batches_of
 from tests.parity.mixtures import LAYOUTS, mixtures_of_run
-from tests.parity.test_experts import SAVE, assert_first_step_equals_hf, assert_same_run, run
+from tests.parity.steps import (
+    assert_first_step_equals_hf,
+    assert_first_step_equals_hf_by_rounding,
+    assert_goes_between_levels,
+)
 
 # Types whose whole layers are Megatron's are in test_mixture_blocks.py and test_layer_kinds.py, but for gpt-oss.
 TYPES = sorted(set(KINDS) - set(LAYERS))
@@ -45,10 +49,7 @@ def test_first_step_equals_hf(ranks, small_models, model_type, name):
     reports = [report for report, *_ in found]
     if model_type not in ROUNDED:
         return assert_first_step_equals_hf(ranks, folder, reports, layout.tp)
-    batches = batches_of(reports)
-    expected, exact = (ranks.run(1, reference_step, folder, batches, False, double)[0] for double in (False, True))
-    outcome = compare(reports, expected, layout.tp, exact)
-    assert outcome.verdict == "equal", outcome.why
+    return assert_first_step_equals_hf_by_rounding(ranks, folder, reports, layout.tp)
 
 
 @pytest.mark.parametrize("model_type", ["minimax_m2", "gpt_oss"])
@@ -56,12 +57,6 @@ def test_first_step_equals_hf(ranks, small_models, model_type, name):
 def test_a_checkpoint_goes_between_levels_and_layouts(ranks, small_models, block, tmp_path, first, model_type):
     """Experts, routers and the optimizer's states, in HF's names and layout: one has buffers in its routers, the
     other transposed experts."""
-    folder, where = small_models(model_type), "model.layers.*.mlp"
-    second = "fused" if first == "block" else "block"
-    whole = run(ranks, folder, LAYOUTS["ep2"], *SAVE, iterations=4, schedule=block(where, "fused"))
-    saving = ["--save", str(tmp_path / "kept"), "--save-interval", "2"]
-    wide = LAYOUTS["ep4-tp2-sp-dp2"]
-    run(ranks, folder, wide, *SAVE, *saving, iterations=2, schedule=block(where, first))
-    loading = [*SAVE, "--load", str(tmp_path / "kept")]
-    resumed = run(ranks, folder, LAYOUTS["ep2"], *loading, iterations=4, schedule=block(where, second))
-    assert_same_run(resumed, whole, skip=2)
+    layouts = LAYOUTS["ep4-tp2-sp-dp2"], LAYOUTS["ep2"]
+    schedules = partial(block, "model.layers.*.mlp")
+    assert_goes_between_levels(ranks, small_models(model_type), schedules, first, layouts, tmp_path / "kept")

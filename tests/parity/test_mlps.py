@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from megasched.compatibility import load_matrix
 from megasched.verify.parity import LAYOUTS as CHECKED
-from megasched.verify.parity import compare, reference_step
-from megasched.verify.shrink import TOKENS
-from megasched.verify.trainer_run import batches_of, train
-from tests.parity.instances import instances_of
 from tests.parity.mixtures import LAYOUTS as OF_MIXTURES
-from tests.parity.mixtures import RUN
-from tests.parity.test_experts import SAVE, assert_first_step_equals_hf, assert_same_run, run
+from tests.parity.steps import (
+    assert_first_step_equals_hf,
+    assert_first_step_equals_hf_by_rounding,
+    assert_goes_between_levels,
+    step_making,
+)
 
 LAYOUTS = {**CHECKED, **OF_MIXTURES}
 # Model type -> its MLPs, where they are not as Llama's.
@@ -33,18 +35,11 @@ TYPES = (
 )
 
 
-def mlps_of_run(folder, flags, schedule):
-    """A run of one step, and how many MLPs of Megatron's this rank made."""
-    from megasched.lowering.block.mlp import MegatronMlp
-
-    options = {"schedule": schedule, "random_init": False, "tokens": TOKENS}
-    with instances_of(MegatronMlp) as made:
-        report = train(folder, [*flags, *RUN], iterations=1, **options)
-    return report, len(made)
+MLP = "megasched.lowering.block.mlp:MegatronMlp"
 
 
 def _check(ranks, folder, layout, schedule, mlps=4):
-    found = ranks.run(layout.world_size, mlps_of_run, folder, layout.flags.split(), schedule)
+    found = ranks.run(layout.world_size, step_making, folder, layout.flags.split(), schedule, MLP)
     stages = 2 if "pipeline" in layout.flags else 1
     assert sum(made for _, made in found) == mlps * layout.world_size // stages
     assert_first_step_equals_hf(ranks, folder, [report for report, _ in found], layout.tp)
@@ -67,16 +62,10 @@ def test_first_step_equals_hf(ranks, small_models, block, model_type, name):
 
 @pytest.mark.parametrize("first", ["block", "fused"])
 def test_a_checkpoint_goes_between_levels_and_layouts(ranks, small_models, block, tmp_path, first):
-    """Parameters and the optimizer's states, in HF's names; gate and up are packed in Phi-3."""
-    folder, where = small_models("phi3"), "model.layers.*.mlp"
-    second = "fused" if first == "block" else "block"
-    whole = run(ranks, folder, LAYOUTS["one"], *SAVE, iterations=4, schedule=block(where, "fused"))
-    saving = ["--save", str(tmp_path / "kept"), "--save-interval", "2"]
-    wide = LAYOUTS["tp2-sp-pp2-vpp2"]
-    run(ranks, folder, wide, *SAVE, *saving, iterations=2, schedule=block(where, first))
-    loading = [*SAVE, "--load", str(tmp_path / "kept")]
-    resumed = run(ranks, folder, LAYOUTS["one"], *loading, iterations=4, schedule=block(where, second))
-    assert_same_run(resumed, whole, skip=2)
+    """Gate and up are packed in Phi-3."""
+    layouts = LAYOUTS["tp2-sp-pp2-vpp2"], LAYOUTS["one"]
+    schedules = partial(block, "model.layers.*.mlp")
+    assert_goes_between_levels(ranks, small_models("phi3"), schedules, first, layouts, tmp_path / "kept")
 
 
 EVERY_MLP = """
@@ -107,11 +96,6 @@ def test_every_architecture_with_such_mlps(ranks, small_models, tmp_path, model_
     schedule = tmp_path / "schedule.py"
     schedule.write_text(EVERY_MLP)
     layout, folder = LAYOUTS["tp2-sp" if split else "tp2"], small_models(model_type)
-    found = ranks.run(layout.world_size, mlps_of_run, folder, layout.flags.split(), str(schedule))
-    reports = [report for report, _ in found]
-    expected, exact = (
-        ranks.run(1, reference_step, folder, batches_of(reports), False, double)[0] for double in (False, True)
-    )
-    outcome = compare(reports, expected, layout.tp, exact)
-    assert outcome.verdict == "equal", outcome.why
+    found = ranks.run(layout.world_size, step_making, folder, layout.flags.split(), str(schedule), MLP)
+    assert_first_step_equals_hf_by_rounding(ranks, folder, [report for report, _ in found], layout.tp)
     assert all((made > 0) == (model_type not in NONE_ALONE) for _, made in found)
