@@ -25,6 +25,8 @@ RANK_TIMES = re.compile(
     rf"\[(?P<time>{TIME})\] \| MnRtt/Rnk: (?P<least>[\d.]+)ms/(?P<fastest>\d+)"
     r" \| MxRtt/Rnk: (?P<most>[\d.]+)ms/(?P<slowest>\d+) \|"
 )
+# Ranks that share a pipe may write between another's message and its line end: one line has both then.
+MESSAGE = re.compile(rf"(?=\[{TIME}\] )|(?=\[[^\[\]]+\] datetime: )|(?=validation loss at iteration )")
 ARGUMENT = re.compile(r"  (?P<name>seq_length|world_size) \.+ (?P<value>\d+)$")
 
 # What is trained on, by the names that Megatron's scripts print; routers and heads have losses too.
@@ -124,7 +126,11 @@ class TrainingLog:
     _first: int = 0  # of the lines of the processes that print now
 
     def read(self, line: str) -> Iteration | None:
-        """Take in one line of output; returns the iteration, corrected, when it is an iteration's line."""
+        """Take in one line of output; returns the iteration, corrected, when an iteration's line is in it."""
+        found = [self._read_message(message) for message in MESSAGE.split(line)]
+        return next((step for step in reversed(found) if step), None)
+
+    def _read_message(self, line: str) -> Iteration | None:
         if step := _iteration(line):
             return self._take(step)
         if found := VALIDATION.search(line):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import os
 import re
 import runpy
@@ -67,6 +68,7 @@ def run_script(script: str, argv: Sequence[str]) -> None:
         script: path of the user's script, or the name of one that megasched brings along.
         argv: the flags after it, Megatron's and megasched's.
     """
+    write_whole_lines()
     try:
         _run(script, list(argv))
     except SystemExit as stop:
@@ -162,6 +164,17 @@ def check_inputs(script: str, own: argparse.Namespace) -> None:
 
 
 # ---- the process ------------------------------------------------------------------------------------
+
+
+def write_whole_lines() -> None:
+    """Has each line that this process prints written at once, its end included.
+
+    Ranks share a pipe. Under ``python -u`` a line and its end are two writes, and what another rank prints
+    meanwhile stands between them, on the same line. Writes of up to ``PIPE_BUF`` bytes are not mixed (pipe(7)).
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a notebook or a test puts something else there
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def arrange_process(path: Path, bundled: bool, mode: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -53,6 +54,20 @@ def run(*argv: str, ranks: int = 1, cwd: Path | None = None, **variables: str) -
     return subprocess.run(
         command, capture_output=True, text=True, timeout=START_LIMIT, cwd=cwd, env=environment(**variables)
     )
+
+
+@pytest.mark.parametrize("options", [["-u"], []], ids=["unbuffered", "buffered"])
+def test_a_line_is_written_with_its_end(options):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which keeps writes apart
+    with ours, theirs:
+        subprocess.run(
+            [sys.executable, *options, "-c", RUN, "missing.py"],
+            stdout=theirs,
+            stderr=theirs,
+            timeout=START_LIMIT,
+            env=environment(),
+        )
+        assert ours.recv(4096) == b"megasched: error: missing.py: no such script\n"
 
 
 def script(folder: Path, text: str) -> str:

@@ -96,6 +96,26 @@ def test_a_line_that_another_rank_wrote_into_is_passed_over():
     assert read_log([REAL.replace("418.2", "41WARNING: 8.2")]).printed == []
 
 
+def test_messages_of_two_ranks_on_one_line_are_all_read():
+    # As a run printed them: rank 0's came between the last rank's message and its line end.
+    saving = "[2026-11-22 14:59:36.0] saving checkpoint at iteration      30 to ck in torch_dist format"
+    saved = "  [2026-11-22 14:59:37.0] successfully saved checkpoint from iteration      30 to ck [ t 1/2, p 1/1 ]"
+    done = "[after training is done] datetime: 2026-11-22 14:59:38.0 "
+    validation = " validation loss at iteration 30 | lm loss value: 5.0E+00 | lm loss PPL: 2.15E+02 | "
+    first, second = line(29, 1000.0, 3.0).rstrip("\n"), line(30, 1000.0, 2.0).rstrip("\n")
+    for printed in (
+        [first + saving, second + saved, validation + done],
+        [saving + first, saved + validation, done + second],
+        [first + second + saving + saved + done + validation],
+    ):
+        log = read_log([each + "\n" for each in printed])
+        assert [(step.iteration, step.nan) for step in log.printed] == [(29, 0), (30, 0)]
+        assert log.validation == {30: 5.0}
+        assert log.saving == [Checkpoint(30, datetime(2026, 11, 22, 14, 59, 36), "ck")]
+        assert log.saved == [Checkpoint(30, datetime(2026, 11, 22, 14, 59, 37), "ck")]
+        assert log.ends == [Milestone(datetime(2026, 11, 22, 14, 59, 38), "after training is done")]
+
+
 def test_checkpoints_starts_ends_and_arguments():
     log = read_log(
         [
