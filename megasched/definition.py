@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-SUPPORTED_TRANSFORMERS = ">=5.17,<5.24"
+SUPPORTED_TRANSFORMERS = ">=5.17,<5.25"
 
 
 @cache

@@ -20,7 +20,7 @@ def _change() -> Undo:
 PATCH = Patch(
     name="zigzag_positions",
     targets=(_TARGET,),
-    versions={"transformers": ">=5.17,<5.24"},
+    versions={"transformers": ">=5.17,<5.25"},
     why=(
         "transformers/masking_utils.py:750 takes positions that do not count up by one for several sequences "
         "packed into a row, and masks them from each other; a context parallel rank has two pieces of one "

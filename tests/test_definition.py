@@ -273,7 +273,7 @@ def test_what_transformers_loads_in_float32(tmp_path, model_type, dtype):
 def test_a_transformers_outside_the_supported_range_is_refused_before_anything_is_read(monkeypatch):
     check_transformers.cache_clear()
     monkeypatch.setattr(definition, "version", lambda name: "4.57.6")
-    with pytest.raises(ConfigError, match=r"transformers 4.57.6 is not supported.*'transformers>=5.17,<5.24'"):
+    with pytest.raises(ConfigError, match=r"transformers 4.57.6 is not supported.*'transformers>=5.17,<5.25'"):
         load_config("nowhere")
     monkeypatch.undo()
     check_transformers()

@@ -67,7 +67,7 @@ def test_the_diagnosis_applies_no_patch():
 def test_a_version_out_of_range(monkeypatch):
     diagnosis = with_package(monkeypatch, name="transformers", found="4.57.0")
     assert not diagnosis.runnable
-    assert diagnosis.problems == ["transformers 4.57.0 is not supported: pip install 'transformers>=5.17,<5.24'"]
+    assert diagnosis.problems == ["transformers 4.57.0 is not supported: pip install 'transformers>=5.17,<5.25'"]
     assert "not supported" in printed(diagnosis)
 
 
