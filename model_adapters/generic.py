@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
+from megasched.linears import is_linear
 from megasched.model_adapters.registry import head_counts
 from megasched.roles import Roles
 
@@ -85,14 +86,16 @@ def read_plan(model: nn.Module) -> Roles:
     role: dict[str, str] = {}
     origin: dict[str, str] = {}
     declined: dict[str, str] = {}
-    tied = _tied_elsewhere(model)
+    ends_whole = _why_ends_whole(model)
     for path, module in model.named_modules():
         pattern = next((pattern for pattern in plan if _matches(pattern, path)), None)
         cut = STYLES[plan[pattern]] if pattern is not None else None
         name = _role(path, module, cut, model)
         told = f"HF's plan: {pattern} is {plan[pattern]}" if pattern is not None else "end of every model"
-        if name in ("embed.tokens", "head") and tied:
-            declined[path] = "shares a parameter with a module that is neither the embedding nor the head"
+        if name in ("embed.tokens", "head") and ends_whole:
+            declined[path] = ends_whole
+        elif name is not None and isinstance(module, nn.Linear) and not is_linear(module):
+            declined[path] = f"{told}, but {type(module).__name__} has a forward of its own"
         elif name is not None and isinstance(module, nn.Linear | nn.Embedding):
             role[path], origin[path] = name, told
         elif pattern is not None and plan[pattern] not in WHOLE:
@@ -103,12 +106,19 @@ def read_plan(model: nn.Module) -> Roles:
     return Roles(role, head_counts(role, config), components, origin=origin, declined=declined)
 
 
-def _tied_elsewhere(model: nn.Module) -> bool:
-    """Whether the embedding or the head shares a parameter with a third module (the bias of BERT's head)."""
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    own = {id(p) for end in ends if end is not None for p in end.parameters(recurse=False)}
-    others = (module for module in model.modules() if all(module is not end for end in ends))
-    return any(id(p) in own for module in others for p in module.parameters(recurse=False))
+def _why_ends_whole(model: nn.Module) -> str:
+    """Why neither the embedding nor the head can be cut, being tied to what is not; empty where they can."""
+    from torch import nn
+
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    own = {id(p) for end in (embedding, head) if end is not None for p in end.parameters(recurse=False)}
+    others = (module for module in model.modules() if module is not embedding and module is not head)
+    if any(id(p) in own for module in others for p in module.parameters(recurse=False)):
+        return "shares a parameter with a module that is neither the embedding nor the head"  # bias of BERT's head
+    tied = embedding is not None and getattr(head, "weight", None) is getattr(embedding, "weight", own)
+    if tied and isinstance(head, nn.Linear) and not is_linear(head):
+        return f"tied, and the head, {type(head).__name__}, has a forward of its own"
+    return ""
 
 
 def _matches(pattern: str, path: str) -> bool:

@@ -39,8 +39,9 @@ class AttentionSettings:
     """What the lowering knows of one attention module; kept on the module as ``megasched_attention``.
 
     Attributes:
-        local_heads: query heads on this rank; a forward that finds another number is an error, because a
-            definition that views heads by a count of its own would go wrong silently.
+        local_heads: query heads on this rank, where they are cut over TP; a forward that finds another number is
+            an error, because a definition that views heads by a count of its own would go wrong silently. None
+            where they are whole, and may be no heads: attention over earlier layers has the sequence there.
         sharded: heads are cut over TP, so that dropout must differ between the ranks.
         te: Transformer Engine's kernels, where they are used.
         context: the ranks that share the sequence of these queries; None where this module has all of it.
@@ -52,7 +53,7 @@ class AttentionSettings:
 
     def __init__(
         self,
-        local_heads: int,
+        local_heads: int | None,
         sharded: bool,
         te: TeCore | None = None,
         context: ContextParallel | None = None,
@@ -124,10 +125,11 @@ def attention_forward(
             f"{type(module).__name__} calls attention on its part of the sequence, and did not in the trial call: "
             "context parallelism does not know of it. Run it without --context-parallel-size"
         )
-    if settings is not None and query.shape[1] != settings.local_heads:
+    own_heads = None if settings is None else settings.local_heads
+    if own_heads is not None and query.shape[1] != own_heads:
         raise MegaschedError(
             f"{type(module).__name__} views {query.shape[1]} query heads where this rank holds "
-            f"{settings.local_heads}: it takes the head count from an attribute; name it in the adapter's "
+            f"{own_heads}: it takes the head count from an attribute; name it in the adapter's "
             "local_attributes, so that it is divided by the tensor parallel size"
         )
     if is_causal is None:
@@ -138,8 +140,8 @@ def attention_forward(
         sliding_window = None  # the mask says it
 
     s_aux = s_aux if sinks is None else sinks
-    if s_aux is not None and settings is not None and s_aux.dim() == 1:
-        s_aux = s_aux.narrow(0, settings.first_head, settings.local_heads)
+    if s_aux is not None and own_heads is not None and s_aux.dim() == 1:
+        s_aux = s_aux.narrow(0, settings.first_head, own_heads)
     plain = softcap is None and s_aux is None and position_bias is None
     window = window_of(sliding_window, query.shape[2] * (1 if context is None else context.zigzag.size))
     # A causal layer's mask is its window; any other mask is the definition's own and goes to torch.

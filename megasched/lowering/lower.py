@@ -42,6 +42,9 @@ from megasched.roles import Attention, Block, Mixture
 from megasched.schedule import Schedule
 from megasched.trial.labels import Region
 
+# What definitions read of linears and embeddings; they mean the whole.
+SIZES = ("in_features", "out_features", "nx", "nf", "num_embeddings", "embedding_dim")
+
 
 def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
     """Lowers the modules for which ``here(path)`` holds; the others are left alone."""
@@ -166,6 +169,9 @@ def _lower_cut(path: str, module: nn.Module, context: Context, entered: bool) ->
         lowered = lower_te_linear(path, module, context, entered=entered)
     else:
         lowered = lower_linear(path, module, context, entered=entered)
+    for name in SIZES:
+        if hasattr(module, name) and not hasattr(lowered, name):
+            setattr(lowered, name, getattr(module, name))
     carry_hooks(module, lowered)
     for name, child in module.named_children():  # of an adapter
         lowered.add_module(name, child)
@@ -245,6 +251,6 @@ def _settle_attention(model: nn.Module, context: Context, here: Callable[[str], 
             if uses_transformer_engine(context.device):
                 layer = plan.structure.index_of(path) if plan.structure is not None else None
                 te = TeCore(size, group, ranks.for_te(context.config, layer) if ranks is not None else None)
-            own, rank = heads // size, context.rank if sharded else 0
-            settings = AttentionSettings(own, sharded, te, ranks, plan.layout.packed_sequences, own * rank)
+            own, first = (heads // size, heads // size * context.rank) if sharded else (None, 0)
+            settings = AttentionSettings(own, sharded, te, ranks, plan.layout.packed_sequences, first)
             model.get_submodule(path).megasched_attention = settings

@@ -93,8 +93,10 @@ class Session:
             canonical = plan.canonical[new]
             plan.placements[canonical] = replace(plan.placements[canonical], name=old)
         if plan.layout.sp and plan.structure is not None and plan.structure.repeated:
-            what = "layers are called more than once (they share their weights), and sequence parallelism splits "
-            what += "the hidden state at the first call of one and joins it after the last"
+            what = (
+                "layers are called more than once, and sequence parallelism splits the hidden state at the first "
+            )
+            what += "call of one and joins it after the last"
             raise ScheduleError(Problem(what, plan.structure.layers, remedy="run it without --sequence-parallel"))
         if plan.layout.pp > 1:
             refuse_stages(plan, self.definition.config)

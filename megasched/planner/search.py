@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megasched.errors import MegaschedError, ScheduleError
+from megasched.errors import MegaschedError, Problem, ScheduleError
 from megasched.layout import Fp8, Layout
 from megasched.planner.build_stage import Setting
 from megasched.planner.forked import map_forked
@@ -139,6 +139,9 @@ def _experts(job: Job, cp: int) -> int:
     from megasched.experts import is_experts
 
     session = job.open_session(Layout(context_parallel_size=cp))
+    if session.plan.structure is not None and session.plan.structure.repeated:
+        what = "no plan: layers that are called more than once are measured once"
+        raise ScheduleError(Problem(what, session.plan.structure.layers, remedy="run it, and `megasched tune` it"))
     return max((m.num_experts for m in session.replaced.modules() if is_experts(m)), default=1)
 
 

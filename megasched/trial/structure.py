@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Structure:
         between: path -> (layers before or in which it runs, what it returns) of each such module that runs between
             or inside of layers.
         after: paths of such modules that run after the layers, in call order.
-        repeated: whether layers are called more than once (ALBERT's are shared).
+        repeated: whether layers are called more than once (ALBERT's are shared; some models run theirs in loops).
         trial: example arguments of the forward, on meta, labels included.
         calls_loss: whether the forward computes its loss by ``loss_function``; one that does it by itself gets no
             labels, and its logits are taken.
@@ -257,7 +257,7 @@ def find_structure(model: nn.Module) -> Structure:
     _follow(run, probe, *SIZES[0])
     found.uncuttable = run.refused
     if repeated:
-        found.uncuttable = "they are called more than once (they share their weights)"
+        found.uncuttable = "they are called more than once"
     elif not _in_autograd(probe, of_layers[0].path):
         found.uncuttable = "the model computes their gradients by a function of its own"
     found.bare = tuple(run.bare)
@@ -314,7 +314,7 @@ def _learn_shapes(structure: Structure, probe: nn.Module, calls: list[_Call]) ->
 
 
 def _find_layers(model: nn.Module, calls: list[_Call]) -> tuple[str, bool]:
-    """The list, and whether some of its layers are called more than once in a row (shared layers)."""
+    """The largest list, and whether some of its layers are called more than once (shared, or in loops)."""
     found = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
@@ -325,12 +325,12 @@ def _find_layers(model: nn.Module, calls: list[_Call]) -> tuple[str, bool]:
         # Some may be for what is not there (cross attention to images).
         once = order == [child for child in children if child in set(order)]
         size = sum(p.numel() for child in set(order) for p in model.get_submodule(child).parameters())
-        if order and (once or [child for child, _ in groupby(order)] == children):
-            found.append((once, size, path))
+        if order and (once or set(order) == members):
+            found.append((size, once, path))
     if not found:
-        remedy = "pipeline stages and sequence parallelism need a ModuleList called layer by layer, each once"
+        remedy = "pipeline stages and sequence parallelism need a ModuleList whose modules are all called"
         raise ScheduleError(Problem("no list of layers found in the model", remedy=remedy))
-    once, _, path = max(found, key=lambda one: one[:2])  # the first of those that are as large
+    _, once, path = max(found, key=lambda one: one[:2])  # the first of those that are as large
     return path, not once
 
 

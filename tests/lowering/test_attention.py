@@ -127,6 +127,16 @@ def test_a_definition_that_counts_heads_by_itself_is_told():
         attention_forward(module, q, k, v, None)
 
 
+def test_whole_heads_may_be_another_number_in_each_call():
+    """Attention over earlier layers (Inkling 2) has the sequence in the place of heads."""
+    module = Module()
+    module.megasched_attention = AttentionSettings(None, sharded=False)
+    (q, k, v) = tensors(HEADS)
+    whole, _ = attention_forward(module, q, k, v, CAUSAL[:, None])
+    half, _ = attention_forward(module, q[:, :2], k[:, :2], v[:, :2], CAUSAL[:, None])
+    assert torch.allclose(half, whole[:, :, :2], rtol=1e-6, atol=1e-7)
+
+
 def test_whether_a_definition_asks_for_attention_at_all():
     assert is_used(tiny_model("llama"))
     assert is_used(tiny_model("gpt2"))

@@ -42,6 +42,12 @@ def _real_weights():
             ],
             "names": list(built.state_dict()) == list(model.state_dict()),
             "mode": {m.training for m in built.modules()},
+            "sizes": [
+                path
+                for path, cut in plan.cuts.items()
+                for size in (("in_features", "out_features") if cut != "vocab" else ("embedding_dim",))
+                if getattr(built.get_submodule(path), size, None) != getattr(model.get_submodule(path), size, None)
+            ],
             "tied": (
                 built.get_input_embeddings().weight is built.get_output_embeddings().weight,
                 model.get_input_embeddings().weight is model.get_output_embeddings().weight,
@@ -68,6 +74,7 @@ def test_real_weights_stay(ranks):
                 "values": [],
                 "names": True,
                 "mode": {False},
+                "sizes": [],  # which definitions read, to tell the loss how large the vocabulary is
                 "tied": (family != "phi3",) * 2,
                 "whole ones are the same objects": True,
             }, family

@@ -170,6 +170,26 @@ def test_ends_that_share_a_parameter_with_a_third_module_stay_whole():
     assert set(roles.declined) == {"embed", "out"}
 
 
+class ScaledHead(nn.Linear):
+    """Dory's: a scale for each token."""
+
+    def forward(self, x):
+        return 2.0 * super().forward(x)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_that_is_no_plain_linear_stays_whole_and_what_is_tied_to_it(tied):
+    model = Planned({"embed": "embedding_rowwise", "out": "colwise_gather_output"})
+    model.out = ScaledHead(2, 3, bias=False)
+    if tied:
+        model.out.weight = model.embed.weight
+    roles = generic.read_plan(model)
+    own = "HF's plan: out is colwise_gather_output, but ScaledHead has a forward of its own"
+    both = "tied, and the head, ScaledHead, has a forward of its own"
+    assert roles.role == ({} if tied else {"embed": "embed.tokens"})
+    assert roles.declined == ({"embed": both, "out": both} if tied else {"out": own})
+
+
 def test_what_a_plan_asks_for_and_is_not_done_is_told():
     roles = generic.read_plan(Planned({"layers.*.mystery": "moe_tp_experts", "layers.*.norm": "replicate"}))
     assert roles.declined == {"layers.0.mystery": "HF's plan: layers.*.mystery is moe_tp_experts"}

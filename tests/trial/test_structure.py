@@ -113,16 +113,37 @@ def test_one_layer_alone():
     assert find_structure(Model("tensor", layers=1)).slot == Slot("hidden_states", None)
 
 
-def test_layers_called_twice_are_no_list_of_layers():
+def test_layers_that_are_not_called_are_no_list_of_layers():
+    model = Model("tensor")
+    model.forward = lambda input_ids, labels=None: model.out(model.embed(input_ids))
     with pytest.raises(ScheduleError, match="no list of layers found") as raised:
-        find_structure(Model("tensor", calls=2))
-    assert "each once" in raised.value.problems[0].remedy
+        find_structure(model)
+    assert "whose modules are all called" in raised.value.problems[0].remedy
 
 
-def test_a_layer_called_again_and_again_is_one_that_is_shared():
-    structure = find_structure(Model("tensor", calls=3, layers=1))
-    assert (structure.layers, structure.count, structure.repeated) == ("layers", 1, True)
-    assert not find_structure(Model("tensor")).repeated
+@pytest.mark.parametrize(("calls", "layers"), [(3, 1), (2, 3)], ids=["one that is shared", "a loop"])
+def test_layers_called_again_and_again_can_not_be_cut(calls, layers):
+    structure = find_structure(Model("tensor", calls=calls, layers=layers))
+    assert (structure.layers, structure.count, structure.repeated) == ("layers", layers, True)
+    assert structure.uncuttable == "they are called more than once"
+    assert not find_structure(Model("tensor", layers=layers)).repeated
+
+
+def test_layers_in_a_loop_come_before_a_smaller_list_called_once():
+    class Looped(Model):
+        def __init__(self):
+            super().__init__("tensor", calls=2)
+            self.first = nn.ModuleList([Layer("tensor")])
+
+        def forward(self, input_ids, labels=None):
+            x = self.first[0](None, hidden_states=self.embed(input_ids))
+            for layer in [*self.layers, *self.layers]:
+                x = layer(None, hidden_states=x)
+            return self.out(x)
+
+    structure = find_structure(Looped())
+    assert (structure.layers, structure.repeated) == ("layers", True)
+    assert list(structure.before) == ["embed", "first.0.linear"]
 
 
 def test_a_model_that_cant_run_names_the_module():
