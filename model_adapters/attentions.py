@@ -28,9 +28,10 @@ _BY_HEADS = {"qkv": "self_attn.query_key_value", "by_heads": True, "out": "self_
 # tests/parity/test_attentions.py.
 ATTENTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "cwm", "seed_oss", "smollm3"), _LLAMA),
-    **dict.fromkeys(("internlm3", "iquestcoder", "arcee", "exaone4", "apertus", "hyperclovax", "olmo"), _LLAMA),
+    **dict.fromkeys(("internlm3", "iquestcoder", "arcee", "exaone", "exaone4", "hyperclovax", "olmo"), _LLAMA),
     **dict.fromkeys(("mixtral", "qwen3_moe", "qwen2_moe", "dots1", "glm4_moe", "solar_open", "phimoe"), _LLAMA),
     **dict.fromkeys(("exaone_moe", "hy_v3", "minimax", "mellum", "bamba", "aria_text", *LATENT), _LLAMA),
+    **dict.fromkeys(("apertus", "apertus1p5_text", "sarvam_moe", "lara_mini"), _LLAMA),
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "granitemoehybrid"), _LLAMA),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "vaultgemma"), _PLUS_ONE),
     **dict.fromkeys(("gpt_oss", "flint"), _SINKS),
@@ -78,7 +79,7 @@ WANTED: dict[str, tuple[Any, ...]] = {
 # Those that have one window for all layers; the others say which layers have it.
 _ONE_WINDOW = ("mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2", "phimoe", "minimax")
 # Those in which only the layers with a window have positions.
-_ROTATED_IN_WINDOWS = ("exaone4", "exaone_moe", "cohere2", "flint")
+_ROTATED_IN_WINDOWS = ("exaone4", "exaone_moe", "cohere2", "flint", "lara_mini")
 
 
 def attention_of(model: nn.Module) -> Attention | str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # With experts in some layers or in all (mixtures.py), and else as Llama's.
 MIXTURES = (
     *("mixtral", "qwen3_moe", "qwen2_moe", "dots1", "glm4_moe", "solar_open", "exaone_moe", "hy_v3", "gpt_oss"),
+    "sarvam_moe",  # by GLM-4-MoE's class
     *LATENT,
 )
 _LLAMA: dict[str, Any] = {}
@@ -31,7 +32,7 @@ _FAIRSEQ = {
 # test_latent_blocks.py.
 LAYERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "cwm", "seed_oss", "smollm3"), _LLAMA),
-    **dict.fromkeys(("internlm3", "iquestcoder"), _LLAMA),  # both by Llama's class
+    **dict.fromkeys(("internlm3", "iquestcoder", "exaone"), _LLAMA),  # by Llama's class
     **dict.fromkeys((*MIXTURES, "gemma", "ernie4_5", "helium", "stablelm"), _LLAMA),
     "phi3": _PACKED_MLP,
     **dict.fromkeys(("arcee", "nemotron", "jais2"), _UNGATED),

@@ -64,6 +64,7 @@ KINDS = {
     **dict.fromkeys(("mixtral", "minimax"), _NORMED),
     **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), _GRANITE),
     **dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen4_exp_text"), _QWEN2),
+    "lara_mini": _Kind(float32=True, shared="shared_expert"),
     "qwen3_5_moe_text": replace(_QWEN2, normalized=True),
     "gpt_oss": replace(_GRANITE, with_scores=True),
     "aria_text": replace(_GRANITE, shared="shared_experts"),
@@ -81,7 +82,7 @@ KINDS = {
         (
             *("deepseek_v3", "deepseek_v32", "dots1", "dots3_note_text", "glm4_moe", "glm4_moe_lite"),
             *("glm_moe_dsa", "solar_open", "exaone_moe", "bailing_hybrid", "kimi_linear", "mimo_v2_flash"),
-            "nemotron_h",
+            *("nemotron_h", "sarvam_moe", "sarvam_mla"),
         ),
         _DEEPSEEK_V3,
     ),

@@ -15,7 +15,7 @@ from tests.parity.steps import assert_first_step_equals_hf_by_rounding, assert_g
 
 LAYOUTS = {**CHECKED, **OF_MIXTURES}
 # Of the four layers of a small model, those with attention, where some have something else.
-LAYERS_WITH = {"jamba": 2, "lfm2": 2, "qwen3_next": 1}
+LAYERS_WITH = {"jamba": 2, "lara_mini": 2, "lfm2": 2, "qwen3_next": 1}
 KIND = "megasched.lowering.block.attention:MegatronAttention"
 MATRIX = load_matrix()["types"]
 # Attention alone, whatever else the layers have; where the default schedule takes whole layers, it is told not to.
@@ -62,7 +62,17 @@ def _check(ranks, folder, layout, schedule, *more):
     ("model_type", "name"),
     [
         (model_type, "tp2-sp-pp2-vpp2")
-        for model_type in ("cohere2", "gpt_neox", "granite", "lfm2", "llama", "phi", "qwen3_next")
+        for model_type in (
+            "apertus1p5_text",
+            "cohere2",
+            "gpt_neox",
+            "granite",
+            "lara_mini",
+            "lfm2",
+            "llama",
+            "phi",
+            "qwen3_next",
+        )
     ]
     + [(model_type, "tp2") for model_type in ("gpt_neox", "qwen3")]
     + [(model_type, "cp2") for model_type in ("cohere2", "flint", "jamba", "qwen3_next")]

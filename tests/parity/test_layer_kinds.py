@@ -19,7 +19,19 @@ from tests.parity.test_levels import RECOMPUTE
 
 LAYOUTS = {**CHECKED, **OF_MIXTURES}
 TYPES = (
-    *("arcee", "biogpt", "ernie4_5", "exaone4", "exaone_moe", "gemma", "gemma3_text", "glm", "glm4", "gpt2"),
+    *(
+        "arcee",
+        "biogpt",
+        "ernie4_5",
+        "exaone",
+        "exaone4",
+        "exaone_moe",
+        "gemma",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "gpt2",
+    ),
     *("helium", "hy_v3", "jais2", "nemotron", "opt", "persimmon", "stablelm", "starcoder2", "vaultgemma", "xglm"),
     "gpt_oss",
 )

@@ -12,9 +12,18 @@ from tests.parity.mixtures import LAYOUTS, mixtures_of_run, small_model
 from tests.parity.steps import ADAM, SAVE, assert_first_step_equals_hf, assert_same_run, run
 
 SOME = ("one", "ep2-tp2-sp-dp2", "ep2-cp2", "tp2-sp-pp2-vpp2")
-OTHERS = ("qwen3_moe", "qwen2_moe", "dots1", "glm4_moe", "solar_open", "deepseek_v3", "glm4_moe_lite")
+OTHERS = (
+    "qwen3_moe",
+    "qwen2_moe",
+    "dots1",
+    "glm4_moe",
+    "sarvam_moe",
+    "solar_open",
+    "deepseek_v3",
+    "glm4_moe_lite",
+)
 # Layers of these that are not mixtures.
-DENSE = {"dots1": 1, "glm4_moe": 1, "deepseek_v3": 1, "glm4_moe_lite": 1}
+DENSE = {"dots1": 1, "glm4_moe": 1, "sarvam_moe": 1, "deepseek_v3": 1, "glm4_moe_lite": 1}
 
 
 @pytest.mark.parametrize(
