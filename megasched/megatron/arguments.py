@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
 from megasched.layout import Layout
-from megasched.megatron.derive import Derived, derive, one_head_for_tp
+from megasched.megatron.config_sizes import Derived
+from megasched.megatron.derive import derive, one_head_for_tp
 from megasched.megatron.expert_flags import expert_arguments, expert_misfits
 from megasched.megatron.hang_watch import FLAG as HANG_FLAG
 from megasched.megatron.hang_watch import minutes

@@ -5,7 +5,7 @@ estimate (``training/theoretical_memory_usage.py``), its checks of the layout
 (``core/transformer/transformer_config.py``) and the ranks of the embedding group. The model itself is the
 definition; nothing here changes what it computes.
 
-Sizes are read from the config by name (``FIELDS``). What no config says (which linears have a bias,
+Sizes are read from the config by name (``config_sizes.py``). What no config says (which linears have a bias,
 whether the MLP is gated, whether positions are learned) is read off the definition's modules, built on
 the meta device, never guessed from the name of the architecture.
 """
@@ -15,79 +15,31 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megasched.definition import text_config
 from megasched.errors import ConfigError
+from megasched.linears import is_conv1d
+from megasched.megatron.config_sizes import (
+    EXPERTS_PER_TOKEN,
+    FFN,
+    HEAD_DIM,
+    HEADS,
+    KEY_VALUE_HEADS,
+    NORM_EPSILON,
+    WITHOUT_HEADS,
+    Derived,
+    read,
+    required,
+    rope_of,
+    sizes_in,
+)
 from megasched.objectives import CAUSAL_LM, Objective
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
-
-
-@dataclass(frozen=True)
-class Derived:
-    """One value for Megatron.
-
-    Attributes:
-        value: what ``args`` gets.
-        source: where it was read, in the words of the HF side, e.g. ``n_embd = 768``.
-    """
-
-    value: Any
-    source: str
-
-
-@dataclass(frozen=True)
-class Field:
-    """Names under which HF configs keep one value of Megatron's.
-
-    Attributes:
-        dest: attribute of Megatron's ``args``.
-        names: HF names, the usual one first; the first that holds a value counts.
-        default: ``args`` value when no name holds one; None leaves ``args`` as it is.
-        required: whether a config without any of the names is an error.
-    """
-
-    dest: str
-    names: tuple[str, ...]
-    default: Any = None
-    required: bool = False
-
-
-FIELDS = (
-    Field("num_layers", ("num_hidden_layers", "n_layer", "n_layers", "num_layers"), required=True),
-    Field("hidden_size", ("hidden_size", "n_embd", "d_model"), required=True),
-    Field("max_position_embeddings", ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")),
-    Field("init_method_std", ("initializer_range", "init_std")),
-    Field(
-        "attention_dropout",
-        ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout"),
-        default=0.0,
-    ),
-    Field(
-        "hidden_dropout",
-        (
-            "hidden_dropout",
-            "resid_pdrop",
-            "resid_dropout",
-            "residual_dropout",
-            "hidden_dropout_prob",
-            "dropout",
-        ),
-        default=0.0,
-    ),
-)
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-WITHOUT_HEADS = ("attention_hidden_size",)  # RWKV's, which is a recurrence
-HEAD_DIM = ("head_dim", "kv_channels", "attention_head_dim", "d_kv")
-KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "inner_size")
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
-NORM_EPSILON = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
 
 def derive_megatron_args(
@@ -131,7 +83,7 @@ def derive(
 def sizes_of(model: PreTrainedModel) -> dict[str, Derived]:
     """What ``derive`` reads of the config's sizes, and of attention heads."""
     text = text_config(model.config)
-    found = dict(_sizes(text))
+    found = dict(sizes_in(text))
     return found | _heads(text, model, found)
 
 
@@ -175,52 +127,18 @@ def _classes(config: PretrainedConfig, objective: Objective) -> Derived:
         ) from error
 
 
-def _read(config: PretrainedConfig, names: tuple[str, ...]) -> Derived | None:
-    """The first of these names that holds a value; the source names the field as config.json spells it."""
-    for name in names:
-        value = getattr(config, name, None)
-        if value is not None:
-            spelled = config.attribute_map.get(name, name)
-            return Derived(value, f"{spelled} = {value}")
-    return None
-
-
-def _required(config: PretrainedConfig, dest: str, names: tuple[str, ...]) -> Derived:
-    found = _read(config, names)
-    if found is None:
-        raise ConfigError(
-            f"{type(config).__name__} has none of {', '.join(names)}, so Megatron's {dest} is unknown; "
-            "if this config calls it otherwise, add the name in megasched/megatron/derive.py"
-        )
-    return found
-
-
-def _sizes(config: PretrainedConfig) -> Iterator[tuple[str, Derived]]:
-    for field in FIELDS:
-        if field.required:
-            yield field.dest, _required(config, field.dest, field.names)
-            continue
-        found = _read(config, field.names)
-        if found is not None and field.dest == "max_position_embeddings" and found.value < 1:
-            continue  # XLNet's -1: no limit
-        if found is not None:
-            yield field.dest, found
-        elif field.default is not None:
-            yield field.dest, Derived(field.default, f"none of {', '.join(field.names)}")
-
-
 def _heads(config: PretrainedConfig, model: PreTrainedModel, sizes: dict[str, Derived]) -> dict[str, Derived]:
     attends = any(_in_attention(path) for path, _ in model.named_modules())
-    if attends and _read(config, WITHOUT_HEADS) is None:
-        heads = _required(config, "num_attention_heads", HEADS)
+    if attends and read(config, WITHOUT_HEADS) is None:
+        heads = required(config, "num_attention_heads", HEADS)
     else:
         # Megatron wants a number (`training/arguments.py:1274`); of one head, TP can't split anything.
-        heads = _read(config, HEADS) or Derived(1, f"{type(model).__name__} has no attention heads")
+        heads = read(config, HEADS) or Derived(1, f"{type(model).__name__} has no attention heads")
     hidden = sizes["hidden_size"]
-    per_head = _read(config, HEAD_DIM)
+    per_head = read(config, HEAD_DIM)
     if per_head is None:
         per_head = Derived(hidden.value // heads.value, f"{hidden.source}, {heads.source}")
-    groups = _read(config, KEY_VALUE_HEADS) or heads
+    groups = read(config, KEY_VALUE_HEADS) or heads
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         groups = Derived(1, "multi_query = True")
     return {
@@ -229,18 +147,6 @@ def _heads(config: PretrainedConfig, model: PreTrainedModel, sizes: dict[str, De
         "group_query_attention": Derived(groups.value != heads.value, groups.source),
         "num_query_groups": groups,
     }
-
-
-def _rope(config: PretrainedConfig) -> dict[str, Any] | None:
-    """RoPE parameters; of models with several sets (one a layer type) that of full attention."""
-    rope = getattr(config, "rope_parameters", None)
-    if rope and "rope_type" not in rope:
-        sets = {name: value for name, value in rope.items() if isinstance(value, dict)}
-        rope = sets.get("full_attention") or next(iter(sets.values()), rope)
-    if rope:
-        return rope
-    # GPT-J and CodeGen have neither base nor fraction, only how many channels of a head turn.
-    return {"rotary_dim": config.rotary_dim} if getattr(config, "rotary_dim", None) else None
 
 
 # ---- from the definition ----------------------------------------------------------------------------
@@ -274,7 +180,7 @@ def _in_attention(path: str) -> bool:
 def _is_linear(module: nn.Module) -> bool:
     from torch import nn
 
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def _mlp_matrices(layer: nn.Module, *, routed: bool) -> list[int]:
@@ -298,13 +204,13 @@ def _mlp_matrices(layer: nn.Module, *, routed: bool) -> list[int]:
 
 
 def _mlp(config: PretrainedConfig, layer: nn.Module, sizes: dict[str, Derived]) -> dict[str, Derived]:
-    experts = _read(config, EXPERTS_PER_TOKEN)
+    experts = read(config, EXPERTS_PER_TOKEN)
     matrices = _mlp_matrices(layer, routed=experts is not None)
     name = type(layer).__name__
     # Up and down are equal; a gate adds a third, beside up or packed with it.
     gated = bool(matrices) and sum(matrices) > 2.5 * min(matrices)
     found = {"swiglu": Derived(gated, f"{name} has {'a gated' if gated else 'no gated'} MLP")}
-    width = _read(config, FFN)
+    width = read(config, FFN)
     if width is None or not isinstance(width.value, int):
         if not matrices:
             return found
@@ -342,7 +248,7 @@ def _norms(config: PretrainedConfig, layer: nn.Module) -> dict[str, Derived]:
         kind = type(outside[0]).__name__
         found["normalization"] = Derived("RMSNorm" if "rms" in kind.lower() else "LayerNorm", kind)
         own = getattr(outside[0], "eps", getattr(outside[0], "variance_epsilon", None))
-        epsilon = _read(config, NORM_EPSILON) or (Derived(own, f"{kind}.eps = {own}") if own else None)
+        epsilon = read(config, NORM_EPSILON) or (Derived(own, f"{kind}.eps = {own}") if own else None)
         if epsilon:
             found["layernorm_epsilon"] = epsilon
     # The latent norms of multi-head latent attention (q_a_, kv_a_) are not norms of heads.
@@ -384,7 +290,7 @@ def _position_table(model: PreTrainedModel, positions: int) -> str | None:
 
 
 def _positions(config: PretrainedConfig, model: PreTrainedModel, sizes: dict[str, Derived]) -> dict[str, Derived]:
-    rope = _rope(config)
+    rope = rope_of(config)
     if rope is not None:
         return _rotary(rope, sizes)
     longest = sizes.get("max_position_embeddings")

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megasched.experts import find_experts
-from megasched.megatron.derive import Derived, build_on_meta
+from megasched.megatron.config_sizes import Derived
+from megasched.megatron.derive import build_on_meta
 from megasched.objectives import Objective
 
 if TYPE_CHECKING:

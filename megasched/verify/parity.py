@@ -114,7 +114,7 @@ def check_layout(
 def routes_to_experts(folder: str) -> bool:
     """In a rank: whether a model's tokens are routed to some of several experts, by its config."""
     from megasched.definition import load_config
-    from megasched.megatron.derive import EXPERTS_PER_TOKEN
+    from megasched.megatron.config_sizes import EXPERTS_PER_TOKEN
 
     config = load_config(folder).get_text_config(decoder=True)
     return any(getattr(config, name, None) for name in EXPERTS_PER_TOKEN)
