@@ -19,7 +19,7 @@ Provider = Callable[[ArgumentParser], ArgumentParser]
 
 def _with_schedule(parse_args: Callable[..., Namespace]) -> Callable[..., Namespace]:
     from megasched.megatron.arguments import add_megasched_arguments, apply_derived, explicit_flags
-    from megasched.megatron.session import begin_session
+    from megasched.megatron.begin import begin_session
 
     # Megatron parses anew for its restart and fault tolerance code; the model is planned once.
     settled: dict[tuple[str, ...], dict[str, Any]] = {}

@@ -7,8 +7,9 @@ from argparse import Namespace
 import pytest
 
 from megasched.errors import CheckpointError, ConfigError, ScheduleError
+from megasched.megatron.begin import begin_session
 from megasched.megatron.mixture_flags import NOTHING_ASKED
-from megasched.megatron.session import begin_session, get_session
+from megasched.megatron.session import get_session
 from tests import tiny
 
 

@@ -1,0 +1,108 @@
+"""From flags that Megatron has parsed to the process's session: what is checked, settled and said on the way."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Container
+from pathlib import Path
+
+from megasched.certificate import require_certificate, subject_of
+from megasched.compatibility import refuse_unverified
+from megasched.errors import NAMED_MODULES, Problem, ScheduleError
+from megasched.lowering.fp8 import left_in_16_bits
+from megasched.megatron.lora_run import tell_of_adapters, with_adapters
+from megasched.megatron.session import Session, open_session, set_session
+from megasched.megatron.sft_flags import settle_sft
+from megasched.megatron.shared import refuse_overlap
+
+# Flags by which a user cuts the pipeline; Megatron's own rules hold where one is given.
+CUT_FLAGS = (
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+def begin_session(args: Namespace, given: Container[str]) -> None:
+    """Opens the process's session from flags that Megatron has parsed but not validated, and plans it.
+
+    Where neither the flags nor Megatron's own rules for uneven stages say how the pipeline is cut,
+    ``args.pipeline_model_parallel_layout`` is set.
+
+    Raises:
+        ConfigError, ScheduleError: whatever can't be used as given.
+    """
+    from megasched.megatron.arguments import layout_from_args
+    from megasched.megatron.weights_of_run import weight_source
+    from megasched.schedule_file import add_options
+
+    schedule = add_options(args.model_schedule, args.schedule_option or ())
+    session = open_session(
+        schedule,
+        args.hf_model,
+        layout_from_args(args),
+        overrides=args.hf_override or (),
+        trust_remote_code=bool(args.trust_remote_code),
+        objective=args.objective,
+        make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
+    )
+    plan = session.plan
+    if args.require_certificate is not None:
+        subject = subject_of(schedule, session.definition.config, plan.layout)
+        require_certificate(Path(args.require_certificate), subject)
+    elif not args.allow_unverified:
+        refuse_unverified(session.definition, plan.layout)
+    refuse_overlap(plan, args.overlap_grad_reduce, getattr(args, "dist_ckpt_optim_fully_reshardable", False))
+    session.hf_model = Path(args.hf_model)
+    session.source = with_adapters(weight_source(args, session.definition), session.schedule, args.seed)
+    session.batch_shape = args.micro_batch_size, args.seq_length
+    session.source.check({placement.name for placement in plan.placements.values()})
+    # Of an encoder-decoder's config HF reads the other stack's depth.
+    if plan.structure is not None and not plan.structure.repeated:
+        args.num_layers = plan.structure.count
+    flags = [name for name in CUT_FLAGS if name in given]
+    cuts = plan.records_of("cut_pipeline_stage")
+    if flags and cuts:
+        what = f"the schedule cuts the pipeline, and so does --{flags[0].replace('_', '-')}"
+        raise ScheduleError(Problem(what, cuts[0].path, cuts[0].source, "keep one of the two"))
+    if not flags:
+        args.pipeline_model_parallel_layout = session.pipeline_layout(args.seq_length)
+        if args.pipeline_model_parallel_layout is not None:  # says how many chunks there are, too
+            args.num_layers_per_virtual_pipeline_stage = None
+            args.num_virtual_stages_per_pipeline_rank = None
+    tell_of_adapters(session.schedule, session.replaced, args.rank)
+    _tell_of_16_bits(session, args.rank)
+    _settle_accumulation(args)
+    _settle_evaluation(args)
+    settle_sft(args)
+    set_session(session)
+
+
+def _tell_of_16_bits(session: Session, rank: int) -> None:
+    """What 8-bit training was asked for and does not reach is said."""
+    left = left_in_16_bits(session.plan, session.replaced)
+    if left and rank == 0:
+        more = f" and {len(left) - NAMED_MODULES} more" if len(left) > NAMED_MODULES else ""
+        print(f"megasched: linears that stay in 16 bits: {', '.join(left[:NAMED_MODULES])}{more}")
+
+
+def _settle_accumulation(args: Namespace) -> None:
+    """Gradient accumulation fusion is on by default in Megatron's scripts; without its kernel it can't be."""
+    from importlib.util import find_spec
+
+    if args.gradient_accumulation_fusion and find_spec("fused_weight_gradient_mlp_cuda") is None:
+        args.gradient_accumulation_fusion = False
+        if args.rank == 0:
+            print("megasched: gradient accumulation fusion is off: NVIDIA apex's kernel for it is not installed")
+
+
+def _settle_evaluation(args: Namespace) -> None:
+    """Megatron promises no evaluation during training without ``--eval-interval``, and then divides by it
+    (``training/training.py:4481``); an interval longer than any run keeps the promise."""
+    if args.eval_interval is None:
+        args.eval_interval = sys.maxsize
+        if args.rank == 0:
+            print("megasched: no --eval-interval, so nothing is evaluated during training")
