@@ -31,7 +31,6 @@ def by_pattern(values):
 @pytest.mark.parametrize(
     ("model_type", "attributes"),
     [
-        ("gptj", ("num_attention_heads",)),
         ("gpt_neo", ("num_heads",)),
         ("stablelm", ("num_heads", "num_key_value_heads")),
         ("persimmon", ("num_heads",)),
@@ -64,16 +63,16 @@ def test_attention_with_sinks_is_cut():
 
 
 def test_what_decided_is_told():
-    _, roles = inferred("gptj")
+    _, roles = inferred("gpt_neo")
     assert by_pattern(roles.origin) == {
         "transformer.wte": "end of every model",
         "lm_head": "end of every model",
-        "transformer.h.*.attn.q_proj": "inferred: feeds out_proj",
-        "transformer.h.*.attn.k_proj": "inferred: feeds out_proj",
-        "transformer.h.*.attn.v_proj": "inferred: feeds out_proj",
-        "transformer.h.*.attn.out_proj": "inferred: takes what stems from k_proj, q_proj, v_proj",
-        "transformer.h.*.mlp.fc_in": "inferred: feeds fc_out",
-        "transformer.h.*.mlp.fc_out": "inferred: takes what stems from fc_in",
+        "transformer.h.*.attn.attention.q_proj": "inferred: feeds out_proj",
+        "transformer.h.*.attn.attention.k_proj": "inferred: feeds out_proj",
+        "transformer.h.*.attn.attention.v_proj": "inferred: feeds out_proj",
+        "transformer.h.*.attn.attention.out_proj": "inferred: takes what stems from k_proj, q_proj, v_proj",
+        "transformer.h.*.mlp.c_fc": "inferred: feeds c_proj",
+        "transformer.h.*.mlp.c_proj": "inferred: takes what stems from c_fc",
     }
 
 
@@ -127,13 +126,12 @@ def test_heads_that_ranks_cannot_share_leave_attention_whole():
 
 
 def test_heads_that_tp_does_not_divide_leave_attention_whole():
-    _, two = inferred("gptj", tp=2)
-    _, three = inferred("gptj", tp=3)
-    assert two.role.keys() - three.role.keys() >= {"transformer.h.0.attn.q_proj", "transformer.h.0.attn.out_proj"}
-    assert (
-        three.declined["transformer.h.0.attn.q_proj"] == "TP 3 does not divide 4 heads or features of its output"
-    )
-    assert three.declined["transformer.h.0.attn.out_proj"] == "the other side of it stays whole"
+    _, two = inferred("gpt_neo", tp=2)
+    _, three = inferred("gpt_neo", tp=3)
+    attention = "transformer.h.0.attn.attention"
+    assert two.role.keys() - three.role.keys() >= {f"{attention}.q_proj", f"{attention}.out_proj"}
+    assert three.declined[f"{attention}.q_proj"] == "TP 3 does not divide 4 heads or features of its output"
+    assert three.declined[f"{attention}.out_proj"] == "the other side of it stays whole"
 
 
 class Mixing(nn.Module):
