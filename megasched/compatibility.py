@@ -35,9 +35,14 @@ DOUBTS = {
 
 
 def load_matrix(path: Path = DATA) -> dict[str, Any]:
-    """The results: ``versions`` they were made with, and ``types``: model type -> layout -> outcome, with
-    ``facts`` beside; empty where there is no such file."""
-    return json.loads(path.read_text()) if path.is_file() else {"versions": {}, "types": {}}
+    """The results; empty where there is no such file.
+
+    Returns:
+        ``types``: model type -> layout -> outcome, with ``facts`` beside; ``versions`` that they were made with;
+        ``older``: model type -> versions, of those that have not been checked with these.
+    """
+    empty: dict[str, Any] = {"versions": {}, "types": {}, "older": {}}
+    return empty | (json.loads(path.read_text()) if path.is_file() else {})
 
 
 def checks_for(layout: Layout) -> list[str]:

@@ -39,7 +39,7 @@ CASES = {
         ["new-adapter", "--hf-model", "llama", "--no-check"],
         {"model", "source", "proposal", "still_open", "outcomes", "right", "output"},
     ),
-    "archs": (["archs"], {"versions", "types"}),
+    "archs": (["archs"], {"versions", "types", "older"}),
     "archs NAME": (["archs", "llama"], {"tp2", "facts"}),
     "plan": (
         ["plan", "--hf-model", "llama", "--gpus", "1", "--seq-length", "64", "--global-batch-size", "1"],

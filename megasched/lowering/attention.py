@@ -39,9 +39,8 @@ class AttentionSettings:
     """What the lowering knows of one attention module; kept on the module as ``megasched_attention``.
 
     Attributes:
-        local_heads: query heads on this rank, where they are cut over TP; a forward that finds another number is
-            an error, because a definition that views heads by a count of its own would go wrong silently. None
-            where they are whole, and may be no heads: attention over earlier layers has the sequence there.
+        local_heads: query heads on this rank; another number in a forward is an error: a definition that views
+            heads by a count of its own would go wrong silently. None where they are whole, and may be no heads.
         sharded: heads are cut over TP, so that dropout must differ between the ranks.
         te: Transformer Engine's kernels, where they are used.
         context: the ranks that share the sequence of these queries; None where this module has all of it.
@@ -61,8 +60,7 @@ class AttentionSettings:
         first_head: int = 0,
     ) -> None:
         self.local_heads, self.first_head = local_heads, first_head
-        self.sharded = sharded
-        self.te = te
+        self.sharded, self.te = sharded, te
         self.context = context
         self.packed = packed
         self.recompute = False
@@ -125,7 +123,7 @@ def attention_forward(
             f"{type(module).__name__} calls attention on its part of the sequence, and did not in the trial call: "
             "context parallelism does not know of it. Run it without --context-parallel-size"
         )
-    own_heads = None if settings is None else settings.local_heads
+    own_heads = settings.local_heads if settings is not None else None
     if own_heads is not None and query.shape[1] != own_heads:
         raise MegaschedError(
             f"{type(module).__name__} views {query.shape[1]} query heads where this rank holds "

@@ -6,6 +6,7 @@ builds them from the model's entries.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -143,7 +144,30 @@ class _Part:
         return [start // block + i for start, stop in ranges for i in range((stop - start) // block)]
 
 
-def refuse_mismatch(missing: list[str], unexpected: list[str], shapes: list[str]) -> None:
+def copy_loaded(loaded: Mapping[str, Any], own: Mapping[str, tuple[torch.Tensor, str]]) -> None:
+    """Copies what was loaded into this rank's tensors.
+
+    Args:
+        loaded: key -> tensor; Transformer Engine's extra states beside.
+        own: key -> (the tensor here, its HF name).
+
+    Raises:
+        CheckpointMismatch: keys or shapes differ.
+    """
+    given = {key: value for key, value in loaded.items() if not key.endswith("_extra_state")}
+    shapes = [
+        f"{own[key][1]}: {list(value.shape)} in the checkpoint, {list(own[key][0].shape)} here"
+        for key, value in given.items()
+        if key in own and value.shape != own[key][0].shape
+    ]
+    missing = [own[key][1] for key in own if key not in given]
+    _refuse_mismatch(missing, [key for key in given if key not in own], shapes)
+    with torch.no_grad():
+        for key, (held, _) in own.items():
+            held.copy_(given[key])
+
+
+def _refuse_mismatch(missing: list[str], unexpected: list[str], shapes: list[str]) -> None:
     """Ends the process when a checkpoint does not fit, with every name.
 
     Raises:

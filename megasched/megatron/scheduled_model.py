@@ -23,7 +23,7 @@ from megasched.lowering.context_parallel import ContextParallel
 from megasched.lowering.fp8 import enter_fp8, fp8_pass
 from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.megatron.buffers import SavedBuffers, fill_buffers, persistent_buffers
-from megasched.megatron.checkpoint import Place, refuse_mismatch, sharded_entry
+from megasched.megatron.checkpoint import Place, copy_loaded, sharded_entry
 from megasched.megatron.loss import VocabParallelLoss
 from megasched.megatron.packed_batch import as_rows, packed_arguments, unpack_rows
 from megasched.megatron.precision import keeping_precision, with_nan
@@ -383,17 +383,7 @@ class ScheduledModel(MegatronModule):
         """
         own = {_PREFIX + name: (held, assembly.name) for name, (held, assembly) in self._checkpointed().items()}
         own |= {_PREFIX + name: (held, name) for name, held in self._buffers_saved.values().items()}
-        given = {key: value for key, value in state_dict.items() if not key.endswith("_extra_state")}
-        shapes = [
-            f"{own[key][1]}: {list(value.shape)} in the checkpoint, {list(own[key][0].shape)} here"
-            for key, value in given.items()
-            if key in own and value.shape != own[key][0].shape
-        ]
-        missing = [own[key][1] for key in own if key not in given]
-        refuse_mismatch(missing, [key for key in given if key not in own], shapes)
-        with torch.no_grad():
-            for key, (held, _) in own.items():
-                held.copy_(given[key])
+        copy_loaded(state_dict, own)
         return nn.modules.module._IncompatibleKeys([], [])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -33,7 +33,7 @@ def print_matrix(console: Console) -> None:
     for model_type, results in matrix["types"].items():
         table.add_row(model_type, *(_cell(results, name) for name in LAYOUT_NAMES), *_facts(results))
     console.print(table)
-    console.print(Text(summary(matrix), "dim"))
+    console.print(Text("\n".join([summary(matrix), *older(matrix)]), "dim"))
 
 
 def print_architecture(model_type: str, results: dict[str, Any], console: Console) -> None:
@@ -74,10 +74,20 @@ def summary(matrix: dict[str, Any]) -> str:
         checked = [verdict for verdict in checked if verdict != "not applicable"]
         if checked:
             counts.append(f"{name} {checked.count('equal')} of {len(checked)}")
-    versions = ", ".join(f"{name} {version}" for name, version in matrix["versions"].items())
-    return (
-        f"{len(types)} architectures; equal to HF within 1e-5: {', '.join(counts) or 'none checked'}. {versions}."
-    )
+    equal = ", ".join(counts) or "none checked"
+    return f"{len(types)} architectures; equal to HF within 1e-5: {equal}. {_told(matrix['versions'])}."
+
+
+def older(matrix: dict[str, Any]) -> list[str]:
+    """Which architectures were checked with other versions only: a line for each set of versions."""
+    found: dict[str, list[str]] = {}
+    for model_type, versions in matrix["older"].items():
+        found.setdefault(_told(versions), []).append(model_type)
+    return [f"With {told}: {', '.join(names)}." for told, names in found.items()]
+
+
+def _told(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def markdown(matrix: dict[str, Any]) -> str:
@@ -100,6 +110,7 @@ def markdown(matrix: dict[str, Any]) -> str:
         "`megasched archs --json` prints all of this page for programs.",
         "",
         summary(matrix),
+        *(line for told in older(matrix) for line in ("", told)),
         "",
         f"| architecture | {' | '.join((*LAYOUT_NAMES, *FACTS))} |",
         f"| --- |{' --- |' * len((*LAYOUT_NAMES, *FACTS))}",

@@ -27,7 +27,7 @@ LAYOUT_NAMES = tuple(name for name in LAYOUTS if name != "one")
 
 def save_matrix(matrix: dict[str, Any], path: Path = DATA) -> None:
     """Writes the results; a reader finds the old file or the new one."""
-    matrix = {**matrix, "types": dict(sorted(matrix["types"].items()))}
+    matrix = {**matrix, **{name: dict(sorted(matrix[name].items())) for name in ("types", "older")}}
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         beside.write_text(json.dumps(matrix, indent=1) + "\n")
@@ -88,10 +88,10 @@ def check_here(model_type: str) -> dict[str, dict[str, Any]]:
 
 
 def missing(matrix: dict[str, Any], types: Sequence[str], layouts: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Model type -> layouts that the results lack."""
+    """Model type -> layouts that the results lack; those of other versions do not count."""
     found = []
     for model_type in types:
-        have = matrix["types"].get(model_type, {})
+        have = {} if model_type in matrix["older"] else matrix["types"].get(model_type, {})
         lacking = [name for name in layouts if name not in have]
         if lacking and "model" not in have:
             found.append((model_type, lacking))
@@ -109,8 +109,9 @@ def run_matrix(path: Path, types: Sequence[str], layouts: Sequence[str], *, agai
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     matrix = load_matrix(path)
-    if matrix["versions"] != versions():
-        matrix = {"versions": versions(), "types": {}}  # results of other versions say nothing of these
+    if matrix["versions"] != versions():  # results of other versions stay until there are new ones
+        matrix["older"] = dict.fromkeys(matrix["types"], matrix["versions"]) | matrix["older"]
+        matrix["versions"] = versions()
     for name in types:
         results = matrix["types"].get(name, {})
         for layout in [layout for layout, found in results.items() if found.get("verdict") in again]:
@@ -123,6 +124,8 @@ def run_matrix(path: Path, types: Sequence[str], layouts: Sequence[str], *, agai
             progress.update(task, description=model_type)
             with tempfile.TemporaryDirectory() as folder:
                 found = check_type(ranks, model_type, folder, lacking)
+            if matrix["older"].pop(model_type, None):
+                del matrix["types"][model_type]
             matrix["types"].setdefault(model_type, {}).update(found)
             save_matrix(matrix, path)
             progress.advance(task)

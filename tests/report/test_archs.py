@@ -14,7 +14,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 GOOD = {"loss": 1e-8, "logits": 2e-7, "gradient": 3e-7, "grad_norm": 0.0}
 FUSED = {"tied": True, "fused": ["joint", "block"]}
 MATRIX = {
-    "versions": {"transformers": "5.23.0"},
+    "versions": {"transformers": "5.24.0"},
+    "older": {"half": {"transformers": "5.23.0"}, "none": {"transformers": "5.23.0"}},
     "types": {
         "good": {
             "facts": {"adapter": False, "plan": True, "inferred": ["h.0-3.up.weight"], "whole": {}, **FUSED},
@@ -46,7 +47,8 @@ def test_the_page_is_made_of_the_data():
 
 def test_the_page_says_yes_no_and_why_not():
     page = archs.markdown(MATRIX)
-    assert "3 architectures; equal to HF within 1e-5: tp2 1 of 2, pp2 0 of 1. transformers 5.23.0." in page
+    assert "3 architectures; equal to HF within 1e-5: tp2 1 of 2, pp2 0 of 1. transformers 5.24.0.\n" in page
+    assert "\n\nWith transformers 5.23.0: half, none.\n\n" in page
     rows = {line.split(" | ")[0]: line for line in page.splitlines() if line.startswith("| `")}
     assert rows["| `good`"].startswith("| `good` | yes |")
     assert rows["| `good`"].endswith("| yes | joint, block | plan and inferred |")

@@ -49,7 +49,7 @@ def file(tmp_path):
 
 
 def write(file, types, made_with=None):
-    save_matrix({"versions": made_with or versions(), "types": types}, file)
+    save_matrix({"versions": made_with or versions(), "types": types, "older": {}}, file)
 
 
 def test_the_layouts_leave_out_the_run_on_one_rank():
@@ -60,7 +60,7 @@ def test_everything_is_run_where_there_is_no_file(checks, file):
     run_matrix(file, ["b", "a"], ["tp2", "pp2"])
     assert checks.asked == [("b", ["tp2", "pp2"]), ("a", ["tp2", "pp2"])]
     both = {"pp2": result(), "tp2": result()}
-    assert json.loads(file.read_text()) == {"versions": versions(), "types": {"a": both, "b": both}}
+    assert json.loads(file.read_text()) == {"versions": versions(), "types": {"a": both, "b": both}, "older": {}}
     assert list(json.loads(file.read_text())["types"]) == ["a", "b"]
 
 
@@ -82,11 +82,21 @@ def test_only_layouts_that_lack_are_run(checks, file):
     assert load_matrix(file)["types"]["a"] == {"tp2": result("wrong"), "pp2": result()}
 
 
-def test_results_of_other_versions_are_dropped(checks, file):
-    write(file, {"a": {"tp2": result()}, "gone": {"tp2": result()}}, {**versions(), "torch": "1.0"})
+def test_results_of_other_versions_are_kept_as_such_until_there_are_new_ones(checks, file):
+    old, older = {**versions(), "torch": "2.0"}, {**versions(), "torch": "1.0"}
+    both = {"tp2": result("wrong"), "pp2": result("wrong")}
+    write(file, {"a": both, "b": both, "gone": both}, older)
+    save_matrix({**load_matrix(file), "versions": old, "older": {"gone": older}}, file)
     run_matrix(file, ["a"], ["tp2"])
     assert checks.asked == [("a", ["tp2"])]
-    assert load_matrix(file) == {"versions": versions(), "types": {"a": {"tp2": result()}}}
+    assert load_matrix(file) == {
+        "versions": versions(),
+        "types": {"a": {"tp2": result()}, "b": both, "gone": both},
+        "older": {"b": old, "gone": older},
+    }
+    run_matrix(file, ["a", "b"], ["tp2"])
+    assert checks.asked[1:] == [("b", ["tp2"])]
+    assert load_matrix(file)["older"] == {"gone": older}
 
 
 def test_verdicts_are_checked_again_when_asked_for(checks, file):
@@ -105,8 +115,10 @@ def test_a_model_that_could_not_be_made_is_tried_again_when_asked_for(checks, fi
 
 
 def test_what_is_missing():
-    found = {"types": {"a": {"tp2": result()}, "full": {"tp2": result(), "pp2": result()}}}
-    assert missing(found, ["a", "full", "new"], ["tp2", "pp2"]) == [("a", ["pp2"]), ("new", ["tp2", "pp2"])]
+    both = {"tp2": result(), "pp2": result()}
+    found = {"types": {"a": {"tp2": result()}, "full": both, "old": both}, "older": {"old": {}}}
+    expected = [("a", ["pp2"]), ("old", ["tp2", "pp2"]), ("new", ["tp2", "pp2"])]
+    assert missing(found, ["a", "full", "old", "new"], ["tp2", "pp2"]) == expected
 
 
 def test_a_write_that_fails_leaves_the_old_file(file, monkeypatch):
