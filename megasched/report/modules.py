@@ -68,6 +68,7 @@ class ModuleReport:
         recompute: its activations are computed again in the backward pass.
         notes: what else changes.
         asked: the schedule's calls on it.
+        calls: of it in one forward; more than one where layers run in loops, or are shared.
         stages: pipeline stages that it lives on, of a container those of what is in it; `place_modules` fills it.
     """
 
@@ -80,6 +81,7 @@ class ModuleReport:
     recompute: bool = False
     notes: tuple[str, ...] = ()
     asked: tuple[Asked, ...] = ()
+    calls: int = 1
     stages: tuple[int, ...] = ()
 
     def treatment(self) -> tuple[Any, ...]:
@@ -87,7 +89,7 @@ class ModuleReport:
         calls = tuple(asked.call for asked in self.asked if asked.primitive != CUT)
         return (
             *(self.hf_class, self.becomes, self.kind, self.parameters),
-            *(self.transfers, self.recompute, self.notes, calls),
+            *(self.transfers, self.recompute, self.notes, calls, self.calls),
         )
 
 
@@ -104,8 +106,7 @@ def describe_modules(session: Session) -> list[ModuleReport]:
     kept = {""}
     for path, report in reports.items():
         if report.parameters or report.transfers or report.recompute or report.notes or report.asked:
-            parts = path.split(".")
-            kept.update(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+            kept.update([*_around(path), path])
     return [report for path, report in reports.items() if path in kept]
 
 
@@ -126,6 +127,7 @@ class _View:
                     self.replaced.add(path)
         self.tied = self._tied()
         self.sharded = sharded_attention(self.plan)
+        self.calls = self.plan.structure.calls if self.plan.structure is not None else {}
         self.joint = {path: paths for paths in self.plan.joint for path in paths}
 
     def _paths(self, record: Record) -> list[str]:
@@ -152,6 +154,7 @@ class _View:
             any(record.primitive == "checkpoint" for record in records),
             tuple(self._notes(path, module, kind)),
             tuple(Asked(r.primitive, str(r).partition(": ")[2], r.source) for r in records),
+            self.calls.get(path, 1),
         )
 
     def _becomes(self, path: str, module: nn.Module, kind: Kind) -> str:
@@ -196,6 +199,9 @@ class _View:
 
     def _notes(self, path: str, module: nn.Module, kind: Kind) -> list[str]:
         notes = []
+        trained = next(module.parameters(), None) is not None
+        if trained and path in self.calls and not self.calls.keys() & set(_around(path)):
+            notes.append(f"called {self.calls[path]} times in a forward")
         if path in self.replaced and kind != "whole":
             notes.append(f"replaced by {type(module).__name__}")
         if self.plan.layout.pp > 1 and any(
@@ -246,6 +252,12 @@ class _View:
             notes.append(f"whole again after {last} (forward all_gather)")
             notes.append("each TP rank draws its own random numbers")
         return notes
+
+
+def _around(path: str) -> list[str]:
+    """Paths of the modules that one lies in."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _own_parameters(module: nn.Module) -> list[str]:

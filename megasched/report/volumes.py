@@ -54,7 +54,7 @@ def _tensor_parallel(report: ShowReport) -> list[Volume]:
             features = _features(modules, module, transfer)
             values = None if features is None else features * _tokens(report)
             key = (_INDEX.sub(".*", module.path), transfer, values)
-            counts[key] = counts.get(key, 0) + 1
+            counts[key] = counts.get(key, 0) + module.calls
     return [
         Volume("TP", f"{what}: {transfer.tensor}", transfer.op, transfer.phase, times, values)
         for (what, transfer, values), times in counts.items()

@@ -47,6 +47,8 @@ class Structure:
             or inside of layers.
         after: paths of such modules that run after the layers, in call order.
         repeated: whether layers are called more than once (ALBERT's are shared; some models run theirs in loops).
+        calls: path of a module -> how often a forward calls it, where that is more than once; empty unless
+            ``repeated``.
         trial: example arguments of the forward, on meta, labels included.
         calls_loss: whether the forward computes its loss by ``loss_function``; one that does it by itself gets no
             labels, and its logits are taken.
@@ -72,6 +74,7 @@ class Structure:
     bare: tuple[str, ...] = ()
     uncuttable: str = ""
     repeated: bool = False
+    calls: dict[str, int] = field(default_factory=dict)
     trial: dict[str, torch.Tensor] = field(default_factory=lambda: token_inputs(*SIZES[0]))
 
     def trial_inputs(self) -> dict[str, torch.Tensor]:
@@ -258,6 +261,7 @@ def find_structure(model: nn.Module) -> Structure:
     found.uncuttable = run.refused
     if repeated:
         found.uncuttable = "they are called more than once"
+        found.calls = {path: times for path, times in Counter(call.path for call in calls).items() if times > 1}
     elif not _in_autograd(probe, of_layers[0].path):
         found.uncuttable = "the model computes their gradients by a function of its own"
     found.bare = tuple(run.bare)

@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from megasched.layout import Layout
+from megasched.report.show import inspect_schedule
 from megasched.report.volumes import Volume, describe_volumes
+from megasched.verify.small_models import small_config
 
 TOKENS = 16
 
@@ -54,3 +57,19 @@ def test_gradients_of_the_largest_rank(inspect):
     (reduced,) = [volume for volume in describe_volumes(report) if volume.group == "DP"]
     assert reduced.values == max(stage.parameters for stage in report.stages)
     assert (reduced.times, reduced.phase) == (1, "step")
+
+
+def test_layers_that_run_in_loops_send_in_each_pass(tmp_path):
+    config = small_config("hrm_text")
+    config.save_pretrained(tmp_path)
+    report = inspect_schedule("auto", str(tmp_path), Layout(tensor_model_parallel_size=2))
+    low, high = config.H_cycles * config.L_cycles, config.H_cycles
+    assert low > high > 1
+    notes = {module.path: module.notes for module in report.modules if module.notes}
+    assert notes["model.L_module"] == (f"called {low} times in a forward",)
+    assert notes["model.H_module"] == (f"called {high} times in a forward",)
+    assert not any("times in a forward" in note for note in notes.get("model.L_module.layers.0", ()))
+    found = volumes(report)
+    for stack, times in (("L_module", low), ("H_module", high)):
+        sent = found["TP", f"model.{stack}.layers.*.self_attn.o_proj: output", "all_reduce", "forward"]
+        assert sent.times == 4 * times

@@ -126,6 +126,7 @@ def test_layers_called_again_and_again_can_not_be_cut(calls, layers):
     structure = find_structure(Model("tensor", calls=calls, layers=layers))
     assert (structure.layers, structure.count, structure.repeated) == ("layers", layers, True)
     assert structure.uncuttable == "they are called more than once"
+    assert structure.calls.items() >= {f"layers.{index}": calls for index in range(layers)}.items()
     assert not find_structure(Model("tensor", layers=layers)).repeated
 
 
