@@ -87,6 +87,8 @@ class ScheduledModel(MegatronModule):
         self._float32 = kept.union(name for name, canonical in plan.canonical.items() if canonical in kept)
         renamed = self._build(schedule, source)
         self._float32 = self._float32.union(own for own, name in renamed.items() if name in kept)
+        made = {name: parameter.dtype for name, parameter in definition.named_parameters()}
+        self._float32 = self._float32.union(n for n in self._assemblies if made.get(n) == torch.float32)
         here = [name for name in persistent if self._here(name.rpartition(".")[0])]
         fill_buffers(definition, here, source, self._device, renamed)
         self.not_loaded: frozenset[str] = frozenset()

@@ -16,17 +16,30 @@ from megasched.weights.exporting import export_weights
 
 GIGABYTE = 10**9
 TP2 = ["--bf16", "--tensor-model-parallel-size", "2", "--ckpt-format", "torch_dist"]
-# A router's weight and its correction, a parameter, in one; in the other the correction alone, a buffer.
+# Of routers: the weight and the correction, a parameter, in one; the correction alone, a buffer, in another; both,
+# in routers that are Megatron's under sequence parallelism.
 KEPT = {
     "ernie4_5_moe": ("mlp.gate.weight", "mlp.moe_statics.e_score_correction_bias"),
-    "glm4_moe": ("mlp.gate.e_score_correction_bias",),
+    "kolibri1": ("moe.router.expert_bias",),
+    "glm4_moe": ("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
 }
 
 
-@pytest.mark.parametrize("model_type", KEPT)
-def test_a_run_in_bf16_writes_what_transformers_would(ranks, tmp_path, model_type):
+@pytest.mark.parametrize(("model_type", "sp"), [*((one, False) for one in KEPT), ("glm4_moe", True)])
+def test_a_run_in_bf16_writes_what_transformers_would(ranks, tmp_path, model_type, sp):
     folder = _write(model_type, tmp_path / "hf")
-    flags = [*TP2, "--save", str(tmp_path / "ckpt"), "--save-interval", "1", "--lr", "0", "--min-lr", "0"]
+    flags = [
+        *TP2,
+        *(["--sequence-parallel"] if sp else []),
+        "--save",
+        str(tmp_path / "ckpt"),
+        "--save-interval",
+        "1",
+        "--lr",
+        "0",
+        "--min-lr",
+        "0",
+    ]
     ranks.run(2, train, folder, flags, iterations=1, random_init=False)
     export_weights(
         tmp_path / "ckpt",
@@ -85,7 +98,7 @@ def _write(model_type, folder):
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(small_config(model_type), dtype=torch.float32)
     for name, value in model.state_dict(keep_vars=True).items():
-        if name.endswith("correction_bias"):
+        if name.endswith(("correction_bias", "expert_bias")):
             value.data += torch.linspace(0.1, 0.3, value.numel()).view_as(value)
         elif isinstance(value, torch.nn.Parameter):
             value.data += 0.05 * torch.randn(value.shape)

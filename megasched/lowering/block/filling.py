@@ -7,7 +7,12 @@ from typing import Any
 from torch import nn
 
 from megasched.assembly import Assembly
+from megasched.lowering.block.parameters import ROUTER, ROUTER_BIAS, SINKS
 from megasched.lowering.context import Context
+
+# Ends of names of Megatron's parameters that may be in float32 in a layer of half precision: what computes with
+# them takes them so (``router_gating_linear`` in megatron/core/transformer/moe/moe_utils.py), or is ours.
+MAY_BE_FLOAT32 = (ROUTER, ROUTER_BIAS, SINKS)
 
 
 def fill_module(
@@ -31,6 +36,8 @@ def fill_module(
         parameter, assembly = own[name], known[name]
         left -= {part.name for part in assembly.parts}
         context.assemblies[f"{path}.layer.{name}"] = assembly
+        if assembly.name in context.float32 and name.endswith(MAY_BE_FLOAT32):
+            parameter.data = parameter.data.float()
         context.adopt_assembled(parameter, assembly, [model.get_parameter(part.name) for part in assembly.parts])
         if assembly.entry is not None:
             # Whole, as at the other levels: Megatron would sum it over TP x DP as well where EP is 1.

@@ -21,7 +21,7 @@ from megasched.lowering.block.attention import (
 )
 from megasched.lowering.block.filling import fill_module
 from megasched.lowering.block.layer_modules import layer_submodules
-from megasched.lowering.block.mixture import mixture_config, note_correction, settle_biases
+from megasched.lowering.block.mixture import mixture_config, note_correction, settle_mixture
 from megasched.lowering.block.mlp import mlp_config
 from megasched.lowering.block.parameters import assemblies, has_bias, mixture_in
 from megasched.lowering.context import Context
@@ -100,7 +100,7 @@ def lower_block(
     fill_module(path, layer, assemblies(plan, path, roles, groups.ep.rank()), model, context)
     settle_attention(layer.self_attention, block.attention)
     if mixture is not None:
-        settle_biases(layer.mlp, mixture, te)
+        settle_mixture(layer.mlp, mixture, te)
         note_correction(f"{path}.layer.mlp", path, mixture, context)
     given = own if block.attention.latent is None else None
     new = MegatronLayer(layer, structure.slot, given, sequence_parts(context))

@@ -57,19 +57,20 @@ def lower_mixture(path: str, model: nn.Module, mixture: Mixture, context: Contex
     build = get_moe_module_spec(te, config.num_moe_experts, moe_grouped_gemm=te)
     made = build(config=config, pg_collection=groups, is_mtp_layer=False)
     made.set_layer_number(index + 1)
-    settle_biases(made, mixture, te)
+    settle_mixture(made, mixture, te)
     known = mixture_assemblies(plan, layer, mixture, groups.ep.rank())
     fill_module(path, made, known, model, context)
     note_correction(f"{path}.layer", layer, mixture, context)
     return MegatronMixture(made, mixture.with_scores)
 
 
-def settle_biases(made: Any, mixture: Mixture, te: bool) -> None:
-    """Lets biases be added in Megatron's mixture just made.
+def settle_mixture(made: Any, mixture: Mixture, te: bool) -> None:
+    """Lets biases be added in Megatron's mixture just made, and routers have weights in float32 in half precision.
 
     Args:
         te: its experts are Transformer Engine's.
     """
+    made.router.register_forward_pre_hook(_as_its_weight)
     for expert in made.experts.local_experts if mixture.expert.biased and not te else ():
         expert.linear_fc2.register_forward_hook(_changeable)
 
@@ -78,6 +79,11 @@ def _changeable(linear: nn.Module, arguments: Any, output: tuple[torch.Tensor, A
     """Megatron's ``MLP`` adds an expert's bias in place (megatron/core/transformer/mlp.py:354), to what autograd
     takes for a view where a group of one rank has reduced nothing. Transformer Engine's experts do not."""
     return output[0].clone(), output[1]
+
+
+def _as_its_weight(router: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """No matrix product of a GPU takes a weight in float32 beside half precision, as the router would have it."""
+    return (arguments[0].to(router.weight.dtype), *arguments[1:])
 
 
 def note_correction(made: str, layer: str, mixture: Mixture, context: Context) -> None:
