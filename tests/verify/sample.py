@@ -5,7 +5,7 @@ SAMPLE = {
     "bert": "encoder, post-norm, tuples, a head whose bias is tied elsewhere",
     "bart": "decoder of two stacks, a loss of its own, parameters that are not used",
     "bloom": "positions by ALiBi, layers that return tensors, residuals as arguments",
-    "gptj": "parallel attention and MLP, heads counted by an attribute",
+    "gptj": "parallel attention and MLP; a plan of HF's from transformers 5.24 on",
     "gpt_neo": "attention of its own, local layers",
     "stablelm": "two attributes that count heads, partial rotary",
     "falcon": "a subclass of Linear, outputs changed in place",

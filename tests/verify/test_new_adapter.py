@@ -39,7 +39,7 @@ ADAPTER = Adapter(
 '''
 
 # Model type -> lines of its Adapter; all of them decoders of known form.
-KNOWN_FORMS = {"llama": 14, "gpt2": 13, "gpt_neo": 14, "opt": 14, "stablelm": 15, "persimmon": 12, "gptj": 14}
+KNOWN_FORMS = {"llama": 14, "gpt2": 13, "gpt_neo": 14, "opt": 14, "stablelm": 15, "persimmon": 12, "gptj": 13}
 
 
 def proposed(model_type, folder):
