@@ -84,7 +84,7 @@ NONE_ALONE = (
     *("biogpt", "opt", "xglm", "mixtral", "qwen3_moe", "gpt_oss", "kolibri1", "hunyuan_v1_moe", "aria_text"),
     *("qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "zamba", "prophetnet", "xmod"),
     *("deepseek_v2", "deepseek_v3", "deepseek_v4", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3"),
-    *("llama4", "llama4_text", "moshi", "solar_open", "sarvam_moe", "sarvam_mla", "lara_mini"),
+    *("llama4", "llama4_text", "moshi", "solar_open", "sarvam_moe", "lara_mini"),
 )
 
 
