@@ -115,7 +115,8 @@ def _why_ends_whole(model: nn.Module) -> str:
     others = (module for module in model.modules() if module is not embedding and module is not head)
     if any(id(p) in own for module in others for p in module.parameters(recurse=False)):
         return "shares a parameter with a module that is neither the embedding nor the head"  # bias of BERT's head
-    tied = embedding is not None and getattr(head, "weight", None) is getattr(embedding, "weight", own)
+    weight = getattr(head, "weight", None)
+    tied = weight is not None and weight is getattr(embedding, "weight", None)
     if tied and isinstance(head, nn.Linear) and not is_linear(head):
         return f"tied, and the head, {type(head).__name__}, has a forward of its own"
     return ""

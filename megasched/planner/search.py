@@ -118,8 +118,10 @@ def _of_context(job: Job, on_group: Callable[[Layout], Any], cp: int) -> list[Ca
 
 def _groups(job: Job, cp: int) -> Iterator[Layout]:
     """TP inside a node, and EP; powers of two."""
+    session = job.open_session(Layout(context_parallel_size=cp))
+    _refuse_loops(session)
     largest = min(job.gpus, job.hardware.gpus_per_node)
-    for tp, ep in itertools.product(_powers(largest), _powers(_experts(job, cp))):
+    for tp, ep in itertools.product(_powers(largest), _powers(_experts(session))):
         if (
             tp * cp * ep <= job.gpus
             and job.gpus % (tp * cp * ep) == 0
@@ -134,14 +136,17 @@ def _groups(job: Job, cp: int) -> Iterator[Layout]:
             )
 
 
-def _experts(job: Job, cp: int) -> int:
+def _refuse_loops(session: Session) -> None:
+    structure = session.plan.structure
+    if structure is not None and structure.repeated:
+        what = "no plan: layers that are called more than once are measured once"
+        raise ScheduleError(Problem(what, structure.layers, remedy="run it, and `megasched tune` it"))
+
+
+def _experts(session: Session) -> int:
     """Of a layer, where the model has any that can be shared out."""
     from megasched.experts import is_experts
 
-    session = job.open_session(Layout(context_parallel_size=cp))
-    if session.plan.structure is not None and session.plan.structure.repeated:
-        what = "no plan: layers that are called more than once are measured once"
-        raise ScheduleError(Problem(what, session.plan.structure.layers, remedy="run it, and `megasched tune` it"))
     return max((m.num_experts for m in session.replaced.modules() if is_experts(m)), default=1)
 
 

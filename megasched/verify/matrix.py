@@ -87,11 +87,16 @@ def check_here(model_type: str) -> dict[str, dict[str, Any]]:
         return check_type(ranks, model_type, folder)
 
 
+def _current(matrix: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """Layout -> outcome of an architecture; what other versions gave does not count."""
+    return {} if model_type in matrix["older"] else matrix["types"].get(model_type, {})
+
+
 def missing(matrix: dict[str, Any], types: Sequence[str], layouts: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Model type -> layouts that the results lack; those of other versions do not count."""
+    """Model type -> layouts that the results lack."""
     found = []
     for model_type in types:
-        have = {} if model_type in matrix["older"] else matrix["types"].get(model_type, {})
+        have = _current(matrix, model_type)
         lacking = [name for name in layouts if name not in have]
         if lacking and "model" not in have:
             found.append((model_type, lacking))
@@ -113,7 +118,7 @@ def run_matrix(path: Path, types: Sequence[str], layouts: Sequence[str], *, agai
         matrix["older"] = dict.fromkeys(matrix["types"], matrix["versions"]) | matrix["older"]
         matrix["versions"] = versions()
     for name in types:
-        results = matrix["types"].get(name, {})
+        results = _current(matrix, name)
         for layout in [layout for layout, found in results.items() if found.get("verdict") in again]:
             del results[layout]
     todo = missing(matrix, types, layouts)

@@ -7,6 +7,7 @@ import re
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal
 
 from megasched.verify import trainer_run
@@ -21,6 +22,7 @@ TOLERANCE = 1e-5
 # ranks add up parts that can be larger than their sum.
 ROUNDING = 4.0
 MOST_ROUNDING = 1e-3  # and no further: a definition that draws random numbers differs from itself, too
+LONGEST = 400  # characters of a reason
 REFUSAL = re.compile(r"megasched\.errors\.\w+: ")
 
 
@@ -210,7 +212,7 @@ def failure(report: str) -> Outcome:
             return Outcome("refused", {}, why=_told(report, line))
     errors = [line for line in report.splitlines() if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
     errors.sort(key=lambda line: "gloo" in line)  # of a rank that lost the one that failed
-    return Outcome("failed", {}, why=(errors or report.splitlines() or ["no report"])[0][:400])
+    return Outcome("failed", {}, why=_shortened((errors or report.splitlines() or ["no report"])[0]))
 
 
 def _told(report: str, line: str) -> str:
@@ -218,4 +220,9 @@ def _told(report: str, line: str) -> str:
     schedule that asked, which is a path on the machine of the check."""
     rest = report[report.index(line) + len(line) :].split("\n    its output:")[0].split("\n--- rank")[0]
     told = " ".join((REFUSAL.split(line, maxsplit=1)[1] + rest).split())
-    return re.sub(r" asked for at: \S+", "", told.removeprefix("the schedule has a problem: - "))[:400]
+    return _shortened(re.sub(r" asked for at: \S+", "", told.removeprefix("the schedule has a problem: - ")))
+
+
+def _shortened(text: str) -> str:
+    """Of whole words: a part of a flag is none."""
+    return shorten(text, LONGEST, placeholder=" …")

@@ -252,6 +252,12 @@ def test_what_can_not_be_cut_has_no_stages(tmp_path):
         stages_of(session, Layout(pipeline_model_parallel_size=2), 32)
 
 
+def test_layers_that_run_in_loops_have_no_plan(tmp_path):
+    small_config("hrm_text").save_pretrained(tmp_path)
+    with pytest.raises(ScheduleError, match="layers that are called more than once are measured once"):
+        plan(str(tmp_path), gpus=1, gpu="h100-80gb", sequence_length=64, global_batch_size=1)
+
+
 def test_what_megatron_refuses_is_out_with_its_reason(tmp_path):
     small_config("deepseek_v3").save_pretrained(tmp_path)  # 4 heads
     job = Job(partial(open_session, "auto", str(tmp_path)), load_hardware("h100-80gb"), 8, 64, 64)

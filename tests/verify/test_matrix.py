@@ -89,6 +89,10 @@ def test_results_of_other_versions_are_kept_as_such_until_there_are_new_ones(che
     save_matrix({**load_matrix(file), "versions": old, "older": {"gone": older}}, file)
     run_matrix(file, ["a"], ["tp2"])
     assert checks.asked == [("a", ["tp2"])]
+    checks.stops_at = "b"
+    with pytest.raises(KeyboardInterrupt):  # what is to be checked again is there until it has been
+        run_matrix(file, ["b"], ["tp2"], again=["wrong"])
+    checks.stops_at = ""
     assert load_matrix(file) == {
         "versions": versions(),
         "types": {"a": {"tp2": result()}, "b": both, "gone": both},

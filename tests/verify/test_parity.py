@@ -108,3 +108,10 @@ def test_any_error_of_megascheds_is_a_refusal():
     assert (outcome.verdict, outcome.why) == ("refused", "attention with sinks")
     outcome = failure("RuntimeError: [x] gloo\nValueError: bad")
     assert (outcome.verdict, outcome.why) == ("failed", "ValueError: bad")
+
+
+def test_a_long_reason_ends_with_a_whole_word():
+    for kind in ("megasched.errors.ConfigError", "RuntimeError"):
+        outcome = failure(f"{kind}: {'run it without --context-parallel-size ' * 20}")
+        assert len(outcome.why) <= 400
+        assert outcome.why.endswith((" it …", " run …", " without …", " --context-parallel-size …"))
