@@ -225,4 +225,4 @@ def _told(report: str, line: str) -> str:
 
 def _shortened(text: str) -> str:
     """Of whole words: a part of a flag is none."""
-    return shorten(text, LONGEST, placeholder=" …")
+    return shorten(text, LONGEST, placeholder=" …", break_on_hyphens=False)
