@@ -2,14 +2,16 @@
 
 import os
 import re
+import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from megasched.verify.rank_pool import RankError, init_megatron
+from megasched.verify.rank_pool import RankError, cache_folder, init_megatron
 from megasched.verify.trainer_run import train
 from tests import tiny
 
@@ -150,6 +152,53 @@ def test_a_rank_that_dies_is_told_and_the_pool_works_again(ranks):
     with pytest.raises(RankError, match="rank 1 died with exit code 7"):
         ranks.run(2, die_on_rank_one)
     assert ranks.run(2, groups, 2) == [(True, 2, 1, 3.0), (True, 2, 1, 3.0)]
+
+
+class StoppedError(Exception):
+    pass
+
+
+def test_a_case_that_is_stopped_from_outside_leaves_the_pool_usable(ranks):
+    """As pytest-timeout stops one; what the ranks were at must not be taken for the next case's outcome."""
+
+    def stop(signum, frame):
+        raise StoppedError
+
+    before = signal.signal(signal.SIGUSR2, stop)
+    timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGUSR2))
+    timer.start()
+    try:
+        with pytest.raises(StoppedError):
+            ranks.run(2, hang_on_rank_zero)
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGUSR2, before)
+    assert ranks.run(2, groups, 2) == [(True, 2, 1, 3.0), (True, 2, 1, 3.0)]
+
+
+def write_to_cache(name, fails):
+    folder = cache_folder()
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("")
+    if fails:
+        raise ValueError("in the middle of it")
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_cache_keeps_what_cases_before_a_failed_one_have_written(ranks):
+    ranks.run(1, write_to_cache, "whole", False)
+    (old,) = ranks.run(1, age_cache)
+    with pytest.raises(RankError, match="in the middle of it"):
+        ranks.run(1, write_to_cache, "half", True)
+    (found,) = ranks.run(1, write_to_cache, "new", False)
+    assert sorted({*old, "new"}) == found
+    assert "whole" in old
+
+
+def age_cache():
+    for path in cache_folder().iterdir():
+        os.utime(path, (0, 0))
+    return sorted(path.name for path in cache_folder().iterdir())
 
 
 def start_a_child_and_die():

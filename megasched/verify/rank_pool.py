@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
@@ -168,16 +167,19 @@ class RankPool:
         payload = pickle.dumps((fn, args, kwargs))
         ranks = self._started(world_size)
         self._cases += 1
+        begun = time.time()
         for rank in ranks:
             rank.connection.send((self._cases, world_size, timeout, search_path(), payload))
-        outcomes = _collect(ranks, timeout)
+        try:
+            outcomes = _collect(ranks, timeout)
+        except BaseException:  # whoever waits was stopped: the ranks are still at it
+            self._give_up(begun)
+            raise
         if any(outcome is None or outcome[2] is not None for outcome in outcomes.values()) or len(outcomes) < len(
             ranks
         ):
             report = _report(ranks, outcomes, timeout)
-            self._end_ranks()
-            # A rank may have been stopped while it wrote there.
-            shutil.rmtree(Path(self._folder.name) / CACHE, ignore_errors=True)
+            self._give_up(begun)
             raise RankError(report)
         return [pickle.loads(outcomes[rank.number][1]) for rank in ranks]
 
@@ -198,6 +200,13 @@ class RankPool:
             self._template.close()
             self._template = None
         self._folder.cleanup()
+
+    def _give_up(self, begun: float) -> None:
+        """Ends ranks in the middle of a case. They may have been writing to the cache: what is older is whole."""
+        self._end_ranks()
+        for path in (Path(self._folder.name) / CACHE).rglob("*"):
+            if path.is_file() and path.stat().st_mtime >= begun - 1:
+                path.unlink()
 
     def _end_ranks(self) -> None:
         for rank in self._ranks:
