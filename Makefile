@@ -13,10 +13,13 @@ PYENV_ROOT ?= $(HOME)/.pyenv
 CANDIDATES = $(or $(PYTHON),python3.12 python3.13 python3 \
 	$(wildcard $(PYENV_ROOT)/versions/3.12*/bin/python $(PYENV_ROOT)/versions/3.13*/bin/python))
 
-# Processes that run tests; each starts up to 4 more, and wants 8 GiB.
+# Processes that run tests. Every second one starts up to 4 more, and wants 8 GiB.
 JOBS := 2
+# Without compiled files every process that a test starts would compile megasched anew.
+unexport PYTHONDONTWRITEBYTECODE
+FAST := -n $(JOBS) -m "not slow and not browser"
 
-.PHONY: help setup quickstart test test-all browser-test matrix lint format clean
+.PHONY: help setup quickstart test test-all durations browser-test matrix lint format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -44,10 +47,13 @@ quickstart: $(STAMP) ## train a small Llama with Megatron's trainer on this mach
 	$(RUN) -m megasched quickstart $(ARGS)
 
 test: lint ## what CI runs: lint, and the tests that are not marked slow (JOBS=4, on more than 2 cores)
-	$(RUN) -m pytest -n $(JOBS) -m "not slow and not browser" $(ARGS)
+	$(RUN) -m pytest $(FAST) $(ARGS)
 
-test-all: lint ## every test but the browser's
+test-all: lint ## every test but the browser's: before a release, with `make matrix`
 	$(RUN) -m pytest -n $(JOBS) -m "not browser" $(ARGS)
+
+durations: $(STAMP) ## the tests of `make test`, and write what they take to tests/suite/durations.json
+	$(RUN) -m pytest $(FAST) --record-durations $(ARGS)
 
 browser-test: $(STAMP) ## the page of `show --html` in a real Chromium, which pip does not install (apt-get does)
 	$(RUN) -m pytest -m browser tests/browser $(ARGS)

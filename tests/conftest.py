@@ -1,16 +1,15 @@
-"""Fixtures for all tests, and how they are shared out over processes."""
+"""Fixtures for all tests."""
 
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megasched.verify.rank_pool import RankPool
 
-SLURM = "tests/slurm/"
+pytest_plugins = ["tests.suite.durations", "tests.suite.hangs", "tests.suite.lanes"]
 
 
 def pytest_configure() -> None:
@@ -19,24 +18,6 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slurm's first: its nights mostly wait, a quarter of an hour long, and others run beside them."""
-    items.sort(key=lambda item: not item.nodeid.startswith(SLURM))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A process gets whole files, whose fixtures cost minutes; one gets all of Slurm's: there is one cluster."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return SLURM if nodeid.startswith(SLURM) else nodeid.partition("::")[0]
-
-    config.option.loadscopereorder = False  # those with the most tests would come first, not the longest
-    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

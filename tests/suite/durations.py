@@ -1,0 +1,78 @@
+"""What tests may take, what they took when it was last recorded, and what they take now.
+
+``tests/suite/durations.json`` holds, of each file, the seconds of all its tests and of the slowest one, on two
+cores with nothing else running. ``make durations`` writes it anew. No test asserts the clock: a machine that is
+busy with other things would fail. That the record keeps the budget is a test, and tests that exceed the budget
+now are named before the summary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+RECORD = Path(__file__).with_name("durations.json")
+BUDGET = 60.0  # seconds for a test of `make test`, its fixtures included
+SHOWN = 10
+
+
+class Entry(NamedTuple):
+    """Seconds of a file's tests: of all, and of the slowest."""
+
+    seconds: float
+    slowest: float
+
+
+def read_record() -> dict[str, Entry]:
+    return {file: Entry(*entry) for file, entry in json.loads(RECORD.read_text()).items()}
+
+
+def write_record(root: Path, entries: dict[str, Entry]) -> None:
+    """A line for each file that there still is."""
+    lines = [
+        f"  {json.dumps(file)}: {json.dumps(entries[file])}" for file in sorted(entries) if (root / file).exists()
+    ]
+    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help=f"write what the tests take to {RECORD.name}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # a process of xdist tells the first one
+        config.pluginmanager.register(Durations(), "durations")
+
+
+class Durations:
+    """Adds up, test by test."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.tests[report.nodeid] += report.duration
+
+    def files(self) -> dict[str, Entry]:
+        """The longest first."""
+        found: dict[str, list[float]] = defaultdict(list)
+        for nodeid, seconds in self.tests.items():
+            found[nodeid.partition("::")[0]].append(seconds)
+        entries = {file: Entry(round(sum(each), 1), round(max(each), 1)) for file, each in found.items()}
+        return dict(sorted(entries.items(), key=lambda entry: -entry[1].seconds))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+        files = self.files()
+        if len(files) > 1:
+            terminalreporter.section(f"slowest of {len(files)} files", sep="-")
+            for file, (seconds, slowest) in list(files.items())[:SHOWN]:
+                terminalreporter.write_line(f"{seconds:7.1f} s, slowest test {slowest:5.1f} s  {file}")
+        for name, seconds in self.tests.items():
+            if seconds > BUDGET:
+                terminalreporter.write_line(f"over the budget of {BUDGET:g} s: {seconds:.1f} s  {name}")
+        if config.getoption("record_durations"):
+            write_record(config.rootpath, read_record() | files)

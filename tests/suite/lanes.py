@@ -1,0 +1,67 @@
+"""How tests are shared out over the processes of pytest-xdist: whole files, longest first, in two lanes.
+
+Files whose tests start ranks, each up to four processes that compute, go to every second process of xdist, and the
+others to the rest, so that two sets of ranks do not fight for the same cores. Who has nothing left helps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+from tests.suite.durations import read_record
+
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
+
+ROOT = Path(__file__).parents[2]
+SLURM = "tests/slurm"  # as if it were one file: there is one cluster
+RANKS = re.compile(r"\bdef \w+\([^)]*\branks\b")  # the fixture
+TRAINERS = ("tests/faults/", "tests/oldest/", "tests/te/", "tests/launch/test_launched_training.py")
+
+
+def unit_of(nodeid: str) -> str:
+    """What is handed out as a whole: a file."""
+    return SLURM if nodeid.startswith(SLURM) else nodeid.partition("::")[0]
+
+
+@cache
+def starts_ranks(unit: str) -> bool:
+    """Whether tests keep more than one core busy; what Slurm runs mostly waits."""
+    if unit == SLURM:
+        return False
+    return unit.startswith(TRAINERS) or RANKS.search((ROOT / unit).read_text()) is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Longest first, by the last record; what is not in it may be long."""
+    seconds: Counter[str] = Counter()
+    for file, entry in read_record().items():
+        seconds[unit_of(file)] += entry.seconds
+    items.sort(key=lambda item: (unit_of(item.nodeid) in seconds, -seconds[unit_of(item.nodeid)]))
+
+
+class Lanes(LoadScopeScheduling):
+    """Hands out files in the order of their collection, those with ranks to every second process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return unit_of(nodeid)
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        takes_ranks = int(node.gateway.id.removeprefix("gw")) % 2 == 0
+        own = [unit for unit in self.workqueue if starts_ranks(unit) == takes_ranks]
+        unit = next(iter(own or self.workqueue))
+        self.workqueue.move_to_end(unit, last=False)  # it takes the first
+        super()._assign_work_unit(node)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes:
+    config.option.loadscopereorder = False  # those with the most tests would come first, not the longest
+    return Lanes(config, log)

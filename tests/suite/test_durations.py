@@ -1,0 +1,22 @@
+"""The record of what tests take, which is what they are handed out by."""
+
+import re
+from pathlib import Path
+
+from tests.suite.durations import Durations, Entry, read_record
+
+TESTS = Path(__file__).parents[1]
+LEFT_OUT = re.compile(r"^pytestmark = pytest\.mark\.(slow|browser)\b", re.MULTILINE)
+
+
+def test_the_record_is_of_the_files_that_there_are():
+    """`make durations` writes it anew."""
+    files = [path for path in TESTS.rglob("test_*.py") if not LEFT_OUT.search(path.read_text())]
+    assert sorted(read_record()) == sorted(str(path.relative_to(TESTS.parent)) for path in files)
+
+
+def test_files_are_added_up_and_sorted():
+    found = Durations()
+    found.tests.update({"a.py::x": 1.0, "a.py::y[b::c]": 2.5, "b.py::x": 4.0})
+    assert found.files() == {"b.py": Entry(4.0, 4.0), "a.py": Entry(3.5, 2.5)}
+    assert list(found.files()) == ["b.py", "a.py"]
