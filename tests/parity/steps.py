@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from megasched.verify.parity import TOLERANCE, CheckedLayout, compare, reference_step
+from megasched.verify.parity import TOLERANCE, CheckedLayout, compare
+from megasched.verify.reference import HfStep, hf_step
 from megasched.verify.shrink import TOKENS, VOCABULARY
 from megasched.verify.trainer_run import batches_of, gather, losses, train
 from tests.parity.instances import instances_of
@@ -32,20 +35,52 @@ def step_making(folder, flags, schedule, kind):
     return report, len(made)
 
 
-def assert_first_step_equals_hf(ranks, folder, reports, tp):
-    """Loss, logits, every gradient and the norm."""
-    (expected,) = ranks.run(1, reference_step, folder, batches_of(reports))
-    outcome = compare(reports, expected, tp)
+_known: dict[tuple[bytes, ...], Any] = {}
+
+
+def one_rank(ranks, folder, iterations: int = 2):
+    """A run of a model with weights at random on one rank; once for each config."""
+    key = Path(folder, "config.json").read_bytes(), b"%d" % iterations
+    if key not in _known:
+        _known[key] = ranks.run(1, train, folder, [], iterations=iterations)
+    return _known[key]
+
+
+def unscheduled(ranks, folder, reports, *, random_init: bool = False, in_float64: bool = False) -> HfStep:
+    """The first step of a run by the HF model in one process; once for the same model and batches."""
+    batches = batches_of(reports)
+    weights = b"" if random_init else Path(folder, "model.safetensors").read_bytes()
+    key = Path(folder, "config.json").read_bytes(), weights, b"%d" % in_float64
+    key += tuple(tensor.numpy().tobytes() for batch in batches for tensor in batch)
+    if key not in _known:
+        options = {"random_init": random_init, "in_float64": in_float64}
+        (_known[key],) = ranks.run(1, hf_step, folder, batches, **options)
+    return _known[key]
+
+
+def assert_first_step_equals_hf(ranks, folder, reports, tp, *, random_init: bool = False):
+    """Loss, logits, every gradient and the norm.
+
+    Args:
+        random_init: the run began with weights at random, not with those in the folder.
+    """
+    outcome = compare(reports, unscheduled(ranks, folder, reports, random_init=random_init), tp)
     assert outcome.verdict == "equal", outcome.why
     assert max(outcome.errors.values()) <= TOLERANCE
 
 
 def assert_first_step_equals_hf_by_rounding(ranks, folder, reports, tp):
     """The same as closely as the HF model in float32 equals itself in float64, as the matrix has it."""
-    batches = batches_of(reports)
-    expected, exact = (ranks.run(1, reference_step, folder, batches, False, double)[0] for double in (False, True))
+    expected, exact = (unscheduled(ranks, folder, reports, in_float64=double) for double in (False, True))
     outcome = compare(reports, expected, tp, exact)
     assert outcome.verdict == "equal", outcome.why
+
+
+def assert_same_losses(reports, expected):
+    """Of every iteration, and the gradient norms on each rank."""
+    torch.testing.assert_close(losses(reports), losses(expected), rtol=2e-6, atol=0)
+    for report in reports:
+        torch.testing.assert_close(report.grad_norms, expected[0].grad_norms, rtol=1e-5, atol=0)
 
 
 def assert_same_run(reports, expected, skip: int = 0, tp: int = 1):

@@ -6,7 +6,7 @@ import pytest
 
 from megasched.verify.parity import CheckedLayout, check_layout
 from megasched.verify.rank_pool import RankError
-from megasched.verify.small_models import write_small_model
+from tests.parity.cases import spread
 from tests.parity.steps import ADAM, SAVE, assert_first_step_equals_hf, assert_same_run, run
 
 TYPES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
@@ -22,52 +22,40 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folders(ranks, tmp_path_factory):
-    """Folder with a small model's config and weights, made when first asked for."""
-    made = {}
-
-    def get(model_type: str) -> str:
-        if model_type not in made:
-            folder = str(tmp_path_factory.mktemp(model_type))
-            made[model_type] = ranks.run(1, write_small_model, model_type, folder)[0]
-        return made[model_type]
-
-    return get
-
-
 @pytest.mark.parametrize(
     ("model_type", "name"),
-    [(model_type, name) for model_type in TYPES for name in ("ep2", "ep2-pp2", "ep2-tp2-sp-dp2")]
-    + [(model_type, name) for model_type in ("mixtral", "gpt_oss") for name in ("ep2-dp4", "ep2-tp2", "ep4-tp2")],
+    [
+        *spread(TYPES, ("ep2", "ep2-pp2", "ep2-tp2-sp-dp2")),
+        *spread(("mixtral", "gpt_oss"), ("ep2-dp4", "ep2-tp2", "ep4-tp2"), fast=2),
+    ],
 )
-def test_first_step_equals_hf(ranks, folders, block, model_type, name):
+def test_first_step_equals_hf(ranks, small_models, block, model_type, name):
     """Loss, logits, every gradient and the norm, of all micro-batches; each rank holds its experts alone, and HF's
     code computes them."""
     layout = LAYOUTS[name]
-    reports = run(ranks, folders(model_type), layout, schedule=block("model.layers", "fused"))
+    reports = run(ranks, small_models(model_type), layout, schedule=block("model.layers", "fused"))
     ep = 4 if name.startswith("ep4") else 2
     shares = [shard.shape[0] for r in reports for shard, p in r.gradients.values() if p.group == "ep"]
     assert shares
     assert set(shares) == {4 // ep}
-    assert_first_step_equals_hf(ranks, folders(model_type), reports, layout.tp)
+    assert_first_step_equals_hf(ranks, small_models(model_type), reports, layout.tp)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
-def test_the_distributed_optimizer_takes_the_same_steps(ranks, folders, model_type):
+def test_the_distributed_optimizer_takes_the_same_steps(ranks, small_models, model_type):
     """Three steps: weights, losses and norms of one process, from a state that lies over the expert groups."""
-    one = run(ranks, folders(model_type), CheckedLayout(1, 1, ""), iterations=3)
+    one = run(ranks, small_models(model_type), CheckedLayout(1, 1, ""), iterations=3)
     for name in ("ep2", "ep2-dp4"):
-        reports = run(ranks, folders(model_type), LAYOUTS[name], *ADAM, iterations=3)
+        reports = run(ranks, small_models(model_type), LAYOUTS[name], *ADAM, iterations=3)
         assert_same_run(reports, one)
 
 
-def test_a_checkpoint_of_shared_out_experts_resumes(ranks, folders, tmp_path):
+def test_a_checkpoint_of_shared_out_experts_resumes(ranks, small_models, tmp_path):
     """Written at EP2 x DP4, with the optimizer's states; EP2 x DP2 goes on as one process would.
 
     Without expert parallelism Megatron has one optimizer instead of two, and refuses the states of the other.
     """
-    folder, one, kept = folders("gpt_oss"), CheckedLayout(1, 1, ""), ["--load", str(tmp_path)]
+    folder, one, kept = small_models("gpt_oss"), CheckedLayout(1, 1, ""), ["--load", str(tmp_path)]
     whole = run(ranks, folder, one, *SAVE, iterations=4)
     run(ranks, folder, LAYOUTS["ep2-dp4"], *SAVE, "--save", str(tmp_path), "--save-interval", "2", iterations=2)
     assert_same_run(run(ranks, folder, LAYOUTS["ep2"], *SAVE, *kept, iterations=4), whole, skip=2)
@@ -83,19 +71,21 @@ def test_a_checkpoint_of_shared_out_experts_resumes(ranks, folders, tmp_path):
         ("--expert-model-parallel-size 3", "each of the 1 pipeline stages has 2 ranks, which is no multiple of 3"),
     ],
 )
-def test_what_there_is_none_of_is_refused(ranks, folders, flags, said):
+def test_what_there_is_none_of_is_refused(ranks, small_models, flags, said):
     with pytest.raises(RankError, match=said):
-        run(ranks, folders("mixtral"), CheckedLayout(2, 1, flags))
+        run(ranks, small_models("mixtral"), CheckedLayout(2, 1, flags))
 
 
-def test_a_model_without_experts_is_refused(ranks, folders):
+def test_a_model_without_experts_is_refused(ranks, small_models):
     with pytest.raises(RankError, match="no module of the form that HF gives experts"):
-        run(ranks, folders("llama"), CheckedLayout(2, 1, EP2))
+        run(ranks, small_models("llama"), CheckedLayout(2, 1, EP2))
 
 
-def test_the_layout_of_the_matrix(ranks, folders):
+def test_the_layout_of_the_matrix(ranks, small_models):
     """Llama 4 has experts, called in a way of their own; Llama has none."""
-    found = {name: check_layout(ranks, folders(name), "ep2") for name in ("qwen3_moe", "llama4_text", "llama")}
+    found = {
+        name: check_layout(ranks, small_models(name), "ep2") for name in ("qwen3_moe", "llama4_text", "llama")
+    }
     assert {name: outcome.verdict for name, outcome in found.items()} == {
         "qwen3_moe": "equal",
         "llama4_text": "refused",

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megasched.verify.parity import CheckedLayout
-from megasched.verify.rank_pool import RankError
+from tests.parity.cases import refusal
 from tests.parity.instances import instances_of
 from tests.parity.mixtures import LAYOUTS, mixtures_of_run, small_model
-from tests.parity.steps import assert_first_step_equals_hf, run
+from tests.parity.steps import assert_first_step_equals_hf
 
 YARN = {
     "rope_type": "yarn",
@@ -53,15 +52,14 @@ def test_first_step_equals_hf(ranks, tmp_path, block, variant):
 
 
 @pytest.mark.parametrize(
-    ("changes", "flags", "reason"),
+    ("changes", "tp", "reason"),
     [
-        ({}, "--tensor-model-parallel-size 2", "its latent attention wants sequence parallelism"),
-        ({"rope_interleave": False}, "", "Megatron's latent attention rotates neighbours"),
-        ({"q_lora_rank": None}, "", "q is not compressed"),
-        ({"attention_bias": True}, "", "nothing is known of self_attn.q_a_proj.bias"),
+        ({}, 2, "its latent attention wants sequence parallelism"),
+        ({"rope_interleave": False}, 1, "Megatron's latent attention rotates neighbours"),
+        ({"q_lora_rank": None}, 1, "q is not compressed"),
+        ({"attention_bias": True}, 1, "nothing is known of self_attn.q_a_proj.bias"),
     ],
 )
-def test_what_is_not_megatrons_is_refused(ranks, tmp_path, block, changes, flags, reason):
-    (folder,) = ranks.run(1, small_model, "youtu", str(tmp_path / "model"), changes)
-    with pytest.raises(RankError, match=reason):
-        run(ranks, folder, CheckedLayout(2, 1, flags), schedule=block())
+def test_what_is_not_megatrons_is_refused(tmp_path, block, changes, tp, reason):
+    folder = small_model("youtu", str(tmp_path / "model"), changes)
+    assert reason in refusal(block(), folder, tensor_model_parallel_size=tp)

@@ -8,6 +8,7 @@ from megasched.lowering.parts import parts_of
 from megasched.megatron.session import open_session
 from megasched.verify.parity import LAYOUTS, check_layout
 from megasched.verify.small_models import small_config, write_model
+from tests.parity.cases import spread
 
 # Slopes of ALiBi follow another rule where the heads are no power of two.
 CASES = {
@@ -21,8 +22,7 @@ CASES = {
 ARGUMENT = {"bloom": "alibi", "mpt": "position_bias", "falcon": "attention_mask"}
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp", "tp2-pp2"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "layout"), spread(CASES, ["tp2-sp", "tp2-pp2"]))
 def test_a_step_equals_the_unscheduled_model(ranks, tmp_path, case, layout):
     model_type = case.partition(" ")[0]
     config = small_config(model_type)

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from megasched.verify.rank_pool import RankError
-from megasched.verify.reference import hf_loss, hf_model
+from megasched.verify.reference import hf_loss, hf_model, relative
 from megasched.verify.trainer_run import batches_of, gather, losses, train
 from tests import tiny
+from tests.parity.cases import spread
+from tests.parity.steps import assert_same_losses, one_rank, unscheduled
 
 TP2_SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 TP2_PP2 = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
@@ -47,25 +49,25 @@ RECOMPUTE = {
 }
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_recompute_by_flags_changes_no_bit_even_with_dropout(ranks, tmp_path, family):
+@pytest.mark.parametrize(("family", "sp"), spread(["gpt2", "opt"], [True, False]))
+def test_recompute_by_flags_changes_no_bit_even_with_dropout(ranks, tmp_path, family, sp):
     dropout = (
         {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
         if family == "gpt2"
         else {"dropout": 0.1, "attention_dropout": 0.1}
     )
     folder = tiny.save(family, tmp_path, **dropout)
-    for layout in (["--tensor-model-parallel-size", "2"], TP2_SP):
-        plain = ranks.run(2, train, folder, layout, iterations=2)
-        for name, flags in RECOMPUTE.items():
-            if family == "opt" and name == "mlp":
-                continue  # OPT has no MLP module of its own; that this is refused is tested below
-            again = ranks.run(2, train, folder, [*layout, *flags.split()], iterations=2)
-            assert losses(again) == losses(plain), name
-            for one, other in zip(plain, again, strict=True):
-                assert one.grad_norms == other.grad_norms, name
-                for key, (gradient, _) in one.gradients.items():
-                    assert torch.equal(gradient, other.gradients[key][0]), (name, key)
+    layout = TP2_SP if sp else ["--tensor-model-parallel-size", "2"]
+    plain = ranks.run(2, train, folder, layout, iterations=2)
+    for name, flags in RECOMPUTE.items():
+        if family == "opt" and name == "mlp":
+            continue  # OPT has no MLP module of its own; that this is refused is tested below
+        again = ranks.run(2, train, folder, [*layout, *flags.split()], iterations=2)
+        assert losses(again) == losses(plain), name
+        for one, other in zip(plain, again, strict=True):
+            assert one.grad_norms == other.grad_norms, name
+            for key, (gradient, _) in one.gradients.items():
+                assert torch.equal(gradient, other.gradients[key][0]), (name, key)
 
 
 def test_recompute_of_what_a_definition_has_not_is_refused(ranks, tmp_path):
@@ -89,7 +91,7 @@ def test_dropout_differs_between_tensor_parallel_ranks_only_where_activations_ar
 
 def test_bf16_stays_near_float32_and_keeps_the_rotary_table_exact(ranks, tmp_path):
     folder = tiny.save("llama", tmp_path)
-    exact = ranks.run(1, train, folder, [], iterations=3)
+    exact = one_rank(ranks, folder, iterations=3)
     for flags in (["--bf16"], [*TP2_SP, "--bf16"], [*TP2_SP, "--bf16", "--use-distributed-optimizer"]):
         reports = ranks.run(1 if flags == ["--bf16"] else 2, train, folder, flags, iterations=3)
         torch.testing.assert_close(losses(reports), losses(exact), rtol=2e-2, atol=0)
@@ -97,7 +99,7 @@ def test_bf16_stays_near_float32_and_keeps_the_rotary_table_exact(ranks, tmp_pat
 
 def test_fp16_with_dynamic_loss_scale_stays_near_float32(ranks, tmp_path):
     folder = tiny.save("llama", tmp_path)
-    exact = ranks.run(1, train, folder, [], iterations=3)
+    exact = one_rank(ranks, folder, iterations=3)
     flags = ["--tensor-model-parallel-size", "2", "--fp16", "--initial-loss-scale", "1024"]
     reports = ranks.run(2, train, folder, flags, iterations=3)
     torch.testing.assert_close(losses(reports), losses(exact), rtol=2e-2, atol=0)
@@ -137,54 +139,43 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_every_form_of_stage(ranks, tmp_path, name):
-    for family in ("gpt2", "qwen3"):
-        folder = tiny.save(family, tmp_path / family)
-        expected = ranks.run(1, train, folder, [], iterations=3)
-        for world, layout in ((2, []), (4, TP2_SP)):
-            reports = ranks.run(world, train, folder, [*STAGES[name].split(), *layout], iterations=3)
-            torch.testing.assert_close(losses(reports), losses(expected), rtol=2e-6, atol=0)
-            torch.testing.assert_close(reports[0].grad_norms, expected[0].grad_norms, rtol=1e-5, atol=0)
+@pytest.mark.parametrize(("name", "family"), spread(STAGES, ["gpt2", "qwen3"]))
+def test_every_form_of_stage(ranks, tmp_path, name, family):
+    folder = tiny.save(family, tmp_path / family)
+    for world, layout in ((2, []), (4, TP2_SP)):
+        reports = ranks.run(world, train, folder, [*STAGES[name].split(), *layout], iterations=2)
+        assert_same_losses(reports, one_rank(ranks, folder))
 
 
 def test_cuts_of_the_schedule_are_honoured(ranks, tmp_path):
     folder = tiny.save("llama", tmp_path)
     schedule = tmp_path / "cut.py"
     schedule.write_text('def schedule(sch, layout):\n    sch["model.layers.0"].cut_pipeline_stage()\n')
-    expected = ranks.run(1, train, folder, [], iterations=2)
     flags = ["--pipeline-model-parallel-size", "2"]
     reports = ranks.run(2, train, folder, flags, iterations=2, schedule=str(schedule))
-    torch.testing.assert_close(losses(reports), losses(expected), rtol=2e-6, atol=0)
+    assert_same_losses(reports, one_rank(ranks, folder))
     layers = {r.pp_rank: {n.split(".")[2] for n in r.gradients if n.startswith("model.layers")} for r in reports}
     assert layers == {0: {"0"}, 1: {"1", "2", "3"}}
 
 
-def test_kv_heads_fewer_than_ranks_are_replicated_exactly(ranks, tmp_path):
+@pytest.mark.parametrize(("family", "sp"), spread(["llama", "qwen3"], [False, True]))
+def test_kv_heads_fewer_than_ranks_are_replicated_exactly(ranks, tmp_path, family, sp):
     """4 TP ranks share 2 KV heads; gradients of the whole projection come out right."""
-    from megasched.verify.reference import hf_step, relative
-
-    for family in ("llama", "qwen3"):
-        folder = tiny.save(family, tmp_path / family)
-        for flags in (
-            ["--tensor-model-parallel-size", "4"],
-            ["--tensor-model-parallel-size", "4", "--sequence-parallel"],
-        ):
-            reports = ranks.run(4, train, folder, flags, iterations=2)
-            expected = hf_step(folder, batches_of(reports))
-            assert reports[0].grad_norms[0] == pytest.approx(expected.grad_norm, rel=1e-5)
-            gradients = gather(reports, "gradients", 4)
-            for name, wanted in expected.gradients.items():
-                assert relative(gradients[name], wanted) < 1e-5, name
+    folder = tiny.save(family, tmp_path)
+    flags = ["--tensor-model-parallel-size", "4", *(["--sequence-parallel"] if sp else [])]
+    reports = ranks.run(4, train, folder, flags, iterations=2)
+    expected = unscheduled(ranks, folder, reports, random_init=True)
+    assert reports[0].grad_norms[0] == pytest.approx(expected.grad_norm, rel=1e-5)
+    gradients = gather(reports, "gradients", 4)
+    for name, wanted in expected.gradients.items():
+        assert relative(gradients[name], wanted) < 1e-5, name
 
 
 def test_overlapped_communication_gives_the_same(ranks, tmp_path):
     folder = tiny.save("llama", tmp_path)
-    expected = ranks.run(1, train, folder, [], iterations=3)
     flags = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     reports = ranks.run(4, train, folder, ["--tensor-model-parallel-size", "2", *flags], iterations=3)
-    torch.testing.assert_close(losses(reports), losses(expected), rtol=2e-6, atol=0)
-    torch.testing.assert_close(reports[0].grad_norms, expected[0].grad_norms, rtol=1e-5, atol=0)
+    assert_same_losses(reports, one_rank(ranks, folder, iterations=3))
 
 
 def _products(folder, flags):

@@ -1,0 +1,41 @@
+"""Which cases `make test` runs; `make test-all` runs all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from megasched.errors import ScheduleError
+from megasched.layout import Layout
+from megasched.megatron.session import open_session
+
+
+def slow(*values: Any) -> Any:
+    """Parameters of a case that `make test` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def spread(rows: Iterable[Any], columns: Iterable[Any], fast: int = 1) -> Iterator[Any]:
+    """Every pair of a row and a column, as parameters.
+
+    Args:
+        fast: so many of each row are in `make test`, the columns in turn, so that each comes to it as often.
+    """
+    columns = tuple(columns)
+    for number, row in enumerate(rows):
+        chosen = {(number * fast + index) % len(columns) for index in range(fast)}
+        for index, column in enumerate(columns):
+            yield pytest.param(row, column) if index in chosen else slow(row, column)
+
+
+def refusal(schedule: str, folder: str, **layout: Any) -> str:
+    """What a run of a model is refused with when it is planned, before it has ranks.
+
+    Args:
+        layout: of ``Layout``.
+    """
+    with pytest.raises(ScheduleError) as raised:
+        _ = open_session(schedule, folder, Layout(**layout)).plan
+    return str(raised.value)
