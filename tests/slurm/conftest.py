@@ -6,9 +6,11 @@ Where there can be none, the tests are skipped, and the reason says how to get o
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests import tiny
 from tests.slurm.config import Cluster
 from tests.slurm.install import UnavailableError, provide
 from tests.slurm.lab import Lab
@@ -30,6 +32,12 @@ def lab(slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """Eight nodes of eight GPUs."""
     with Lab(Cluster(tmp_path_factory.mktemp("slurm"))) as lab:
         yield lab
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all trainings."""
+    return Path(tiny.save("llama", tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,8 @@ import pytest
 
 from tests.slurm.lab import Lab, LabError, processes
 
+pytestmark = pytest.mark.slow  # of the tests' own tools
+
 # Beats until it is told to end, and says each time which incarnation on which node it is.
 BEATS = """\
 #!/bin/bash

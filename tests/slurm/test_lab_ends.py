@@ -19,6 +19,8 @@ from tests.process import ROOT
 from tests.slurm.config import Cluster
 from tests.slurm.lab import Lab, processes
 
+pytestmark = pytest.mark.slow  # of the tests' own tools
+
 HANGS = """\
 import time
 from pathlib import Path

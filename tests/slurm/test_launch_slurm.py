@@ -11,7 +11,7 @@ import pytest
 
 from tests import tiny
 from tests.slurm.lab import Lab
-from tests.slurm.training import FLAGS
+from tests.slurm.training import LONG
 
 # In Python's place: it writes down where it is, and what it was to run.
 STUB = """#!/usr/bin/env bash
@@ -106,7 +106,7 @@ def test_what_the_cluster_has_not_is_refused(lab, stub, tmp_path, name):
 def given(tmp_path: Path, *more: str) -> list[str]:
     model = tiny.save("llama", tmp_path / "model")
     own = ["--hf-model", model, "--data-cache-path", str(tmp_path / "cache"), "--save", str(tmp_path / "ckpt")]
-    return [*FLAGS, *own, *more]
+    return [*LONG.flags, *own, *more]
 
 
 def test_all_that_is_wrong_stands_on_one_screen(lab, tmp_path):

@@ -1,4 +1,7 @@
-"""Through the night: whatever happens to nodes, network, controller and job, the run trains as if nothing had."""
+"""Through the night: whatever happens to nodes, network, controller and job, the run trains as if nothing had.
+
+What happens most is in test_short_nights.py as well, for `make test`.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from megasched.launch.run_folder import RunFolder
-from tests import tiny
 from tests.slurm.lab import Lab
-from tests.slurm.training import ITERATIONS, SAVE_INTERVAL, Training
+from tests.slurm.training import LONG, Training
+
+pytestmark = pytest.mark.slow
+ITERATIONS, SAVE_INTERVAL = LONG.iterations, LONG.save_interval
 
 # As `auto`, and before the first restart a step takes a second more.
 SLOW = """
@@ -36,25 +41,20 @@ def schedule(sch, layout):
     sch["model.layers.0"].hook("fw_pre", fail)
 """
 # A first start on two loaded cores.
-LONG = 300
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return Path(tiny.save("llama", tmp_path_factory.mktemp("model")))
+SECONDS = 300
 
 
 @pytest.fixture(scope="module")
 def undisturbed(lab: Lab, model: Path, tmp_path_factory) -> Training:
     """The run that all others are compared with."""
-    run = Training(lab, RunFolder(tmp_path_factory.mktemp("undisturbed")), model)
-    lab.wait(run.submit(), "COMPLETED", seconds=LONG)
+    run = Training(lab, LONG, RunFolder(tmp_path_factory.mktemp("undisturbed")), model)
+    lab.wait(run.submit(), "COMPLETED", seconds=SECONDS)
     return run
 
 
 @pytest.fixture
 def night(lab: Lab, model: Path, tmp_path: Path) -> Training:
-    return Training(lab, RunFolder(tmp_path), model)
+    return Training(lab, LONG, RunFolder(tmp_path), model)
 
 
 def test_undisturbed(undisturbed):
@@ -70,7 +70,7 @@ def test_a_node_crashes(lab, night, undisturbed):
     night.reach(job, 2 * SAVE_INTERVAL + 1)
     lost = lab.nodes_of(job)[-1]
     lab.crash(lost)
-    lab.wait(job, "COMPLETED", seconds=LONG)
+    lab.wait(job, "COMPLETED", seconds=SECONDS)
     assert len(night.starts(job)) >= 2
     assert lost not in lab.nodes_of(job)
     night.check_equal(undisturbed, job)
@@ -83,7 +83,7 @@ def test_the_network_of_a_node_is_cut(lab, night, undisturbed):
     night.reach(job, 2 * SAVE_INTERVAL + 1)
     first = lab.nodes_of(job)[0]  # of the batch script, and of rank 0, which writes
     lab.cut(first)
-    lab.wait(job, "COMPLETED", seconds=LONG)
+    lab.wait(job, "COMPLETED", seconds=SECONDS)
     lab.heal(first)
     assert night.starts(job)[-1][1] >= 1
     assert first not in lab.nodes_of(job)
@@ -95,7 +95,7 @@ def test_requeued_by_hand(lab, night, undisturbed):
     job = night.submit()
     night.reach(job, SAVE_INTERVAL + 2)
     lab.run("scontrol", "requeue", str(job), check=True)
-    lab.wait(job, "COMPLETED", seconds=LONG)
+    lab.wait(job, "COMPLETED", seconds=SECONDS)
     assert night.starts(job) == [(job, 0), (job, 1)]
     night.check_equal(undisturbed, job)
     night.check_saved()
@@ -105,7 +105,7 @@ def test_preempted(lab, night, undisturbed):
     job = night.submit()
     night.reach(job, SAVE_INTERVAL + 2)
     _take_all_nodes(lab, night)
-    lab.wait(job, "COMPLETED", seconds=LONG)
+    lab.wait(job, "COMPLETED", seconds=SECONDS)
     assert night.starts(job) == [(job, 0), (job, 1)]
     night.check_equal(undisturbed, job)
     night.check_saved()
@@ -116,7 +116,7 @@ def test_preempted_with_time_to_save(lab, night, undisturbed):
     job = night.submit("--partition=patient")
     night.reach(job, SAVE_INTERVAL + 2)
     _take_all_nodes(lab, night)
-    lab.wait(job, "COMPLETED", seconds=LONG)
+    lab.wait(job, "COMPLETED", seconds=SECONDS)
     assert "it has saved before its time was over: requeued" in night.folder.batch_log(str(job)).read_text()
     first, second = night.starts(job)
     assert min(night.iterations(*second)) == max(night.iterations(*first)) + 1
@@ -129,7 +129,7 @@ def _take_all_nodes(lab, night):
     script = night.folder.path / "urgent.sbatch"
     script.write_text("#!/bin/bash\nsleep 2\n")
     urgent = lab.submit(script, "--partition=urgent", f"--nodes={lab.cluster.nodes}", "--exclusive")
-    lab.wait(urgent, "COMPLETED", seconds=LONG)
+    lab.wait(urgent, "COMPLETED", seconds=SECONDS)
 
 
 def test_the_signal_before_the_time_limit(lab, night, undisturbed):
@@ -142,7 +142,7 @@ def test_the_signal_before_the_time_limit(lab, night, undisturbed):
     night.options = ("--model-schedule", str(schedule), "--allow-unverified")
     night.changes = {"time": "3", "minutes_to_save": 1}
     job = night.submit()
-    lab.wait(job, "COMPLETED", seconds=LONG)
+    lab.wait(job, "COMPLETED", seconds=SECONDS)
     said = night.folder.batch_log(str(job)).read_text()
     assert "its time is nearly over: the ranks save and end" in said
     assert "it has saved before its time was over: requeued" in said
@@ -162,7 +162,7 @@ def test_cancelled_and_submitted_again(lab, night, undisturbed):
     saved = night.last_saved()
     assert saved >= 2 * SAVE_INTERVAL
     again = night.submit()
-    lab.wait(again, "COMPLETED", seconds=LONG)
+    lab.wait(again, "COMPLETED", seconds=SECONDS)
     assert min(night.iterations(again, 0)) == saved + 1
     assert lab.job(job)["JobState"] == "CANCELLED"
     night.check_equal(undisturbed, job, again)
@@ -173,7 +173,7 @@ def test_the_controller_is_restarted(lab, night, undisturbed):
     job = night.submit()
     night.reach(job, SAVE_INTERVAL)
     lab.restart_controller()
-    lab.wait(job, "COMPLETED", seconds=LONG)
+    lab.wait(job, "COMPLETED", seconds=SECONDS)
     assert night.starts(job) == [(job, 0)]
     night.check_equal(undisturbed, job)
     night.check_saved()
@@ -184,7 +184,7 @@ def test_two_jobs_in_a_chain(lab, night, undisturbed):
     first = night.submit("--dependency=singleton")
     second = night.submit("--dependency=singleton")
     assert lab.state(second) == "PENDING"
-    lab.wait(second, "COMPLETED", seconds=LONG)
+    lab.wait(second, "COMPLETED", seconds=SECONDS)
     assert sorted(night.iterations(second, 0)) == list(range(ITERATIONS // 2 + 1, ITERATIONS + 1))
     night.check_equal(undisturbed, first, second)
     night.check_saved()
@@ -196,7 +196,7 @@ def test_restarts_that_bring_nothing_end(lab, night):
     night.options = ("--model-schedule", str(schedule), "--allow-unverified")
     night.changes = {"max_restarts": 1}
     job = night.submit()
-    lab.wait(job, "FAILED", seconds=LONG)
+    lab.wait(job, "FAILED", seconds=SECONDS)
     said = night.folder.batch_log(str(job)).read_text()
     assert [restart for _, restart in night.starts(job)] == [0, 1, 2]
     assert "1 restarts have brought no checkpoint after iteration 0: given up" in said
@@ -205,7 +205,7 @@ def test_restarts_that_bring_nothing_end(lab, night):
 def test_a_refused_command_is_not_restarted(lab, night):
     night.options = ("--hf-override", "no_such_field=1")
     job = night.submit()
-    lab.wait(job, "FAILED", seconds=LONG)
+    lab.wait(job, "FAILED", seconds=SECONDS)
     assert [restart for _, restart in night.starts(job)] == [0]
     assert "a restart mends neither" in night.folder.batch_log(str(job)).read_text()
 
@@ -216,7 +216,7 @@ def test_by_torchrun(lab, night, undisturbed):
     job = night.submit()
     night.reach(job, SAVE_INTERVAL + 1)
     lab.run("scancel", "--batch", "--signal=USR1", str(job), check=True)
-    lab.wait(job, "COMPLETED", seconds=LONG)
+    lab.wait(job, "COMPLETED", seconds=SECONDS)
     assert "it has saved before its time was over: requeued" in night.folder.batch_log(str(job)).read_text()
     assert night.starts(job) == [(job, 0), (job, 1)]
     night.check_equal(undisturbed, job)

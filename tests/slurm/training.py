@@ -1,4 +1,4 @@
-"""A small training under Slurm: 4 nodes of one rank, TP2 x PP2, on the CPU; and what its logs say."""
+"""A small training under Slurm, on nodes of one rank, on the CPU; and what its logs say."""
 
 from __future__ import annotations
 
@@ -13,16 +13,30 @@ from megasched.launch.slurm.start import Prepared, write
 from tests.slurm.lab import Lab
 
 ROOT = Path(__file__).parents[2]
-ITERATIONS = 40
-SAVE_INTERVAL = 5
-FLAGS = (
-    f"--rehearse --model-schedule auto --hf-random-init --tensor-model-parallel-size 2 "
-    f"--pipeline-model-parallel-size 2 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 "
-    f"--train-iters {ITERATIONS} --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant --mock-data --split 100,0,0 "
-    f"--tokenizer-type NullTokenizer --vocab-size 99 --make-vocab-size-divisible-by 4 --eval-iters 0 "
-    f"--log-interval 1 --use-distributed-optimizer --ckpt-format torch_dist --save-interval {SAVE_INTERVAL} "
-    "--num-dataset-builder-threads 1 --no-mmap-bin-files"
-).split()
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a training is: its ranks, a node each, at TP2 x (ranks / 2) stages, and how long."""
+
+    ranks: int
+    iterations: int
+    save_interval: int = 5
+
+    @property
+    def flags(self) -> list[str]:
+        return (
+            "--rehearse --model-schedule auto --hf-random-init --tensor-model-parallel-size 2 "
+            f"--pipeline-model-parallel-size {self.ranks // 2} --seq-length 16 --micro-batch-size 1 "
+            f"--global-batch-size 4 --train-iters {self.iterations} --lr 1e-3 --min-lr 1e-4 "
+            "--lr-decay-style constant --mock-data --split 100,0,0 --tokenizer-type NullTokenizer --vocab-size 99 "
+            "--make-vocab-size-divisible-by 4 --eval-iters 0 --log-interval 1 --use-distributed-optimizer "
+            f"--ckpt-format torch_dist --save-interval {self.save_interval} --num-dataset-builder-threads 1 "
+            "--no-mmap-bin-files"
+        ).split()
+
+
+LONG, SHORT = Size(ranks=4, iterations=40), Size(ranks=2, iterations=20)
 LINE = re.compile(r" iteration\s+(\d+)/\s*\d+ \|.* lm loss: (\S+) \|.* grad norm: (\S+) \|")
 
 
@@ -31,14 +45,16 @@ class Training:
     """One run, of one job or several.
 
     Attributes:
+        size: what it takes.
         folder: its run folder.
         model: the HF model's folder.
-        options: flags beyond ``FLAGS``.
+        options: flags beyond those of its size.
         changes: fields of ``SlurmJob``.
         jobs: that were submitted.
     """
 
     lab: Lab
+    size: Size
     folder: RunFolder
     model: Path
     options: tuple[str, ...] = ()
@@ -51,13 +67,13 @@ class Training:
 
     @property
     def job(self) -> SlurmJob:
-        own = [*FLAGS, "--hf-model", str(self.model), "--save", str(self.save)]
+        own = [*self.size.flags, "--hf-model", str(self.model), "--save", str(self.save)]
         own += ["--data-cache-path", str(self.model / "cache"), *self.options]
         given = {
             "name": "night",
             "run_folder": self.folder.path,
             "directory": ROOT,
-            "nodes": 4,
+            "nodes": self.size.ranks,
             "gpus_per_node": 1,
             "script": "pretrain_gpt.py",
             "flags": tuple(own),
@@ -110,15 +126,15 @@ class Training:
                 if number != 1:
                     assert abs(float(loss) / float(wanted[0]) - 1) < 2e-6, (start, iteration, loss, wanted)
             seen |= set(found)
-        assert seen == set(range(1, ITERATIONS + 1))
+        assert seen == set(range(1, self.size.iterations + 1))
 
     def check_saved(self) -> None:
         """All checkpoints that are due are there, whole; the last one is the last iteration's."""
-        assert self.last_saved() == ITERATIONS
-        for iteration in range(SAVE_INTERVAL, ITERATIONS + 1, SAVE_INTERVAL):
+        assert self.last_saved() == self.size.iterations
+        for iteration in range(self.size.save_interval, self.size.iterations + 1, self.size.save_interval):
             names = {path.name for path in (self.save / f"iter_{iteration:07d}").iterdir()}
             assert {".metadata", "metadata.json"} <= names, (iteration, names)
-            assert sum(name.endswith(".distcp") for name in names) == 4, (iteration, names)
+            assert sum(name.endswith(".distcp") for name in names) == self.size.ranks, (iteration, names)
         assert not list(self.save.glob(".megasched/claim-*"))
 
     def last_saved(self) -> int:
