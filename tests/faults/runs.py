@@ -1,4 +1,8 @@
-"""Real runs of two ranks that come to harm: how they are started, and how they end."""
+"""Real runs of two ranks that come to harm: how they are started, and how they end.
+
+``run`` starts what a user starts, which takes half a minute of imports: torchrun, and two processes that it has to
+end. Where the fault is not the launcher's affair, ``harmed`` does the same in ranks of the pool.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
 
 from megasched.launch.torchrun.start import free_port
-from megasched.verify.trainer_run import RUN_FLAGS
+from megasched.verify.rank_pool import RankError, RankPool
+from megasched.verify.trainer_run import RUN_FLAGS, RankReport, train
 
 ROOT = Path(__file__).parents[2]
 SCHEDULE = Path(__file__).with_name("harmful_schedule.py")
@@ -45,7 +51,7 @@ class Ended:
     @property
     def grad_norms(self) -> dict[int, float]:
         """Of the iterations that it has made."""
-        return {int(iteration): float(norm) for iteration, _, norm in LINE.findall(self.log)}
+        return grad_norms(self.log)
 
 
 def run(folder: Path, model: str, flags: list[str], *, fault: str = "", rank: int = 0, said: str = "") -> Ended:
@@ -87,6 +93,26 @@ def run(folder: Path, model: str, flags: list[str], *, fault: str = "", rank: in
     assert not left, f"{left}\n{text[-5000:]}"
     assert at.exists(), text[-5000:]
     return Ended(process.returncode, ended - float(at.read_text()), text)
+
+
+def harmed(ranks: RankPool, model: str, flags: list[str], iterations: int, *, fault: str, rank: int) -> str:
+    """What is said of two ranks of the pool, one of which a function of ``harmful_schedule.py`` harms."""
+    try:
+        with pytest.raises(RankError) as caught:
+            ranks.run(2, _train_harmed, model, flags, iterations, fault, rank)
+    finally:
+        ranks.renew()
+    return str(caught.value)
+
+
+def _train_harmed(model: str, flags: list[str], iterations: int, fault: str, rank: int) -> RankReport:
+    os.environ.update(FAULT=fault, FAULT_RANK=str(rank), FAULT_TIME=os.devnull)
+    return train(model, flags, iterations=iterations, schedule=str(SCHEDULE))
+
+
+def grad_norms(log: str) -> dict[int, float]:
+    """Of the iterations that a log tells of."""
+    return {int(iteration): float(norm) for iteration, _, norm in LINE.findall(log)}
 
 
 def _marked(at: str) -> list[psutil.Process]:

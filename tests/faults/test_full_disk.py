@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 
+from megasched.verify.rank_pool import RankError
 from megasched.verify.trainer_run import losses, train
 from megasched.weights.inspection import inspect_checkpoint
 from tests import tiny
 from tests.faults.disks import resize
-from tests.faults.runs import SAVING, SECONDS, TP2, run, tracked
+from tests.faults.runs import SAVING, TP2, grad_norms, tracked
 
 FLAGS = [*TP2, *SAVING]
 
@@ -20,14 +22,14 @@ def test_a_save_that_finds_no_room_ends_the_run(ranks, disk, tmp_path):
     saving = [*FLAGS, "--save", str(save), "--save-interval", "2"]
     ranks.run(2, train, model, saving, iterations=2)
     resize(disk, 200_000)
-    resuming = [*saving, "--load", str(save), "--hf-random-init", "--train-iters", "6"]
-    ended = run(tmp_path, model, resuming, said="No space left on device")
-    assert ended.status == 1
-    assert ended.seconds < SECONDS
-    (said,) = re.findall(r"^SaveError: (.*No space left.*)", ended.log, re.MULTILINE)
-    assert said.startswith(f"{save}/iter_0000004 can't be saved: rank ")
-    assert re.search(r"\[Errno 28\] No space left on device: '.*/iter_0000004/__[01]_\d+\.distcp'", said)
-    assert max(ended.grad_norms) == 4
+    with pytest.raises(RankError) as caught:
+        ranks.run(2, train, model, [*saving, "--load", str(save)], iterations=6)
+    said = re.findall(r"SaveError: (/.*No space left.*)", str(caught.value))
+    assert said
+    for text in said:
+        assert text.startswith(f"{save}/iter_0000004 can't be saved: rank ")
+        assert re.search(r"\[Errno 28\] No space left on device: '.*/iter_0000004/__[01]_\d+\.distcp'", text)
+    assert max(grad_norms(str(caught.value))) == 4
     assert tracked(save) == "2"
     assert [path.name for path in save.glob("iter_*") if any(path.iterdir())] == ["iter_0000002"]
     assert inspect_checkpoint(save).problems == []

@@ -1,4 +1,4 @@
-"""Damage that a run of two ranks meets when it starts: one message, status 2, and no rank that waits for ever."""
+"""Damage that a run of two ranks meets when it starts: it ends with a message that names it, on every rank."""
 
 from __future__ import annotations
 
@@ -15,42 +15,39 @@ from megasched.verify.rank_pool import RankError
 from megasched.verify.trainer_run import train
 from megasched.weights.torch_dist import RELEASE, TorchDist
 from tests.faults.checkpoints import changed_bytes, flipped, imported, rewritten, weights
-from tests.faults.runs import PP2, SAVING, SECONDS, TP2, Ended, run
+from tests.faults.runs import PP2, SAVING, SECONDS, TP2, run
 from tests.weights.test_noted import InMemory
 
 NAME = "model.layers.3.mlp.up_proj.weight"
 HASHED = [*TP2, *SAVING, "--verify-integrity"]
 
 
-def refused_once(ended: Ended, *said: str) -> None:
-    assert ended.status == 2
-    assert ended.seconds < SECONDS
-    assert not ended.grad_norms
-    for text in said:
-        assert ended.log.count(text) == 1, ended.log[-5000:]
-
-
 def test_a_truncated_shard_that_one_stage_alone_reads(tmp_path):
-    """The other stage has long read its own, and waits in the first communication."""
+    """The other stage has long read its own, and waits in the first communication: torchrun ends it, and the
+    message is there once."""
     model = Path(weights("llama", tmp_path / "model", max_shard_size="20KB"))
     shard = json.loads((model / "model.safetensors.index.json").read_text())["weight_map"][NAME]
     with changed_bytes(model / shard, lambda content: content[:-100]):
         ended = run(tmp_path, str(model), [*PP2, "--train-iters", "2"], said="megasched: error")
-    refused_once(ended, f"megasched: error on rank 1: {model / shard}, tensor ", "can't be read as safetensors")
+    assert ended.status == 2
+    assert ended.seconds < SECONDS
+    assert not ended.grad_norms
+    for text in (f"megasched: error on rank 1: {model / shard}, tensor ", "can't be read as safetensors"):
+        assert ended.log.count(text) == 1, ended.log[-5000:]
 
 
-def test_a_checkpoint_that_lacks_names(tmp_path):
+def test_a_checkpoint_that_lacks_names(ranks, tmp_path):
     model = weights("llama", tmp_path / "model")
 
     def change(tensors):
         return {name: tensor for name, tensor in tensors.items() if ".3.mlp." not in name}
 
     other = rewritten(imported(model, tmp_path / "good"), tmp_path / "other", change)
-    flags = [*TP2, *SAVING, "--load", str(other), "--train-iters", "2"]
-    ended = run(tmp_path, model, flags, said="megasched: error")
+    with pytest.raises(RankError) as caught:
+        ranks.run(2, train, model, [*TP2, *SAVING, "--load", str(other)], iterations=2, random_init=False)
     names = (f"    model.layers.3.mlp.{part}_proj.weight\n" for part in ("down", "gate", "up"))
-    refused_once(ended, f"megasched: error: the checkpoint {other / RELEASE} does not fit", "missing (3):", *names)
-    assert "Traceback" not in ended.log
+    for text in (f"Error: the checkpoint {other / RELEASE} does not fit", "missing (3):", *names):
+        assert str(caught.value).count(text) == 2
 
 
 def test_a_damaged_chunk_is_named_on_every_rank(ranks, tmp_path):
