@@ -10,7 +10,6 @@ from megasched.verify.reference import hf_loss, hf_model, relative
 from megasched.verify.trainer_run import batches_of, gather, logits_of, losses, train
 from megasched.weights import lora_init
 from tests import tiny
-from tests.parity.cases import slow, spread
 from tests.parity.test_resume import SAVE, keys_of
 
 ITERATIONS = 3
@@ -49,9 +48,8 @@ LAYOUTS = {
     "dp2-tp2-sp": (4, 2, f"--tensor-model-parallel-size 2 --sequence-parallel {DISTRIBUTED}"),
     "tp2-sp-pp2-vpp2": (4, 2, f"{WIDE} --sequence-parallel {DISTRIBUTED}"),
 }
-CASES = [("llama", layout) for layout in ("tp2-sp", "pp2", "dp2-tp2-sp")]
-CASES += [slow("llama", layout) for layout in LAYOUTS if ("llama", layout) not in CASES]
-CASES += spread(("qwen3", "phi3", "gpt2"), ("tp2", "tp2-sp-pp2-vpp2"))
+CASES = [("llama", layout) for layout in LAYOUTS]
+CASES += [(family, layout) for family in ("qwen3", "phi3", "gpt2") for layout in ("tp2", "tp2-sp-pp2-vpp2")]
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from megasched.verify.reference import hf_model, relative
 from megasched.verify.small_models import write_small_model
 from megasched.verify.trainer_run import batches_of, gather, logits_of, losses, train
 from tests import tiny
-from tests.parity.cases import slow
 from tests.parity.levels import SCHEDULE
 from tests.parity.test_matrix import LAYOUTS
 
@@ -104,7 +103,7 @@ def assert_equals_each_sequence_alone(folder, reports, tp, per_token=False, rand
 
 
 CASES = [
-    slow("llama", "tp2-pp2"),
+    ("llama", "tp2-pp2"),
     ("llama", "tp2-sp-pp2-vpp2"),
     ("gpt2", "tp2-sp"),  # learned positions
     ("gemma2", "pp4"),  # windows, masks of eager attention
@@ -137,8 +136,8 @@ def test_per_token_loss_with_recompute_and_one_row_a_micro_batch(ranks, tmp_path
     ("family", "layout", "where", "level", "flags"),
     [
         ("mistral", "tp2-pp2", "", "block", []),
-        slow("qwen3", "tp2-sp", "", "block", ["--micro-batch-size", "1"]),
-        slow("mistral", "tp2-pp2", ".self_attn", "block", []),
+        ("qwen3", "tp2-sp", "", "block", ["--micro-batch-size", "1"]),
+        ("mistral", "tp2-pp2", ".self_attn", "block", []),
         ("qwen3", "tp2-sp", ".self_attn", "block", ["--micro-batch-size", "1"]),
         ("qwen2", "tp2-sp", "", "leaf", []),
     ],
