@@ -13,7 +13,7 @@ PYENV_ROOT ?= $(HOME)/.pyenv
 CANDIDATES = $(or $(PYTHON),python3.12 python3.13 python3 \
 	$(wildcard $(PYENV_ROOT)/versions/3.12*/bin/python $(PYENV_ROOT)/versions/3.13*/bin/python))
 
-# Processes that run tests. Every second one starts up to 4 more, and wants 8 GiB.
+# Processes that run tests; each starts up to 4 more, and wants 8 GiB.
 JOBS := 2
 # Without compiled files every process that a test starts would compile megasched anew.
 unexport PYTHONDONTWRITEBYTECODE

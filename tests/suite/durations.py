@@ -1,9 +1,8 @@
 """What tests may take, what they took when it was last recorded, and what they take now.
 
-``tests/suite/durations.json`` holds, of each file, the seconds of all its tests and of the slowest one, on two
-cores with nothing else running. ``make durations`` writes it anew. No test asserts the clock: a machine that is
-busy with other things would fail. That the record keeps the budget is a test, and tests that exceed the budget
-now are named before the summary.
+``tests/suite/durations.json`` holds, of each file, the seconds of all its tests and of the slowest one. ``make
+durations`` writes it anew, on a machine with nothing else to do. Tests that exceed the budget are named before the
+summary; that fails nobody, since a machine that is busy with other things would.
 """
 
 from __future__ import annotations
