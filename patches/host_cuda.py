@@ -149,12 +149,12 @@ def is_installed() -> bool:
 
 def _change(*, force: bool = False, quiet: bool = False) -> Undo:
     _refuse_real_cuda(force)
-    _set_environment()
+    undos = [_set_environment()]
     from megasched.patches import host_cuda_emulation as emulation
 
     mode = emulation.DeviceRewriting()
     mode.__enter__()
-    undos = [lambda: mode.__exit__(None, None, None)]
+    undos.append(lambda: mode.__exit__(None, None, None))
     for surfaces in SURFACES.values():
         for target, name in surfaces:
             undos.append(set_attribute(target, getattr(emulation, name), rebind=("megatron",)))
@@ -175,14 +175,33 @@ def _refuse_real_cuda(force: bool) -> None:
         )
 
 
-def _set_environment() -> None:
-    for key, value in ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
-    if "torch._dynamo" in sys.modules:
-        # The variable was read when it was imported.
-        import torch._dynamo
+def _set_environment() -> Undo:
+    absent = [key for key in ENVIRONMENT if key not in os.environ]
+    before = _dynamo_is_off()
+    os.environ.update({key: ENVIRONMENT[key] for key in absent})
+    _switch_dynamo(off=_said_off())
 
-        torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
+    def undo() -> None:
+        for key in absent:
+            os.environ.pop(key, None)
+        _switch_dynamo(off=before)
+
+    return undo
+
+
+def _said_off() -> bool:
+    return os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+
+
+def _dynamo_is_off() -> bool:
+    dynamo = sys.modules.get("torch._dynamo")
+    return _said_off() if dynamo is None else dynamo.config.disable
+
+
+def _switch_dynamo(*, off: bool) -> None:
+    """Where it is imported, which is when it reads the variable."""
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.config.disable = off
 
 
 def _silence_shared_generator_warning() -> Undo:

@@ -9,12 +9,16 @@ import pytest
 
 from megasched.verify.rank_pool import RankPool
 
-pytest_plugins = ["tests.suite.durations", "tests.suite.hangs", "tests.suite.lanes"]
+pytest_plugins = ["tests.suite.durations", "tests.suite.hangs", "tests.suite.lanes", "tests.suite.leaks"]
 
 
 def pytest_configure() -> None:
     """A shell ignores SIGINT for what it starts in the background, and so would all that tests start and stop.
-    readline tells the processes of pytest-xdist how wide a terminal is; they have none."""
+    readline tells the processes of pytest-xdist how wide a terminal is; they have none. Threads of torch's own, in
+    each of so many processes, would wait for one another. Megatron's fused functions are not compiled, as in a
+    rehearsal: a C++ compiler takes up to a minute for one."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)

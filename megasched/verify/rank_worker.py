@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from megasched.verify.rank_pool import rebuild_tensor
 
 # What the pool applies in every rank; what a case adds is taken back after it.
-PATCHES = ("wheel_helpers", "adamw_resume", "fp32_resume")
+PATCHES = ("wheel_helpers", "adamw_resume", "fp32_resume", "results_queue")
 # What a run of the trainer imports, and much of it late: two seconds of each rank if it did that itself.
 IMPORTS = (
     "megasched.inference.infer",

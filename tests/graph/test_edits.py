@@ -170,7 +170,7 @@ def _as_it_is(part):
     return part.graph
 
 
-def test_inductor_compiles_both_sides_of_a_live_call():
+def test_inductor_compiles_both_sides_of_a_live_call(compiling):
     model = randomize(Chain())
     model.drop.p = 0.0
     want = backward(nn.Sequential(copy.deepcopy(model)))

@@ -107,7 +107,7 @@ def test_checkpoint_of_a_part_is_bit_equal_and_runs_twice():
     assert alike(*runs)
 
 
-def test_inductor_computes_the_same_and_tells_when_it_compiles_often():
+def test_inductor_computes_the_same_and_tells_when_it_compiles_often(compiling):
     model = randomize(Mlp())
     want = backward(copy.deepcopy(model))
     sch = schedule(model, ["up"])

@@ -19,7 +19,7 @@ from tests import tiny
 from tests.launch import hosts
 
 ROOT = Path(__file__).parents[2]
-ITERATIONS, SAVE_INTERVAL = 30, 5
+ITERATIONS, SAVE_INTERVAL = 20, 5
 FLAGS = (
     "--model-schedule auto --hf-random-init --tensor-model-parallel-size 2 --seq-length 16 --micro-batch-size 1 "
     f"--global-batch-size 2 --train-iters {ITERATIONS} --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant "

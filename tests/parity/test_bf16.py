@@ -9,6 +9,7 @@ from megasched.verify.bfloat16 import ONE_RANK, TENSOR_PARALLEL, UNIT, rounded_s
 from megasched.verify.reference import hf_model
 from megasched.verify.trainer_run import batches_of, gather, losses, train
 from tests import tiny
+from tests.parity.cases import spread
 
 SCHEDULE = """
 from megasched.model_adapters.default_schedule import schedule as default
@@ -64,9 +65,9 @@ CASES = [(family, level) for family in ("llama", "qwen3") for level in ("leaf", 
 CASES += [(family, "fused") for family in ("gemma2", "phi3", "gpt2")]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("family", "level"), CASES)
-def test_error_in_bf16_is_that_of_plain_hf(ranks, references, tmp_path, family, level, layout):
+@pytest.mark.parametrize(("case", "layout"), spread(CASES, LAYOUTS))
+def test_error_in_bf16_is_that_of_plain_hf(ranks, references, tmp_path, case, layout):
+    family, level = case
     folder_of, steps = references
     tp, flags, factors = LAYOUTS[layout]
     folder, schedule = folder_of(family), tmp_path / "sch.py"

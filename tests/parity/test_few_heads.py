@@ -17,10 +17,10 @@ LAYOUTS["tp2-pp2"] = (4, 2, f"{TP2} {PP2}")
 CASES = [
     ("gpt_bigcode", {}, "tp2-sp"),
     slow("gpt_bigcode", {}, "tp4"),
-    ("stablelm", {}, "tp4"),
+    slow("stablelm", {}, "tp4"),
     slow("stablelm", {}, "tp4-sp"),
     ("stablelm", {"num_key_value_heads": 1, "qk_layernorm": True}, "tp4-sp"),
-    ("stablelm", {"num_key_value_heads": 1, "qk_layernorm": True}, "tp2-pp2"),
+    slow("stablelm", {"num_key_value_heads": 1, "qk_layernorm": True}, "tp2-pp2"),
 ]
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from megasched.verify.small_models import small_config
 from megasched.verify.trainer_run import losses, train
 from megasched.weights.exporting import export_weights
+from tests.parity.cases import slow
 
 GIGABYTE = 10**9
 TP2 = ["--bf16", "--tensor-model-parallel-size", "2", "--ckpt-format", "torch_dist"]
@@ -25,7 +26,10 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize(("model_type", "sp"), [*((one, False) for one in KEPT), ("glm4_moe", True)])
+@pytest.mark.parametrize(
+    ("model_type", "sp"),
+    [("ernie4_5_moe", False), ("kolibri1", False), ("glm4_moe", True), slow("glm4_moe", False)],
+)
 def test_a_run_in_bf16_writes_what_transformers_would(ranks, tmp_path, model_type, sp):
     folder = _write(model_type, tmp_path / "hf")
     flags = [
@@ -61,7 +65,7 @@ def test_a_run_in_bf16_writes_what_transformers_would(ranks, tmp_path, model_typ
 
 
 # What is no part of the state, and has the dtype of the model all the same: GPT's mask, positions, scales.
-@pytest.mark.parametrize("model_type", ["openai-gpt", "xglm", "gemma3_text", "falcon_h1", "minimax"])
+@pytest.mark.parametrize("model_type", ["openai-gpt", "xglm", "minimax", slow("gemma3_text"), slow("falcon_h1")])
 def test_buffers_of_a_run_in_bf16_are_those_of_transformers(ranks, tmp_path, model_type):
     folder = _write(model_type, tmp_path / "hf")
     ((found, loss),) = ranks.run(1, _buffers_and_loss, folder)
@@ -106,7 +110,9 @@ def _write(model_type, folder):
     return str(folder)
 
 
-@pytest.mark.parametrize("flags", [["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"], []])
+@pytest.mark.parametrize(
+    "flags", [["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"], slow([])]
+)
 def test_their_optimizer_state_is_resumed(ranks, tmp_path, flags):
     folder = _write("ernie4_5_moe", tmp_path / "hf")
     flags = [*TP2, *flags, "--override-opt-param-scheduler"]

@@ -22,7 +22,7 @@ VARIANTS = {
     "no experts, stages": ("youtu", {}, "tp2-sp-pp2-vpp2"),
     "no experts, contexts": ("youtu", {}, "cp2"),
     "YaRN that scales rotated parts and softmax": ("deepseek_v3", {"rope_parameters": YARN}, "ep2-tp2-sp"),
-    "YaRN over contexts": ("deepseek_v3", {"rope_parameters": YARN}, "ep2-cp2"),
+    "YaRN over contexts": ("deepseek_v3", {"rope_parameters": YARN}, "cp2"),
     "experts in groups": (
         "deepseek_v3",
         {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5},

@@ -11,7 +11,7 @@ import torch
 
 from megasched.verify.parity import LAYOUTS as CHECKED
 from megasched.verify.trainer_run import losses
-from tests.parity.cases import refusal, spread
+from tests.parity.cases import refusal, slow, spread
 from tests.parity.mixtures import LAYOUTS as OF_MIXTURES
 from tests.parity.mixtures import small_model
 from tests.parity.steps import assert_first_step_equals_hf, step_making
@@ -53,9 +53,9 @@ PLACES = {"gpt2": "transformer.h.*", "biogpt": "biogpt.layers.*", "opt": "model.
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [*spread(TYPES, ("tp2-sp", "tp2-sp-pp2-vpp2"))]
-    + [(model_type, "tp2") for model_type in ("gpt2", "gemma3_text", "exaone4", "persimmon")]
-    + [(model_type, "cp2") for model_type in ("gemma3_text", "nemotron", "glm4", "gpt_oss")]
-    + [("gpt_oss", name) for name in ("one", "ep2-tp2-sp-dp2")],
+    + [slow(model_type, "tp2") for model_type in ("gpt2", "gemma3_text", "exaone4", "persimmon")]
+    + [("gemma3_text", "cp2"), ("gpt_oss", "cp2"), slow("nemotron", "cp2"), slow("glm4", "cp2")]
+    + [slow("gpt_oss", name) for name in ("one", "ep2-tp2-sp-dp2")],
 )
 def test_first_step_equals_hf(ranks, small_models, block, model_type, name):
     """Loss, logits, every gradient and the norm; weights of norms are not 1, and biases not 0."""
@@ -127,7 +127,7 @@ def test_layers_that_are_not_megatrons_are_refused(tmp_path, block, reason):
     assert reason in refusal(block(PLACES.get(model_type, "model.layers.*")), folder)
 
 
-@pytest.mark.parametrize("more", ["", "--sequence-parallel"])
+@pytest.mark.parametrize("more", ["--sequence-parallel", slow("")])
 def test_dropout_is_the_same_for_all_ranks_and_in_a_recompute(ranks, tmp_path, block, more):
     """Of what is added to the hidden state, which TP ranks share or have a part of, and of attention."""
     changes = {"resid_pdrop": 0.2, "attn_pdrop": 0.2}

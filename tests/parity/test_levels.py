@@ -10,7 +10,7 @@ import torch
 
 from megasched.verify.trainer_run import gather, losses, train
 from tests import tiny
-from tests.parity.cases import refusal, spread
+from tests.parity.cases import refusal, slow, spread
 from tests.parity.instances import instances_of
 from tests.parity.steps import assert_first_step_equals_hf, assert_same_losses, one_rank
 from tests.parity.test_matrix import LAYOUTS
@@ -29,17 +29,24 @@ def _train(folder, flags, schedule, iterations=2):
     return report, sum(isinstance(module, TransformerLayer) for model in models for module in model.modules())
 
 
-SOME = ("tp2", "tp2-sp", "tp2-sp-pp2-vpp2", "dp2-tp2")
+SOME = ("tp2-sp", "tp2", "tp2-sp-pp2-vpp2", "pp2-vpp2")
+LLAMA = ("pp2-vpp2", "tp2-sp-pp2-vpp2", "dp2-tp2")
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [*(("llama", layout) for layout in LAYOUTS), *spread(FAMILIES, SOME)],
-)
+@pytest.mark.parametrize("layout", [one if one in LLAMA else slow(one) for one in LAYOUTS])
+def test_two_steps_of_blocks_equal_hf(ranks, tmp_path, block, layout):
+    _check_blocks(ranks, tmp_path, block, "llama", layout)
+
+
+@pytest.mark.parametrize(("family", "layout"), spread(FAMILIES, SOME))
 def test_blocks_equal_hf(ranks, tmp_path, block, family, layout):
+    _check_blocks(ranks, tmp_path, block, family, layout, iterations=1)
+
+
+def _check_blocks(ranks, tmp_path, block, family, layout, iterations=2):
     folder = tiny.save(family, tmp_path / "model")
     world, tp, flags = LAYOUTS[layout]
-    found = ranks.run(world, _train, folder, flags.split(), block())
+    found = ranks.run(world, _train, folder, flags.split(), block(), iterations=iterations)
     stages = {"pp2": 2, "pp4": 4}.get(next((part for part in layout.split("-") if part.startswith("pp")), ""), 1)
     assert [count for _, count in found] == [4 // stages] * world
     _equal_hf(ranks, folder, [report for report, _ in found], tp)
@@ -62,17 +69,17 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize(("variant", "layout"), spread(VARIANTS, ["tp2-sp-pp2-vpp2", "dp2-tp2"]))
+@pytest.mark.parametrize(("variant", "layout"), spread(VARIANTS, ["tp2-sp", "tp2-sp-pp2-vpp2", "dp2-tp2"]))
 def test_variants_equal_hf(ranks, tmp_path, block, variant, layout):
     family, changes = VARIANTS[variant]
     folder = tiny.save(family, tmp_path / "model", **changes)
     world, tp, flags = LAYOUTS[layout]
-    found = ranks.run(world, _train, folder, flags.split(), block())
-    assert sum(count for _, count in found) == {"dp2-tp2": 16, "tp2-sp-pp2-vpp2": 8}[layout]
+    found = ranks.run(world, _train, folder, flags.split(), block(), iterations=1)
+    assert sum(count for _, count in found) == {"dp2-tp2": 16}.get(layout, 8)
     _equal_hf(ranks, folder, [report for report, _ in found], tp)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2-sp-pp2-vpp2"])
+@pytest.mark.parametrize("layout", ["tp2-sp", slow("tp2-sp-pp2-vpp2")])
 def test_leaves_equal_hf(ranks, tmp_path, block, layout):
     folder = tiny.save("qwen3", tmp_path / "model")
     world, tp, flags = LAYOUTS[layout]
@@ -83,7 +90,8 @@ def test_leaves_equal_hf(ranks, tmp_path, block, layout):
 
 def _equal_hf(ranks, folder, reports, tp):
     assert_first_step_equals_hf(ranks, folder, reports, tp, random_init=True)
-    assert_same_losses(reports, one_rank(ranks, folder))
+    if reports[0].iterations > 1:
+        assert_same_losses(reports, one_rank(ranks, folder))
 
 
 def test_some_layers_are_blocks_and_others_not(ranks, tmp_path, block):
@@ -118,7 +126,11 @@ DISTRIBUTED = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardab
 
 @pytest.mark.parametrize(
     ("family", "optimizer"),
-    [("qwen2", []), *((family, DISTRIBUTED) for family in ("qwen2", "phi3", "seed_oss", "gpt2"))],
+    [
+        ("qwen2", []),
+        ("phi3", DISTRIBUTED),
+        *(slow(family, DISTRIBUTED) for family in ("qwen2", "seed_oss", "gpt2")),
+    ],
 )
 def test_a_checkpoint_goes_between_levels_and_layouts(ranks, tmp_path, block, family, optimizer):
     """HF's names and shapes, in the optimizer's states too: written as blocks, read as leaves, and back."""
@@ -158,7 +170,7 @@ def test_layers_that_are_not_megatrons_are_refused(tmp_path, block, family, chan
 
 
 @pytest.mark.parametrize(
-    ("family", "flags"), [("mistral", ""), ("qwen3", "--tensor-model-parallel-size 2 --sequence-parallel")]
+    ("family", "flags"), [("mistral", ""), slow("qwen3", "--tensor-model-parallel-size 2 --sequence-parallel")]
 )
 def test_blocks_on_parts_of_the_sequence_equal_hf(ranks, tmp_path, block, family, flags):
     """Megatron's layer gets the angles, and its core the mask, of a context parallel rank's positions."""

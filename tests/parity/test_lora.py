@@ -10,9 +10,10 @@ from megasched.verify.reference import hf_loss, hf_model, relative
 from megasched.verify.trainer_run import batches_of, gather, logits_of, losses, train
 from megasched.weights import lora_init
 from tests import tiny
+from tests.parity.cases import slow, spread
 from tests.parity.test_resume import SAVE, keys_of
 
-ITERATIONS = 3
+ITERATIONS = 2
 SEED = 1234
 SCHEDULE = """
 from megasched.model_adapters.default_schedule import schedule as auto
@@ -48,8 +49,13 @@ LAYOUTS = {
     "dp2-tp2-sp": (4, 2, f"--tensor-model-parallel-size 2 --sequence-parallel {DISTRIBUTED}"),
     "tp2-sp-pp2-vpp2": (4, 2, f"{WIDE} --sequence-parallel {DISTRIBUTED}"),
 }
-CASES = [("llama", layout) for layout in LAYOUTS]
-CASES += [(family, layout) for family in ("qwen3", "phi3", "gpt2") for layout in ("tp2", "tp2-sp-pp2-vpp2")]
+CASES = [
+    *(
+        (pytest.param if layout in ("tp2-sp", "pp2", "dp2-tp2-sp") else slow)("llama", layout)
+        for layout in LAYOUTS
+    ),
+    *spread(("qwen3", "phi3", "gpt2"), ("tp2", "tp2-sp-pp2-vpp2")),
+]
 
 
 @pytest.fixture
@@ -150,7 +156,7 @@ def test_only_the_first_stage_is_trained(ranks, tmp_path, schedule):
     assert_equals_peft(reports, 1, with_adapters(hf_model(folder), r=4, lora_alpha=8, target_modules=targets))
 
 
-@pytest.mark.parametrize("flags", ["", "--pipeline-model-parallel-size 2 --sequence-parallel"])
+@pytest.mark.parametrize("flags", ["", slow("--pipeline-model-parallel-size 2 --sequence-parallel")])
 def test_a_replicated_head_the_vocabulary_and_a_norm(ranks, tmp_path, schedule, flags):
     """More TP ranks than heads of k; a head that is padded; a parameter trained beside the adapters."""
     folder = tiny.save("llama", tmp_path / "model", num_key_value_heads=1)

@@ -89,11 +89,12 @@ ADDED = {
     ("model_type", "name", "added"),
     [("mixtral", "one", added) for added in ("seq_aux_loss", "global_aux_loss")]
     + [slow("mixtral", "one", added) for added in ("aux_loss", "aux_loss and z_loss")]
-    + [("mixtral", name, "aux_loss and z_loss") for name in ("ep2-tp2-sp-dp2", "ep2-pp2", "ep2-cp2")]
+    + [("mixtral", name, "aux_loss and z_loss") for name in ("ep2-tp2-sp-dp2", "ep2-cp2")]
+    + [slow("mixtral", "ep2-pp2", "aux_loss and z_loss")]
     + [slow("glm4_moe", "one", "aux_loss"), ("glm4_moe", "ep2-tp2-sp", "aux_loss")]
     # mixtures in layers that stay HF's
     + [slow("olmoe", name, "aux_loss and z_loss") for name in ("one", "ep2-pp2")]
-    + [("olmoe", "ep2-tp2-sp-dp2", "aux_loss and z_loss"), slow("olmoe", "one", "seq_aux_loss")]
+    + [("olmoe", "ep2-tp2-sp", "aux_loss and z_loss"), slow("olmoe", "one", "seq_aux_loss")]
     + [slow("minimax_m2", "ep2-tp2-sp", "aux_loss")],
 )
 def test_losses_of_routers_are_added(ranks, small_models, model_type, name, added):
@@ -167,7 +168,7 @@ def test_without_the_flag_a_bias_stays(ranks, small_models, block):
         assert torch.equal(value, torch.linspace(-0.3, 0.3, 4))
 
 
-@pytest.mark.parametrize("level", ["block", "fused"])
+@pytest.mark.parametrize("level", ["fused", slow("block")])
 def test_a_bias_is_saved_under_its_name_in_hf(ranks, small_models, block, tmp_path, level):
     """What one run has balanced, another goes on with, at whatever level."""
     folder, keep = small_models("glm4_moe"), ["--save", str(tmp_path), "--save-interval", "1"]

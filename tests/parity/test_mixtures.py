@@ -43,7 +43,7 @@ def mixtures_and_definition(folder, flags, schedule):
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [(pytest.param if model_type in FIRST else slow)(model_type, layout_of(model_type)) for model_type in TYPES]
-    + [*spread(SOME, OTHER_LAYOUTS, fast=2)],
+    + [*spread(SOME, OTHER_LAYOUTS)],
 )
 def test_first_step_equals_hf(ranks, small_models, model_type, name):
     """Loss, logits, every gradient and the norm; ``auto`` takes Megatron's mixture for each of the model's."""
@@ -59,9 +59,8 @@ def test_first_step_equals_hf(ranks, small_models, model_type, name):
     return assert_first_step_equals_hf_by_rounding(ranks, folder, reports, layout.tp)
 
 
-@pytest.mark.parametrize("model_type", ["minimax_m2", "gpt_oss"])
-@pytest.mark.parametrize("first", ["block", "fused"])
-def test_a_checkpoint_goes_between_levels_and_layouts(ranks, small_models, block, tmp_path, first, model_type):
+@pytest.mark.parametrize(("model_type", "first"), spread(["minimax_m2", "gpt_oss"], ["block", "fused"]))
+def test_a_checkpoint_goes_between_levels_and_layouts(ranks, small_models, block, tmp_path, model_type, first):
     """Experts, routers and the optimizer's states, in HF's names and layout: one has buffers in its routers, the
     other transposed experts."""
     layouts = LAYOUTS["ep4-tp2-sp-dp2"], LAYOUTS["ep2"]

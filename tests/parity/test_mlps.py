@@ -8,6 +8,7 @@ import pytest
 
 from megasched.compatibility import load_matrix
 from megasched.verify.parity import LAYOUTS as CHECKED
+from tests.parity.cases import slow, spread
 from tests.parity.mixtures import LAYOUTS as OF_MIXTURES
 from tests.parity.steps import (
     assert_first_step_equals_hf,
@@ -47,9 +48,9 @@ def _check(ranks, folder, layout, schedule, mlps=4):
 
 @pytest.mark.parametrize(
     ("model_type", "name"),
-    [(model_type, "tp2-sp-pp2-vpp2") for model_type in TYPES]
-    + [(model_type, "tp2") for model_type in ("gemma2", "gpt_neox", "phi3")]
-    + [(model_type, "cp2") for model_type in ("gemma2", "falcon")]
+    [*spread(TYPES, ("tp2-sp", "tp2-sp-pp2-vpp2"))]
+    + [slow(model_type, "tp2") for model_type in ("gemma2", "gpt_neox", "phi3")]
+    + [("falcon", "cp2"), slow("gemma2", "cp2")]
     + [("olmo2", "one")]
     + [("ernie4_5_moe", "ep2")],
 )
@@ -60,7 +61,7 @@ def test_first_step_equals_hf(ranks, small_models, block, model_type, name):
     _check(ranks, small_models(model_type), LAYOUTS[name], schedule, mlps)
 
 
-@pytest.mark.parametrize("first", ["block", "fused"])
+@pytest.mark.parametrize("first", ["fused", slow("block")])
 def test_a_checkpoint_goes_between_levels_and_layouts(ranks, small_models, block, tmp_path, first):
     """Gate and up are packed in Phi-3."""
     layouts = LAYOUTS["tp2-sp-pp2-vpp2"], LAYOUTS["one"]

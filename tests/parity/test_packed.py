@@ -16,6 +16,7 @@ from megasched.verify.reference import hf_model, relative
 from megasched.verify.small_models import write_small_model
 from megasched.verify.trainer_run import batches_of, gather, logits_of, losses, train
 from tests import tiny
+from tests.parity.cases import slow
 from tests.parity.levels import SCHEDULE
 from tests.parity.test_matrix import LAYOUTS
 
@@ -103,12 +104,14 @@ def assert_equals_each_sequence_alone(folder, reports, tp, per_token=False, rand
 
 
 CASES = [
-    ("llama", "tp2-pp2"),
     ("llama", "tp2-sp-pp2-vpp2"),
     ("gpt2", "tp2-sp"),  # learned positions
-    ("gemma2", "pp4"),  # windows, masks of eager attention
-    ("opt", "tp2-pp2"),  # hands no position_ids to HF's masks
-    ("phi3", "dp2-tp2"),
+    ("gemma2", "pp2"),  # windows, masks of eager attention
+    ("opt", "tp2"),  # hands no position_ids to HF's masks
+    slow("llama", "tp2-pp2"),
+    slow("gemma2", "pp4"),
+    slow("opt", "tp2-pp2"),
+    slow("phi3", "dp2-tp2"),
 ]
 
 
@@ -135,10 +138,11 @@ def test_per_token_loss_with_recompute_and_one_row_a_micro_batch(ranks, tmp_path
 @pytest.mark.parametrize(
     ("family", "layout", "where", "level", "flags"),
     [
-        ("mistral", "tp2-pp2", "", "block", []),
+        slow("mistral", "tp2-pp2", "", "block", []),
         ("qwen3", "tp2-sp", "", "block", ["--micro-batch-size", "1"]),
-        ("mistral", "tp2-pp2", ".self_attn", "block", []),
-        ("qwen3", "tp2-sp", ".self_attn", "block", ["--micro-batch-size", "1"]),
+        ("mistral", "tp2", ".self_attn", "block", []),
+        slow("mistral", "tp2-pp2", ".self_attn", "block", []),
+        slow("qwen3", "tp2-sp", ".self_attn", "block", ["--micro-batch-size", "1"]),
         ("qwen2", "tp2-sp", "", "leaf", []),
     ],
 )
@@ -159,7 +163,7 @@ def test_other_architectures(ranks, tmp_path, tokenizer, data, model_type):
     assert_equals_each_sequence_alone(str(tmp_path), reports, 2)
 
 
-@pytest.mark.parametrize(("model_type", "layout"), [("deepseek_v3", "tp2-sp"), ("youtu", "dp2-tp2")])
+@pytest.mark.parametrize(("model_type", "layout"), [("deepseek_v3", "tp2-sp"), slow("youtu", "dp2-tp2")])
 def test_latent_attention_of_megatrons(ranks, tmp_path, block, tokenizer, data, model_type, layout):
     """It takes thd, too, with heads of v that are smaller than those of q and k."""
     ranks.run(1, write_small_model, model_type, str(tmp_path))

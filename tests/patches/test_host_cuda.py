@@ -284,7 +284,8 @@ def state():
         owner, name = locate(target)
         found.append((name in vars(owner), id(getattr(owner, name))))
     import megatron.core.tensor_parallel.random as random
-    return found, id(random._lazy_call), len(torch.overrides._get_current_function_mode_stack())
+    variables = [os.environ.get(name) for name in host_cuda.ENVIRONMENT]
+    return found, id(random._lazy_call), len(torch.overrides._get_current_function_mode_stack()), variables
 
 # Simulates the second and last rank of a node.
 before = state()
@@ -294,7 +295,9 @@ installed = state()
 undo("host_cuda")
 assert state() == before
 assert all(new[1] != old[1] for new, old in zip(installed[0], before[0]))
-assert installed[1] != before[1] and installed[2] == 1
+assert installed[1] != before[1] and installed[2:] == (1, ["1", "1"])
+import torch._dynamo  # Megatron has imported it meanwhile, when the variable was set
+assert not torch._dynamo.config.disable
 os.environ["RANK"] = "1"
 host_cuda.install()
 """
@@ -306,7 +309,8 @@ def test_undo_restores_every_surface_and_the_banner_comes_once_on_rank_zero():
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "RANK": "0", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""},
+        env={key: value for key, value in os.environ.items() if key not in host_cuda.ENVIRONMENT}
+        | {"RANK": "0", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout == ""

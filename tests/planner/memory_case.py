@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from megasched.layout import Layout
@@ -13,25 +15,34 @@ from megasched.planner.partly_recomputed import PartlyRecomputed
 from megasched.planner.probe import fake_groups
 from tests.planner.configs import VOCABULARY
 
-SEQUENCE, BATCH, MICROBATCHES = 256, 4, 4
+SEQUENCE = 256
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
-def argv_of(layout: Layout, flags: str) -> list[str]:
-    batch = BATCH * MICROBATCHES * layout.data_parallel_size
+class Batches(NamedTuple):
+    """Samples of a micro-batch, and how many of them a replica takes a step."""
+
+    samples: int = 4
+    microbatches: int = 4
+
+
+def argv_of(layout: Layout, flags: str, batches: Batches) -> list[str]:
+    batch = batches.samples * batches.microbatches * layout.data_parallel_size
     sizes = {"seq-length": SEQUENCE, "max-position-embeddings": 1024, "vocab-size": VOCABULARY}
-    sizes |= {"micro-batch-size": BATCH, "global-batch-size": batch}
+    sizes |= {"micro-batch-size": batches.samples, "global-batch-size": batch}
     return [*layout.flags(), *flags.split(), *(word for k, v in sizes.items() for word in (f"--{k}", str(v)))]
 
 
-def predict(folder: str, layout: Layout, flags: str, schedule: str = "auto") -> list[RankMemory]:
+def predict(folder: str, layout: Layout, flags: str, batches: Batches, schedule: str = "auto") -> list[RankMemory]:
     """Of each pipeline rank."""
     session = open_session(schedule, folder, layout, make_vocab_size_divisible_by=4)
     dtype = torch.bfloat16 if "--bf16" in flags else torch.float32
     sharded = "--use-distributed-optimizer" in flags
     with fake_groups(layout):
-        plain, full = (Measurements(session, Setting(BATCH, SEQUENCE, dtype, how)) for how in (None, "full"))
+        plain, full = (
+            Measurements(session, Setting(batches.samples, SEQUENCE, dtype, how)) for how in (None, "full")
+        )
         measured = PartlyRecomputed(plain, full, 2) if BLOCK in flags else full if FULL in flags else plain
         return [
             rank_memory(
@@ -39,7 +50,7 @@ def predict(folder: str, layout: Layout, flags: str, schedule: str = "auto") -> 
                 stages_of(session, layout, SEQUENCE),
                 layout,
                 rank,
-                microbatches=MICROBATCHES,
+                microbatches=batches.microbatches,
                 sharded=sharded,
             )
             for rank in range(layout.pp)

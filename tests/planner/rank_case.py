@@ -8,7 +8,7 @@ from megasched.megatron import entry
 from megasched.verify import trainer_run
 
 
-def step_peak(folder: str, flags: list[str], steps: int = 3, schedule: str = "auto") -> dict[str, int]:
+def step_peak(folder: str, flags: list[str], steps: int = 2, schedule: str = "auto") -> dict[str, int]:
     """Bytes alive at the begin of the last step and the most during it; the optimizer has all its state then."""
     from megatron.training import training
 

@@ -15,6 +15,7 @@ from megasched.model_adapters.registry import load_adapter
 from megasched.verify import new_adapter as module
 from megasched.verify.new_adapter import new_adapter, unusual_calls, write_new
 from megasched.verify.parity import Outcome
+from megasched.verify.small_models import small_config
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,8 +43,17 @@ ADAPTER = Adapter(
 KNOWN_FORMS = {"llama": 14, "gpt2": 13, "gpt_neo": 14, "opt": 14, "stablelm": 15, "persimmon": 12, "gptj": 13}
 
 
+# Each layer of a definition is looked at, and four show what all of them do.
+FEW_LAYERS = {
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "stablelm": {"num_hidden_layers": 4},
+    "persimmon": {"num_hidden_layers": 4},
+    "falcon": {"num_hidden_layers": 4},
+}
+
+
 def proposed(model_type, folder):
-    AutoConfig.for_model(model_type).save_pretrained(folder)
+    AutoConfig.for_model(model_type, **FEW_LAYERS.get(model_type, {})).save_pretrained(folder)
     return new_adapter(str(folder), check=False)
 
 
@@ -66,7 +76,8 @@ def test_the_module_for_gpt2(tmp_path):
 
 @pytest.mark.parametrize("model_type", KNOWN_FORMS)
 def test_a_decoder_of_known_form_takes_at_most_15_lines(model_type, tmp_path):
-    found = proposed(model_type, tmp_path)
+    small_config(model_type).save_pretrained(tmp_path)
+    found = new_adapter(str(tmp_path), check=False)
     assert found.lines == KNOWN_FORMS[model_type] <= 15
     file = tmp_path / "adapter.py"
     file.write_text(found.source)
@@ -81,7 +92,6 @@ def test_the_adapter_says_of_another_size_what_is_found_there(family, tmp_path):
     """Written for one config, bound to another: the same linears are cut, with the same attributes."""
     from megasched.inference.proposal import found_roles
     from megasched.roles import ROLES
-    from megasched.verify.small_models import small_config
 
     file = tmp_path / "adapter.py"
     file.write_text(proposed(family, tmp_path).source)
@@ -107,7 +117,7 @@ def test_what_stays_whole_is_open_with_its_reason(tmp_path):
         "transformer.h.*.self_attention.query_key_value stays whole: what follows needs the whole of its output",
         "transformer.h.*.self_attention.dense stays whole: the other side of it stays whole",
     ]
-    assert found.whole == 64
+    assert found.whole == 8
     assert "self_attention" not in found.source
 
 

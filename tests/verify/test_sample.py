@@ -5,6 +5,7 @@ import pytest
 from megasched.model_adapters.registry import find_adapter
 from megasched.verify.parity import TOLERANCE, check_layout
 from megasched.verify.small_models import write_small_model
+from tests.parity.cases import spread
 from tests.verify.sample import SAMPLE
 
 # Model type -> what it is here for, under sequence parallelism.
@@ -32,8 +33,7 @@ def small(ranks, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model_type", SAMPLE)
+@pytest.mark.parametrize(("model_type", "layout"), spread(SAMPLE, LAYOUTS))
 def test_a_step_equals_the_unscheduled_model(ranks, small, model_type, layout):
     assert find_adapter(model_type) is None
     check_equal(ranks, small(model_type), layout)
