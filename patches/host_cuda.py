@@ -179,7 +179,8 @@ def _set_environment() -> Undo:
     absent = [key for key in ENVIRONMENT if key not in os.environ]
     before = _dynamo_is_off()
     os.environ.update({key: ENVIRONMENT[key] for key in absent})
-    _switch_dynamo(off=_said_off())
+    # The variable is read when a function is handed to torch.compile, and those of Megatron may have been.
+    _switch_dynamo(off=os.environ["TORCHDYNAMO_DISABLE"] == "1")
 
     def undo() -> None:
         for key in absent:
@@ -189,19 +190,14 @@ def _set_environment() -> Undo:
     return undo
 
 
-def _said_off() -> bool:
-    return os.environ.get("TORCHDYNAMO_DISABLE") == "1"
-
-
 def _dynamo_is_off() -> bool:
-    dynamo = sys.modules.get("torch._dynamo")
-    return _said_off() if dynamo is None else dynamo.config.disable
+    config = sys.modules.get("torch._dynamo.config")
+    return os.environ.get("TORCH_COMPILE_DISABLE") == "1" if config is None else config.disable
 
 
 def _switch_dynamo(*, off: bool) -> None:
-    """Where it is imported, which is when it reads the variable."""
-    if dynamo := sys.modules.get("torch._dynamo"):
-        dynamo.config.disable = off
+    if config := sys.modules.get("torch._dynamo.config"):
+        config.disable = off
 
 
 def _silence_shared_generator_warning() -> Undo:

@@ -103,7 +103,7 @@ def inductor(part: Part) -> Callable[..., Any]:
     from torch._dynamo import config as dynamo
     from torch._inductor.compile_fx import compile_fx
 
-    if dynamo.disable:
+    if dynamo.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         warnings.warn(
             f"megasched: {part.subgraph} is not compiled: TORCHDYNAMO_DISABLE is set, as rehearsal does",
             stacklevel=2,

@@ -39,6 +39,8 @@ MAX_RANKS = 4
 START_SECONDS = 300
 # After the first failure, the time that the other ranks get to end by themselves.
 GRACE_SECONDS = 3
+# The most that a rank gets to write its stacks, which takes milliseconds where the machine is idle.
+STACK_SECONDS = 30
 OUTPUT_CHARS = 4000
 # Environment variable of the ranks: the pool's folder.
 FOLDER = "MEGASCHED_RANKS_FOLDER"
@@ -112,11 +114,13 @@ class Rank:
     def stack(self) -> str:
         """Stacks of all its threads, now."""
         os.kill(self.pid, signal.SIGUSR1)
-        deadline = time.monotonic() + 3
-        while not self.stacks.read_text() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.2)
-        return self.stacks.read_text()
+        found, deadline = "", time.monotonic() + STACK_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            before, found = found, self.stacks.read_text()
+            if found and found == before:  # they are written line by line
+                break
+        return found
 
     def output(self) -> str:
         return self.log.read_text(errors="replace")[-OUTPUT_CHARS:]

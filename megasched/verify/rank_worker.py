@@ -29,17 +29,24 @@ PATCHES = ("wheel_helpers", "adamw_resume", "fp32_resume", "results_queue")
 IMPORTS = (
     "megasched.inference.infer",
     "megasched.launch.pretrain_gpt",
+    "megasched.launch.pretraining",
+    "megasched.megatron.begin",
     "megasched.megatron.builder",
     "megasched.megatron.entry",
+    "megasched.megatron.one_writer",
     "megasched.megatron.scheduled_model",
     "megasched.megatron.session",
     "megasched.megatron.weights_of_run",
     "megasched.model_adapters.default_schedule",
+    "megasched.model_adapters.generic",
+    "megasched.weights.hf_folder",
     "megasched.weights.progress",
-    "megatron.core.tokenizers.text",
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text.models",
     "megatron.training.training",
     "transformers.generation.utils",
     "transformers.modeling_utils",
+    "transformers.processing_utils",
     "transformers.models.auto.modeling_auto",
 )
 SEED = 1234
@@ -212,7 +219,16 @@ def become_rank(descriptor: int, rank: int, port: int, log: str, stacks: str) ->
     os.dup2(output, 2)
     stack_file = open(stacks, "w")  # noqa: SIM115 (faulthandler needs it as long as the process lives)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    start_results_queue()
     serve(Connection(descriptor), rank, port)
+
+
+def start_results_queue() -> None:
+    """What the writers of a checkpoint need, forked while there is one thread: the first save would start it by
+    spawning a process that imports all of this anew, which takes seconds of each rank."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+
+    get_write_results_queue(mp_mode="fork")
 
 
 def die_with_parent() -> None:

@@ -17,6 +17,7 @@ from megasched.errors import ConfigError
 from megasched.launch.job_script import environment_of, flag_lines, value_of
 from megasched.launch.slurm.script import SlurmJob, render, seconds_of
 from megasched.launch.slurm.templates import FOLDER, templates
+from tests.waiting import until
 
 JOB = SlurmJob(
     name="llama",
@@ -55,7 +56,7 @@ STUBS = {
 for word in "$@"; do [[ $word == --output=* ]] && log=${word#--output=}; done
 if [[ -e $CALLS.slow ]]; then
     touch "$CALLS.begun"
-    sleep 1
+    for ((i = 0; i < 12000; i++)); do [[ -e $CALLS.end ]] && break; sleep 0.05; done
     cat "$CALLS.slow" >"${log/\\%n/0}"
 fi
 printf "%s" "${TOLD:-}" >&2
@@ -93,7 +94,7 @@ class Bench:
 
     def run(self, job: SlurmJob, **variables: str) -> tuple[int, str]:
         process = self.begin(job, **variables)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate()
         assert not err
         return process.returncode, out
 
@@ -180,6 +181,7 @@ def test_every_word_reaches_the_ranks_as_it_was(tmp_path_factory, flags):
     assert bench.environment()["ODD"] == odd
 
 
+@settings(deadline=None)
 @given(st.lists(WORDS, max_size=8))
 def test_lines_hold_all_flags(flags):
     import shlex
@@ -197,6 +199,13 @@ def test_what_ends_how_is_requeued_or_not(bench, status, requeued):
     assert f"status {status}" in said
 
 
+def waits(process: subprocess.Popen[str]) -> bool:
+    """It has seen to all signals that it was sent, and sleeps again."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    found = dict(line.split(":\t", 1) for line in lines)
+    return found["State"].startswith("S") and int(found["ShdPnd"], 16) == 0
+
+
 SAVED = "0: [exiting program after receiving SIGTERM.] datetime: 2026-11-22 15:42:53"
 
 
@@ -208,7 +217,7 @@ def test_the_status_is_of_the_task_that_failed_first(bench, first, requeued):
         "srun: error: node4: task 1: Exited with exit code 9\n"
     )
     process = bench.begin(bench.job(), STATUS="143", TOLD=told)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate()
     assert (process.returncode, err) == (first, told)
     assert (["requeue", "77"] in bench.called("scontrol")) == requeued
 
@@ -221,10 +230,12 @@ def test_signals(bench, signal, printed, requeued):
     has decided."""
     (bench.folder / "calls.slow").write_text(printed)
     process = bench.begin(bench.job())
-    while not (bench.folder / "calls.begun").exists():
-        assert process.poll() is None
+    until((bench.folder / "calls.begun").exists)
     process.send_signal(getattr(__import__("signal"), f"SIG{signal}"))
-    process.communicate(timeout=30)
+    until(lambda: signal == "TERM" or bench.called("scancel"))
+    until(lambda: waits(process))
+    (bench.folder / "calls.end").touch()
+    process.communicate()
     assert process.returncode == 0
     assert bench.called("scancel") == ([["--signal=URG", "77"]] if signal == "USR1" else [])
     assert (["requeue", "77"] in bench.called("scontrol")) == requeued

@@ -6,10 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +18,7 @@ from megasched.errors import ConfigError
 from megasched.launch.torchrun.script import TorchrunJob, hosts_of, render
 from megasched.launch.torchrun.start import over_ssh
 from tests.launch import hosts
+from tests.waiting import until
 
 JOB = TorchrunJob(
     run_folder=Path("/runs/llama"),
@@ -49,6 +50,7 @@ here=${0%/*}
 printf '%s\\0' "$@" >"$here/words.part" && mv "$here/words.part" "$here/words"
 env -0 >"$here/environment"
 """
+SLEEP = ["sleep", "3600"]  # longer than a test may take
 
 
 class Bench:
@@ -90,7 +92,7 @@ class Bench:
     def run(self, job: TorchrunJob, node: int = 0, restart: int = 0, **variables: str) -> int:
         process = self.begin(job, node, restart, **variables)
         # Its stdin stays open, as the launcher keeps it.
-        assert process.wait(timeout=30) is not None
+        assert process.wait() is not None
         assert not process.stderr.read()
         process.stdin.close()
         return process.returncode
@@ -104,13 +106,6 @@ class Bench:
 
     def until_it_runs(self) -> None:
         until(lambda: (self.folder / "bin" / "words").exists())
-
-
-def until(condition, seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -214,18 +209,18 @@ def test_the_status_is_passed_on(bench, status):
 
 def test_it_ends_with_its_stdin(bench):
     """Over ssh no signal comes: neither Ctrl-C nor the launcher's death."""
-    bench.python("exec sleep 100\n")
+    bench.python("exec sleep 3600\n")
     job = bench.job(hosts=("node1",))
     process = bench.begin(job)
     bench.until_it_runs()
-    until(lambda: ["sleep", "100"] in hosts.processes(job.run_id).values())
+    until(lambda: SLEEP in hosts.processes(job.run_id).values())
     process.stdin.close()
-    assert process.wait(timeout=20) == 128 + signal.SIGTERM
+    assert process.wait() == 128 + signal.SIGTERM
     assert not hosts.processes(job.run_id)
 
 
 def test_the_end_of_ssh_itself_ends_it_too(bench):
-    bench.python("exec sleep 100\n")
+    bench.python("exec sleep 3600\n")
     job = bench.job(hosts=("node1",))
     process = bench.begin(job)
     bench.until_it_runs()
@@ -235,32 +230,38 @@ def test_the_end_of_ssh_itself_ends_it_too(bench):
 
 
 def test_a_line_asks_the_ranks_to_save(bench):
-    bench.python("trap 'echo saved; exit 0' URG\nfor ((i = 0; i < 400; i++)); do sleep 0.05; done\nexit 1\n")
+    trapped = bench.folder / "trapped"
+    stays = "for ((i = 0; i < 12000; i++)); do sleep 0.05; done\nexit 1\n"
+    bench.python(f"trap 'echo saved; exit 0' URG\ntouch {trapped}\n{stays}")
     process = bench.begin(bench.job())
-    bench.until_it_runs()
-    time.sleep(0.3)  # the trap
+    until(trapped.exists)
     process.stdin.write("save\n")
     process.stdin.flush()
-    assert process.wait(timeout=15) == 0
+    assert process.wait() == 0
     assert process.stdout.read() == "saved\n"
     process.stdin.close()
 
 
 def test_what_a_killed_torchrun_leaves_is_ended(bench):
-    bench.python("setsid sleep 100 &\nkill -KILL $$\n")
+    bench.python("setsid sleep 3600 &\nkill -KILL $$\n")
     job = bench.job()
     process = bench.begin(job)
-    assert process.wait(timeout=20) == 128 + signal.SIGKILL
+    assert process.wait() == 128 + signal.SIGKILL
     process.communicate()
     until(lambda: not hosts.processes(job.run_id))
 
 
 def test_by_hand_without_a_stdin_it_runs_to_its_end(bench):
-    bench.python("sleep 0.5; exit 3\n")
-    job = bench.job()
-    bench.begin(job).communicate()  # writes the script; its stdin ends at once
-    command = ["bash", job.run_folder / "job.sh", "0", "1"]
-    assert subprocess.run(command, stdin=subprocess.DEVNULL, check=False, timeout=30).returncode == 3
+    job, ends = bench.job(), bench.folder / "ends"
+    bench.run(job)  # writes the script
+    (bench.folder / "bin" / "words").unlink()
+    bench.python(f"until [[ -e {ends} ]]; do sleep 0.05; done\nexit 3\n")
+    process = psutil.Popen(["bash", job.run_folder / "job.sh", "0", "1"], stdin=subprocess.DEVNULL)
+    bench.until_it_runs()
+    until(lambda: process.status() == psutil.STATUS_SLEEPING)  # it has started all that it starts, and waits
+    assert len(process.children()) == 1  # nothing waits for the end of stdin, which is there
+    ends.touch()
+    assert process.wait() == 3
 
 
 def test_it_says_how_it_is_called(bench):

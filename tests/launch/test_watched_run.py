@@ -4,10 +4,17 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 
 from megasched.launch.watched_run import INTERRUPTED, run_watched, tail
+from tests.waiting import signalled
+
+# Says its pid and waits, for longer than a test may take; asked to end, it leaves a file behind.
+WAITS = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(pathlib.Path("asked").touch()))
+print(os.getpid(), flush=True)
+time.sleep(3600)
+"""
 
 
 def run(tmp_path, code, on_line=lambda line: None):
@@ -23,18 +30,14 @@ def test_output_reaches_the_log_and_the_caller_and_the_exit_code_comes_back(tmp_
     assert sorted((tmp_path / "log").read_text().split()) == ["err", "out"]
 
 
-def test_sigterm_ends_the_command(tmp_path):
-    # The child says its pid, and waits; then this process is asked to end, as a Ctrl-C or a scheduler would.
+def test_sigterm_ends_the_command(tmp_path, monkeypatch):
+    """As a Ctrl-C or a scheduler would have it end. It is asked, and not killed when it has had its time."""
+    monkeypatch.chdir(tmp_path)
     pids = []
-
-    def on_line(line):
-        pids.append(int(line))
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-
-    start = time.monotonic()
-    code = run(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(60)", on_line)
+    with signalled(signal.SIGTERM, lambda: pids):
+        code = run(tmp_path, WAITS, lambda line: pids.append(int(line)))
     assert code == INTERRUPTED
-    assert time.monotonic() - start < 20
+    assert (tmp_path / "asked").exists()
     assert subprocess.run(["kill", "-0", str(pids[0])], capture_output=True).returncode != 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -17,17 +17,18 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def spread(rows: Iterable[Any], columns: Iterable[Any], fast: int = 1) -> Iterator[Any]:
+def spread(rows: Iterable[Any], columns: Iterable[Any], fast: int = 1) -> list[Any]:
     """Every pair of a row and a column, as parameters.
 
     Args:
         fast: so many of each row are in `make test`, the columns in turn, so that each comes to it as often.
     """
-    columns = tuple(columns)
+    columns, found = tuple(columns), []
     for number, row in enumerate(rows):
         chosen = {(number * fast + index) % len(columns) for index in range(fast)}
         for index, column in enumerate(columns):
-            yield pytest.param(row, column) if index in chosen else slow(row, column)
+            found.append(pytest.param(row, column) if index in chosen else slow(row, column))
+    return found
 
 
 def refusal(schedule: str, folder: str, **layout: Any) -> str:

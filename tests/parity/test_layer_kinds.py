@@ -52,8 +52,7 @@ PLACES = {"gpt2": "transformer.h.*", "biogpt": "biogpt.layers.*", "opt": "model.
 
 @pytest.mark.parametrize(
     ("model_type", "name"),
-    [*spread(TYPES, ("tp2-sp", "tp2-sp-pp2-vpp2"))]
-    + [slow(model_type, "tp2") for model_type in ("gpt2", "gemma3_text", "exaone4", "persimmon")]
+    [*spread(TYPES, ("tp2-sp", "pp2-vpp2", "tp2", "tp2-sp-pp2-vpp2"))]
     + [("gemma3_text", "cp2"), ("gpt_oss", "cp2"), slow("nemotron", "cp2"), slow("glm4", "cp2")]
     + [slow("gpt_oss", name) for name in ("one", "ep2-tp2-sp-dp2")],
 )

@@ -127,7 +127,7 @@ DISTRIBUTED = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardab
 @pytest.mark.parametrize(
     ("family", "optimizer"),
     [
-        ("qwen2", []),
+        slow("qwen2", []),
         ("phi3", DISTRIBUTED),
         *(slow(family, DISTRIBUTED) for family in ("qwen2", "seed_oss", "gpt2")),
     ],

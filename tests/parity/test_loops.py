@@ -5,15 +5,17 @@ import pytest
 from megasched.verify.parity import LAYOUTS, TOLERANCE, CheckedLayout, check_layout
 from megasched.verify.rank_pool import RankError
 from megasched.verify.small_models import small_config, write_small_model
+from tests.parity.cases import slow
 from tests.parity.steps import ADAM, assert_same_run, run
 
-# Model type -> layouts, and how it runs.
+# Model type -> how it runs.
 CASES = {
-    "hrm_text": (("tp2",), "two lists of layers in turn"),
-    "dory": (("tp2", "cp2-tp2"), "some layers of a list; a head with a forward of its own"),
-    "inkling2_loop_text": (("tp2", "ep2"), "some layers of a list, with other arguments the second time; experts"),
+    "hrm_text": "two lists of layers in turn",
+    "dory": "some layers of a list; a head with a forward of its own",
+    "inkling2_loop_text": "some layers of a list, with other arguments the second time; experts",
 }
-LOOPS = [(model_type, layout) for model_type, (layouts, _) in CASES.items() for layout in layouts]
+LOOPS = [("hrm_text", "tp2"), ("dory", "cp2-tp2"), slow("dory", "tp2"), ("inkling2_loop_text", "ep2")]
+LOOPS += [slow("inkling2_loop_text", "tp2")]
 
 
 @pytest.fixture(scope="module")

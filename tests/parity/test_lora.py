@@ -50,10 +50,7 @@ LAYOUTS = {
     "tp2-sp-pp2-vpp2": (4, 2, f"{WIDE} --sequence-parallel {DISTRIBUTED}"),
 }
 CASES = [
-    *(
-        (pytest.param if layout in ("tp2-sp", "pp2", "dp2-tp2-sp") else slow)("llama", layout)
-        for layout in LAYOUTS
-    ),
+    *((pytest.param if layout in ("tp2-sp", "pp2") else slow)("llama", layout) for layout in LAYOUTS),
     *spread(("qwen3", "phi3", "gpt2"), ("tp2", "tp2-sp-pp2-vpp2")),
 ]
 

@@ -12,6 +12,7 @@ from megasched.megatron.save_claim import FOLDER, Owner, SaveClaim
 from megasched.verify.rank_pool import RankError
 from megasched.verify.trainer_run import gather, losses, train
 from tests import tiny
+from tests.parity.cases import slow
 
 FLAGS = ["--tensor-model-parallel-size", "2", "--use-distributed-optimizer", "--ckpt-format", "torch_dist"]
 FLAGS += ["--override-opt-param-scheduler"]
@@ -65,7 +66,9 @@ def train_until_taken_over(folder, flags, save, at):
         training.train_step = step
 
 
-@pytest.mark.parametrize("kind", [[], ["--async-save", "--async-strategy", "mcore"]], ids=["at-once", "async"])
+@pytest.mark.parametrize(
+    "kind", [slow([]), ["--async-save", "--async-strategy", "mcore"]], ids=["at-once", "async"]
+)
 def test_a_run_whose_folder_was_taken_over_ends_and_changes_nothing(ranks, tmp_path, kind):
     folder, save = tiny.save("llama", tmp_path / "model"), tmp_path / "ckpt"
     with pytest.raises(RankError, match="another run has taken this folder over: Slurm job 7, restart 1"):

@@ -59,7 +59,7 @@ def folder(tmp_path):
     [
         ("qwen2", ONE),
         ("phi3", TP2_PP2),
-        ("deepseek_v3", PP2_EP2),
+        slow("deepseek_v3", PP2_EP2),
         slow("gpt2", TP2_PP2),
         slow("mixtral", PP2_EP2),
     ],

@@ -6,7 +6,6 @@ import argparse
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -53,10 +52,8 @@ def said(tmp_path, rank, stream):
 
 
 def test_all_ranks_say_where_they_hang(tmp_path):
-    began = time.monotonic()
     found = run(tmp_path, "0.1")
     assert found.returncode == 1
-    assert time.monotonic() - began < 200
     waits, hangs = (said(tmp_path, rank, "stderr") for rank in (0, 1))
     assert "Timeout (0:00:06)!" in waits, waits[-3000:]
     assert "in broadcast" in waits

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-OWN = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION")  # pytest's
+# Pytest's, and what torch sets when it is imported or compiles.
+OTHERS = ("PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
 KEY = pytest.StashKey[dict[str, Any]]()
 
 
 def state() -> dict[str, Any]:
     """What all that runs in a process shares, as far as tests have ever changed it."""
     found: dict[str, Any] = {
-        f"os.environ[{name!r}]": value for name, value in os.environ.items() if name not in OWN
+        f"os.environ[{name!r}]": value for name, value in os.environ.items() if not name.startswith(OTHERS)
     }
     found |= {"os.getcwd()": os.getcwd(), "sys.argv": list(sys.argv)}
-    torch, dynamo = sys.modules.get("torch"), sys.modules.get("torch._dynamo")
+    torch, dynamo = sys.modules.get("torch"), sys.modules.get("torch._dynamo.config")
     found["torch.get_default_dtype()"] = str(torch.get_default_dtype() if torch else "torch.float32")
     found["torch.is_grad_enabled()"] = torch.is_grad_enabled() if torch else True
     found["function modes of torch"] = len(torch.overrides._get_current_function_mode_stack()) if torch else 0
-    off = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
-    found["torch._dynamo.config.disable"] = dynamo.config.disable if dynamo else off
+    found["torch._dynamo.config.disable"] = dynamo.disable if dynamo else False
     return found
 
 

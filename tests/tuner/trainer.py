@@ -35,7 +35,8 @@ def main():
     args = parser.parse_args()
     batch, layers = args.micro_batch_size, args.recompute_num_layers
     if args.hang:
-        time.sleep(600)
+        print("hanging", flush=True)
+        time.sleep(3600)
     time.sleep(args.slow)
     if batch == 3:
         sys.exit("megasched: error: micro-batches of 3 are not for this trainer")

@@ -1,12 +1,12 @@
 """Calls made ahead: their order, how far ahead, and what happens when one fails or nobody asks for more."""
 
 import threading
-import time
 from functools import partial
 
 import pytest
 
 from megasched.weights.ahead import DEPTH, ahead
+from tests.waiting import until
 
 
 def test_the_order_is_that_of_the_calls_and_a_thread_makes_them():
@@ -22,12 +22,18 @@ def test_few_calls(count):
 
 
 def test_no_more_is_held_than_said():
-    made = []
-    found = ahead(partial(made.append, number) for number in range(100))
+    begun, made = [], []
+
+    def calls():
+        for number in range(100):
+            begun.append(number)
+            yield partial(made.append, number)
+
+    found = ahead(calls())
     next(found)
-    time.sleep(0.2)
-    assert len(made) == DEPTH + 1
+    until(lambda: len(made) >= DEPTH + 1)
     found.close()
+    assert len(begun) == len(made) == DEPTH + 1
     assert not any(thread.name.startswith("ahead") for thread in threading.enumerate())
 
 
