@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 
@@ -117,18 +116,18 @@ def test_names_are_text_and_nothing_else(shown):
     assert browser.value("document.querySelectorAll('img, #owned').length") == 0
 
 
-def test_hundred_thousand_spans_stay_fast(shown):
+def test_of_hundred_thousand_spans_few_elements_are_drawn(shown):
+    """Which is what keeps it fast."""
     chunks = [[Chunk(1.0, 2.0)] * 8] * 16
     page = page_of(pp=16, vpp=8, microbatches=512, predicted=simulate(chunks, 512))
     assert len(page.predicted) == 131_072
     browser = shown(page)
     elements = "document.querySelectorAll('#lanes *').length"
     assert browser.value(elements) < 20_000
-    start = time.monotonic()
     for _ in range(12):
         browser.value("document.getElementById('zoom-in').click()")
         browser.settled()
-    assert time.monotonic() - start < 12  # some 50 ms each on an idle machine
+        assert browser.value(elements) < 20_000
     assert 0 < browser.value(SPANS) < 1000
 
 

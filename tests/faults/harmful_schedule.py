@@ -1,6 +1,6 @@
 """A schedule that is as good as any, in a file that does harm: user code that every rank runs before it trains.
 
-``FAULT`` names a function here, ``FAULT_RANK`` the rank that it harms; the time goes to the file ``FAULT_TIME``.
+``FAULT`` names a function here, ``FAULT_RANK`` the rank that it harms.
 Saves are harmed when the checkpoint of iteration 4 is written.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import runpy
 import signal
-import time
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -23,7 +22,6 @@ schedule = runpy.run_path(str(ROOT / "examples" / "schedules" / "llama.py"))["sc
 
 
 def _kill() -> None:
-    Path(os.environ["FAULT_TIME"]).write_text(str(time.time()))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

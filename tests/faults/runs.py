@@ -10,28 +10,27 @@ import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megasched.launch.torchrun.start import free_port
 from megasched.verify.rank_pool import RankError, RankPool
 from megasched.verify.trainer_run import RUN_FLAGS, RankReport, train
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 SCHEDULE = Path(__file__).with_name("harmful_schedule.py")
 TRACKER = "latest_checkpointed_iteration.txt"
-# So many seconds after the fault nothing may be left of a run; by itself a rank waits for others for ten minutes.
-SECONDS = 180
 TP2 = ["--tensor-model-parallel-size", "2"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
 SAVING = ["--use-distributed-optimizer", "--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable"]
 SAVING += ["--override-opt-param-scheduler"]
 LINE = re.compile(r" iteration\s+(\d+)/\s*\d+ \|.* lm loss: (\S+) \|.* grad norm: (\S+) \|")
-MARK = "FAULT_TIME"
+# By itself a rank waits for another for ten minutes. What ends it with that one: torchrun, or a lost connection.
+ENDED_WITH_ANOTHER = re.compile(r"closing signal SIGTERM|Connection (closed|reset) by peer")
+MARK = "FAULT_RUN"
 
 
 @dataclass
@@ -52,44 +51,32 @@ class Ended:
         return grad_norms(self.log)
 
 
-def run(folder: Path, model: str, flags: list[str], *, fault: str = "", rank: int = 0, said: str = "") -> Ended:
+def run(folder: Path, model: str, flags: list[str], *, fault: str = "", rank: int = 0) -> Ended:
     """Starts two ranks and waits until none is left.
 
     Args:
         folder: for its files.
         fault: a function of ``harmful_schedule.py``.
         rank: which one it harms.
-        said: where no process is harmed, the fault's time is that of this text in the log.
     """
-    at, log = folder / "fault_time", folder / "log"
-    command = [sys.executable, "-m", "megasched.launch.torchrun.node", "--nproc-per-node=2"]
-    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "--no-python"]
-    command += [sys.executable, "-u", "-m", "megasched", "pretrain_gpt.py", "--rehearse", *RUN_FLAGS]
-    command += ["--model-schedule", str(SCHEDULE) if fault else "auto", "--hf-model", model, *flags]
+    log = folder / "log"
+    command = [sys.executable, "-m", "megasched.launch.torchrun.node", "--nproc-per-node=2", "--standalone"]
+    command += ["--no-python", sys.executable, "-u", "-m", "megasched", "pretrain_gpt.py", "--rehearse"]
+    command += [*RUN_FLAGS, "--model-schedule", str(SCHEDULE) if fault else "auto", "--hf-model", model, *flags]
     command += ["--data-cache-path", str(folder / "cache"), "--allow-unverified"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env |= {"CUDA_VISIBLE_DEVICES": "", MARK: str(at), "FAULT": fault, "FAULT_RANK": str(rank) if fault else ""}
-    at.unlink(missing_ok=True)
+    env |= {"CUDA_VISIBLE_DEVICES": "", MARK: str(folder)}
+    env |= {"FAULT": fault, "FAULT_RANK": str(rank) if fault else ""}
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
         try:
-            until = time.monotonic() + 300
-            while time.monotonic() < until and (process.poll() is None or _marked(str(at))):
-                time.sleep(0.1)
-                if said and not at.exists() and said in log.read_text(errors="replace"):
-                    at.write_text(str(time.time()))
-                if at.exists():
-                    until = min(until, time.monotonic() + SECONDS)
+            process.wait()
+            until(lambda: not _marked(folder))
         finally:
-            alive = _marked(str(at))
-            left = [one.cmdline() for one in alive]
-            for one in alive:
+            for one in _marked(folder):
                 one.kill()
             process.wait()
-    text = log.read_text(errors="replace")
-    assert not left, f"{left}\n{text[-5000:]}"
-    assert at.exists(), text[-5000:]
-    return Ended(process.returncode, text)
+    return Ended(process.returncode, log.read_text(errors="replace"))
 
 
 def harmed(ranks: RankPool, model: str, flags: list[str], iterations: int, *, fault: str, rank: int) -> str:
@@ -103,7 +90,7 @@ def harmed(ranks: RankPool, model: str, flags: list[str], iterations: int, *, fa
 
 
 def _train_harmed(model: str, flags: list[str], iterations: int, fault: str, rank: int) -> RankReport:
-    os.environ.update(FAULT=fault, FAULT_RANK=str(rank), FAULT_TIME=os.devnull)
+    os.environ.update(FAULT=fault, FAULT_RANK=str(rank))
     return train(model, flags, iterations=iterations, schedule=str(SCHEDULE))
 
 
@@ -112,12 +99,12 @@ def grad_norms(log: str) -> dict[int, float]:
     return {int(iteration): float(norm) for iteration, _, norm in LINE.findall(log)}
 
 
-def _marked(at: str) -> list[psutil.Process]:
+def _marked(folder: Path) -> list[psutil.Process]:
     """The processes of a run that live."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK) == at and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue  # it has ended, or belongs to others

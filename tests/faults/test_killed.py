@@ -12,7 +12,7 @@ from megasched.megatron.save_claim import FOLDER
 from megasched.verify.trainer_run import losses, train
 from megasched.weights.inspection import inspect_checkpoint
 from tests import tiny
-from tests.faults.runs import SAVING, TP2, grad_norms, harmed, run, tracked
+from tests.faults.runs import ENDED_WITH_ANOTHER, SAVING, TP2, grad_norms, harmed, run, tracked
 
 FLAGS = [*TP2, *SAVING]
 STOP, END = 2, 6
@@ -55,6 +55,7 @@ def test_a_rank_killed_in_a_step_ends_all_others(ranks, folder, undisturbed):
     flags = [*saving(folder), "--hf-random-init", "--train-iters", str(END)]
     ended = run(folder, str(folder / "model"), flags, fault="killed_in_a_step", rank=1)
     assert ended.status == 128 + signal.SIGKILL
+    assert ENDED_WITH_ANOTHER.search(ended.log), ended.log[-5000:]
     assert_nothing_is_lost(ranks, folder, undisturbed, ended.grad_norms, last=3)
 
 

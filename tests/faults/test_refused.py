@@ -15,7 +15,7 @@ from megasched.verify.rank_pool import RankError
 from megasched.verify.trainer_run import train
 from megasched.weights.torch_dist import RELEASE, TorchDist
 from tests.faults.checkpoints import changed_bytes, flipped, imported, rewritten, weights
-from tests.faults.runs import PP2, SAVING, TP2, run
+from tests.faults.runs import ENDED_WITH_ANOTHER, PP2, SAVING, TP2, run
 from tests.weights.test_noted import InMemory
 
 NAME = "model.layers.3.mlp.up_proj.weight"
@@ -28,8 +28,9 @@ def test_a_truncated_shard_that_one_stage_alone_reads(tmp_path):
     model = Path(weights("llama", tmp_path / "model", max_shard_size="20KB"))
     shard = json.loads((model / "model.safetensors.index.json").read_text())["weight_map"][NAME]
     with changed_bytes(model / shard, lambda content: content[:-100]):
-        ended = run(tmp_path, str(model), [*PP2, "--train-iters", "2"], said="megasched: error")
+        ended = run(tmp_path, str(model), [*PP2, "--train-iters", "2"])
     assert ended.status == 2
+    assert ENDED_WITH_ANOTHER.search(ended.log), ended.log[-5000:]
     assert not ended.grad_norms
     for text in (f"megasched: error on rank 1: {model / shard}, tensor ", "can't be read as safetensors"):
         assert ended.log.count(text) == 1, ended.log[-5000:]

@@ -27,7 +27,7 @@ from tests.faults.runs import ROOT, SAVING, TP2
 
 def killed(*arguments: str | Path) -> None:
     command = [sys.executable, "-m", "tests.faults.killed_transfer", *map(str, arguments)]
-    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False, timeout=120)
+    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
     assert run.returncode == -signal.SIGKILL
 
 

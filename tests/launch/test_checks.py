@@ -46,8 +46,8 @@ def flags(tmp_path):
 
 
 def test_a_job_that_can_run_where_its_gpus_are_large_enough(flags, tmp_path, monkeypatch):
-    facts = checks._run("pretrain_gpt.py", flags, 64)
-    monkeypatch.setattr(checks, "_run", lambda *given: copy.deepcopy(facts))
+    run = checks._run("pretrain_gpt.py", flags, 64)
+    monkeypatch.setattr(checks, "_run", lambda *given: copy.deepcopy(run))
     found = check("pretrain_gpt.py", flags, 64, "h100-80gb")
     assert (found.problems, found.warnings) == ((), ())
     facts = found.facts

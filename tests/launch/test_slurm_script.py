@@ -233,7 +233,7 @@ def test_signals(bench, signal, printed, requeued):
     until((bench.folder / "calls.begun").exists)
     process.send_signal(getattr(__import__("signal"), f"SIG{signal}"))
     until(lambda: signal == "TERM" or bench.called("scancel"))
-    until(lambda: waits(process))
+    until(lambda: process.poll() is not None or waits(process))
     (bench.folder / "calls.end").touch()
     process.communicate()
     assert process.returncode == 0

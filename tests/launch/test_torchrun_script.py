@@ -258,8 +258,8 @@ def test_by_hand_without_a_stdin_it_runs_to_its_end(bench):
     bench.python(f"until [[ -e {ends} ]]; do sleep 0.05; done\nexit 3\n")
     process = psutil.Popen(["bash", job.run_folder / "job.sh", "0", "1"], stdin=subprocess.DEVNULL)
     bench.until_it_runs()
-    until(lambda: process.status() == psutil.STATUS_SLEEPING)  # it has started all that it starts, and waits
-    assert len(process.children()) == 1  # nothing waits for the end of stdin, which is there
+    until(lambda: process.poll() is not None or process.status() == psutil.STATUS_SLEEPING)
+    assert len(process.children()) == 1  # it waits for that one, and nothing for the end of stdin, which is there
     ends.touch()
     assert process.wait() == 3
 

@@ -23,8 +23,8 @@ from tests.launch import hosts
 from tests.waiting import signalled, until
 
 ROOT = Path(__file__).parents[2]
-# Says on which host it is and does what BODY says; each start of a host adds a line to `starts-<node>`. What a host
-# does at a signal is trapped before it stays; by itself it would stay longer than a test may take.
+# Says on which host it is and does what BODY says; each start of a host adds a line to `starts-<node>`. A host
+# that stays is ended by its traps; by itself it would stay for longer than a test may take.
 PYTHON = """#!/usr/bin/env bash
 here=${0%/*}
 for word in "$@"; do case $word in --node-rank=*) node=${word#*=} ;; esac; done

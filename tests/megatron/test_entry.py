@@ -17,8 +17,6 @@ from transformers import LlamaConfig
 from megasched.errors import ConfigError
 from megasched.megatron import entry
 
-START_LIMIT = 240  # seconds; a rank that waits for another does so for longer
-
 RUN = "from sys import argv; from megasched.megatron.entry import run_script; run_script(argv[1], argv[2:])"
 
 
@@ -48,9 +46,7 @@ def run(*argv: str, ranks: int = 1, cwd: Path | None = None, **variables: str) -
     if ranks > 1:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command = [*launcher, f"--nproc-per-node={ranks}", "--no-python", *command]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=START_LIMIT, cwd=cwd, env=environment(**variables)
-    )
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment(**variables))
 
 
 @pytest.mark.parametrize("options", [["-u"], []], ids=["unbuffered", "buffered"])
@@ -61,7 +57,6 @@ def test_a_line_is_written_with_its_end(options):
             [sys.executable, *options, "-c", RUN, "missing.py"],
             stdout=theirs,
             stderr=theirs,
-            timeout=START_LIMIT,
             env=environment(),
         )
         assert ours.recv(4096) == b"megasched: error: missing.py: no such script\n"
@@ -105,7 +100,10 @@ def script(folder: Path, text: str) -> str:
     ],
 )
 def test_bad_input_is_one_message(tmp_path: Path, hf_model: str, name: str, flags: str, message: str) -> None:
+    """It comes at once: before anything is imported that takes seconds."""
     script(tmp_path, "raise SystemExit('the script must not run')")
+    for heavy in ("torch", "transformers", "megatron"):
+        (tmp_path / f"{heavy}.py").write_text("raise SystemExit(f'{__name__} must not be imported')")
     done = run(name, *flags.format(hf=hf_model).split(), cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("megasched: error: ")
@@ -136,31 +134,50 @@ def test_schedule_may_be_a_registered_name_or_one_of_several_in_a_file(tmp_path:
 
 # ---- a fault on the way -----------------------------------------------------------------------------
 
-# Rank 0 hangs where a collective would; without the launcher's signal it would sleep on for minutes.
+# Rank 0 hangs where a collective would: without the launcher's signal for longer than a test may take.
 ONE_RANK = """
-import os, time
+import os, signal, time
+from pathlib import Path
 from megasched.errors import ConfigError
-if os.environ["RANK"] == "1":
-    raise ConfigError("only here")
-time.sleep(3600)
+
+def told_to_end(*_):
+    print("told to end", flush=True)
+    os._exit(1)
+
+hangs = Path(__file__).with_name("hangs")
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, told_to_end)
+    hangs.touch()
+    time.sleep(3600)
+while not hangs.exists():
+    time.sleep(0.05)
+raise ConfigError("only here")
 """
 
+# So long rank 1 keeps to itself what rank 0 says: it says nothing if that one's end is its own.
 ALL_RANKS = """
-import os, time
 from megasched.errors import ConfigError
-time.sleep(float(os.environ["RANK"]) * 0.2)
+from megasched.megatron import entry
+entry.GRACE_SECONDS = 3600
 raise ConfigError("everywhere")
 """
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [(ONE_RANK, "megasched: error on rank 1: only here"), (ALL_RANKS, "megasched: error: everywhere")],
+    ("text", "out", "message"),
+    [
+        (ONE_RANK, "told to end\n", "megasched: error on rank 1: only here"),
+        (ALL_RANKS, "", "megasched: error: everywhere"),
+    ],
+    ids=["one", "all"],
 )
-def test_ranks_end_together_with_one_message(tmp_path: Path, hf_model: str, text: str, message: str) -> None:
+def test_ranks_end_together_with_one_message(
+    tmp_path: Path, hf_model: str, text: str, out: str, message: str
+) -> None:
     path = script(tmp_path, text)
     done = run(path, "--model-schedule", "auto", "--hf-model", hf_model, ranks=2)
     assert done.returncode != 0
+    assert out in done.stdout
     assert done.stderr.count("megasched: error") == 1
     assert message in done.stderr
 

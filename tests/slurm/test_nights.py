@@ -1,6 +1,7 @@
 """Through the night: whatever happens to nodes, network, controller and job, the run trains as if nothing had.
 
-What happens most is in test_short_nights.py as well, for `make test`.
+What happens most, to short runs of two ranks, comes to `make test`; all of it, to longer ones of four, to `make
+test-all`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import pytest
 
 from megasched.launch.run_folder import RunFolder
 from tests.slurm.lab import Lab
-from tests.slurm.training import LONG, Training
+from tests.slurm.training import LONG, SHORT, Size, Training
 
-pytestmark = pytest.mark.slow
 ITERATIONS, SAVE_INTERVAL = LONG.iterations, LONG.save_interval
+_LONG = pytest.param(LONG, marks=pytest.mark.slow, id="long")
+short_and_long = pytest.mark.parametrize(
+    "size", [pytest.param(SHORT, id="short"), _LONG], indirect=True, scope="module"
+)
+long_alone = pytest.mark.parametrize("size", [_LONG], indirect=True, scope="module")
 
 # As `auto`, and before the first restart a step takes a second more.
 SLOW = """
@@ -45,29 +50,36 @@ SECONDS = 300
 
 
 @pytest.fixture(scope="module")
-def undisturbed(lab: Lab, model: Path, tmp_path_factory) -> Training:
+def size(request: pytest.FixtureRequest) -> Size:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def undisturbed(lab: Lab, model: Path, size: Size, tmp_path_factory) -> Training:
     """The run that all others are compared with."""
-    run = Training(lab, LONG, RunFolder(tmp_path_factory.mktemp("undisturbed")), model)
+    run = Training(lab, size, RunFolder(tmp_path_factory.mktemp("undisturbed")), model)
     lab.wait(run.submit(), "COMPLETED", seconds=SECONDS)
     return run
 
 
 @pytest.fixture
-def night(lab: Lab, model: Path, tmp_path: Path) -> Training:
-    return Training(lab, LONG, RunFolder(tmp_path), model)
+def night(lab: Lab, model: Path, size: Size, tmp_path: Path) -> Training:
+    return Training(lab, size, RunFolder(tmp_path), model)
 
 
-def test_undisturbed(undisturbed):
+@short_and_long
+def test_undisturbed(undisturbed, size):
     (job,) = undisturbed.jobs
     assert undisturbed.starts(job) == [(job, 0)]
-    assert sorted(undisturbed.iterations(job, 0)) == list(range(1, ITERATIONS + 1))
+    assert sorted(undisturbed.iterations(job, 0)) == list(range(1, size.iterations + 1))
     undisturbed.check_saved()
     assert f"job {job}, restart 0: ended with status 0" in undisturbed.folder.batch_log(str(job)).read_text()
 
 
-def test_a_node_crashes(lab, night, undisturbed):
+@short_and_long
+def test_a_node_crashes(lab, night, undisturbed, size):
     job = night.submit()
-    night.reach(job, 2 * SAVE_INTERVAL + 1)
+    night.reach(job, size.save_interval + 1)
     lost = lab.nodes_of(job)[-1]
     lab.crash(lost)
     lab.wait(job, "COMPLETED", seconds=SECONDS)
@@ -77,6 +89,33 @@ def test_a_node_crashes(lab, night, undisturbed):
     night.check_saved()
 
 
+@short_and_long
+def test_the_signal_to_save(lab, night, undisturbed, size):
+    """It saves at once, off the interval, and goes on from there; Slurm sends this one when it is told to."""
+    job = night.submit()
+    night.reach(job, size.save_interval + 1)
+    lab.run("scancel", "--batch", "--signal=USR1", str(job), check=True)
+    lab.wait(job, "COMPLETED", seconds=SECONDS)
+    said = night.folder.batch_log(str(job)).read_text()
+    assert "its time is nearly over: the ranks save and end" in said
+    assert "it has saved before its time was over: requeued" in said
+    first, second = night.starts(job)
+    assert (first, second) == ((job, 0), (job, 1))
+    assert min(night.iterations(*second)) == max(night.iterations(*first)) + 1  # nothing is done twice
+    night.check_equal(undisturbed, job)
+    night.check_saved()
+
+
+@short_and_long
+def test_a_refused_command_is_not_restarted(lab, night):
+    night.options = ("--hf-override", "no_such_field=1")
+    job = night.submit()
+    lab.wait(job, "FAILED", seconds=SECONDS)
+    assert [restart for _, restart in night.starts(job)] == [0]
+    assert "a restart mends neither" in night.folder.batch_log(str(job)).read_text()
+
+
+@long_alone
 def test_the_network_of_a_node_is_cut(lab, night, undisturbed):
     """Slurm takes the node for dead; its rank lives on, and must not touch the checkpoints of the next start."""
     job = night.submit()
@@ -91,6 +130,7 @@ def test_the_network_of_a_node_is_cut(lab, night, undisturbed):
     night.check_saved()
 
 
+@long_alone
 def test_requeued_by_hand(lab, night, undisturbed):
     job = night.submit()
     night.reach(job, SAVE_INTERVAL + 2)
@@ -101,6 +141,7 @@ def test_requeued_by_hand(lab, night, undisturbed):
     night.check_saved()
 
 
+@long_alone
 def test_preempted(lab, night, undisturbed):
     job = night.submit()
     night.reach(job, SAVE_INTERVAL + 2)
@@ -111,6 +152,7 @@ def test_preempted(lab, night, undisturbed):
     night.check_saved()
 
 
+@long_alone
 def test_preempted_with_time_to_save(lab, night, undisturbed):
     """Slurm sends the signal at preemption, too, where it is told to: nothing is done twice."""
     job = night.submit("--partition=patient")
@@ -132,6 +174,7 @@ def _take_all_nodes(lab, night):
     lab.wait(urgent, "COMPLETED", seconds=SECONDS)
 
 
+@long_alone
 def test_the_signal_before_the_time_limit(lab, night, undisturbed):
     """Slurm's own, by the limit of the job: it saves at once, off the interval, and goes on from there.
 
@@ -154,6 +197,7 @@ def test_the_signal_before_the_time_limit(lab, night, undisturbed):
     night.check_saved()
 
 
+@long_alone
 def test_cancelled_and_submitted_again(lab, night, undisturbed):
     job = night.submit()
     night.reach(job, 2 * SAVE_INTERVAL + 2)
@@ -169,6 +213,7 @@ def test_cancelled_and_submitted_again(lab, night, undisturbed):
     night.check_saved()
 
 
+@long_alone
 def test_the_controller_is_restarted(lab, night, undisturbed):
     job = night.submit()
     night.reach(job, SAVE_INTERVAL)
@@ -179,6 +224,7 @@ def test_the_controller_is_restarted(lab, night, undisturbed):
     night.check_saved()
 
 
+@long_alone
 def test_two_jobs_in_a_chain(lab, night, undisturbed):
     night.options = ("--exit-interval", str(ITERATIONS // 2))
     first = night.submit("--dependency=singleton")
@@ -190,6 +236,7 @@ def test_two_jobs_in_a_chain(lab, night, undisturbed):
     night.check_saved()
 
 
+@long_alone
 def test_restarts_that_bring_nothing_end(lab, night):
     schedule = night.folder.path / "broken.py"
     schedule.write_text(BROKEN)
@@ -202,14 +249,7 @@ def test_restarts_that_bring_nothing_end(lab, night):
     assert "1 restarts have brought no checkpoint after iteration 0: given up" in said
 
 
-def test_a_refused_command_is_not_restarted(lab, night):
-    night.options = ("--hf-override", "no_such_field=1")
-    job = night.submit()
-    lab.wait(job, "FAILED", seconds=SECONDS)
-    assert [restart for _, restart in night.starts(job)] == [0]
-    assert "a restart mends neither" in night.folder.batch_log(str(job)).read_text()
-
-
+@long_alone
 def test_by_torchrun(lab, night, undisturbed):
     """One task a node; the ranks meet over the nodes' own addresses, and the signal does torchrun no harm."""
     night.changes = {"torchrun": True}

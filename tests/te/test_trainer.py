@@ -1,7 +1,6 @@
 """Megatron's own trainer in 8 bits, from its flags to its checkpoints, with plain torch in the kernels' places."""
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
@@ -31,11 +30,8 @@ MICRO_BATCHES = 4
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
     folder = str(tmp_path_factory.mktemp("trainer"))
-    runs = run_case(TE, "tests.te.trainer_case", port, folder, json.dumps(list(RUNS.values())), timeout=500)
+    runs = run_case(TE, "tests.te.trainer_case", folder, json.dumps(list(RUNS.values())), timeout=500)
     return dict(zip(RUNS, runs, strict=True))
 
 

@@ -1,6 +1,6 @@
 """Run by test_trainer.py: Megatron's own trainer, with Transformer Engine's Python modules, on the CPU.
 
-Arguments: a free port, a folder, and runs as JSON (the keyword arguments of ``run``), one after the other.
+Arguments: a folder, and runs as JSON (the keyword arguments of ``run``), one after the other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from tests.te import plain
 
 
-def main(port: str, folder: Path, runs: list[dict[str, Any]]) -> None:
+def main(folder: Path, runs: list[dict[str, Any]]) -> None:
     plain.install()
     sys.modules["transformer_engine.pytorch.optimizers"] = None  # compiled kernels; Megatron takes torch's then
     import torch
@@ -24,7 +24,7 @@ def main(port: str, folder: Path, runs: list[dict[str, Any]]) -> None:
 
     torch.set_num_threads(1)
     host_cuda.install(force=True)
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=port)
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
     os.environ[rank_pool.FOLDER] = str(folder)  # as a pool's ranks have it
     for name in rank_worker.PATCHES:
         apply(name)
@@ -75,4 +75,4 @@ def run(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -30,14 +30,12 @@ def main():
     parser.add_argument("--exit-interval", type=int)
     parser.add_argument("--log-interval", type=int)
     parser.add_argument("--hang", action="store_true")
-    parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument("--schedule-option", nargs="+", default=[])
     args = parser.parse_args()
     batch, layers = args.micro_batch_size, args.recompute_num_layers
     if args.hang:
         print("hanging", flush=True)
         time.sleep(3600)
-    time.sleep(args.slow)
     if batch == 3:
         sys.exit("megasched: error: micro-batches of 3 are not for this trainer")
     if batch * (4 - layers) > 16:
