@@ -1,8 +1,8 @@
 """What tests may take, what they took when it was last recorded, and what they take now.
 
 ``tests/suite/durations.json`` holds, of each file, the seconds of all its tests and of the slowest one. ``make
-durations`` writes it anew, on a machine with nothing else to do; the budget is of what it holds, and a test. Tests
-that exceed it in a run are named before the summary; that fails nobody, since a machine that is busy would.
+durations`` writes it anew, on a machine with nothing else to do. Tests that exceed the budget are named before the
+summary; that fails nobody, since a machine that is busy with other things would.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ RECORD = Path(__file__).with_name("durations.json")
 BUDGET = 60.0  # seconds for a test of `make test`, its fixtures included
 # Slurm takes half a minute to miss a node, and to start a job again.
 SLURM, SLURM_BUDGET = "tests/slurm/", 120.0
-WALL = 30 * 60.0  # seconds for all of `make test` on two cores
-WORKERS = 2
 SHOWN = 10
 
 
