@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megasched.layout import Layout
 from megasched.verify.rank_pool import RankPool
 from tests.planner.configs import config_of
-from tests.planner.memory_case import FULL, Batches, argv_of, predict
+from tests.planner.memory_case import FULL, argv_of, predict
 from tests.planner.rank_case import step_peak
 
 ONE: dict[str, Any] = {}
@@ -55,8 +55,8 @@ def main() -> None:
             model = Path(folder) / name
             config_of(name).save_pretrained(model)
             layout = Layout(**parallel)
-            held = ranks.run(layout.world_size, step_peak, str(model), argv_of(layout, flags, Batches()))
-            predicted = predict(str(model), layout, flags, Batches())
+            held = ranks.run(layout.world_size, step_peak, str(model), argv_of(layout, flags))
+            predicted = predict(str(model), layout, flags)
             for rank, found in enumerate(held):
                 said = predicted[rank // (layout.world_size // layout.pp)].total
                 error = said / found["peak"] - 1

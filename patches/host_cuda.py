@@ -177,7 +177,7 @@ def _refuse_real_cuda(force: bool) -> None:
 
 def _set_environment() -> Undo:
     absent = [key for key in ENVIRONMENT if key not in os.environ]
-    before = _dynamo_is_off()
+    before = dynamo_is_off()
     os.environ.update({key: ENVIRONMENT[key] for key in absent})
     # The variable is read when a function is handed to torch.compile, and those of Megatron may have been.
     _switch_dynamo(off=os.environ["TORCHDYNAMO_DISABLE"] == "1")
@@ -190,7 +190,8 @@ def _set_environment() -> Undo:
     return undo
 
 
-def _dynamo_is_off() -> bool:
+def dynamo_is_off() -> bool:
+    """What ``torch._dynamo.config.disable`` is, or will be once that is imported."""
     config = sys.modules.get("torch._dynamo.config")
     return os.environ.get("TORCH_COMPILE_DISABLE") == "1" if config is None else config.disable
 

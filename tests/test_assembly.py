@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megasched.assembly import Assembly
@@ -13,7 +13,6 @@ def placements(*sizes, rest=()):
     return tuple(Placement(f"p{i}", (size, *rest), axis=0) for i, size in enumerate(sizes))
 
 
-@settings(deadline=None)
 @given(
     groups=st.integers(1, 4),
     size=st.integers(1, 3),
@@ -33,7 +32,6 @@ def test_join_and_split_are_inverse_on_every_rank(groups, size, widths, rest):
             assert torch.equal(got, want)
 
 
-@settings(deadline=None)
 @given(
     groups=st.integers(1, 3),
     size=st.integers(1, 3),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megasched.placement import Placement
@@ -46,7 +46,6 @@ def whole(draw):
 EITHER = st.one_of(cut(), whole())
 
 
-@settings(deadline=None)
 @given(EITHER)
 def test_unshard_is_the_inverse_of_shard(case):
     placement, size = case
@@ -54,7 +53,6 @@ def test_unshard_is_the_inverse_of_shard(case):
     assert torch.equal(placement.unshard([placement.shard(full, rank, size) for rank in range(size)]), full)
 
 
-@settings(deadline=None)
 @given(EITHER)
 def test_every_rank_holds_local_shape(case):
     placement, size = case
@@ -63,7 +61,6 @@ def test_every_rank_holds_local_shape(case):
         assert tuple(placement.shard(full, rank, size).shape) == placement.local_shape(size)
 
 
-@settings(deadline=None)
 @given(cut())
 def test_ranges_are_disjoint_complete_and_one_for_each_component(case):
     placement, size = case
@@ -79,7 +76,6 @@ def test_ranges_are_disjoint_complete_and_one_for_each_component(case):
     assert seen == [1] * limit
 
 
-@settings(deadline=None)
 @given(cut())
 def test_ranks_hold_the_rows_that_ranges_name_then_zeros(case):
     placement, size = case
@@ -93,7 +89,6 @@ def test_ranks_hold_the_rows_that_ranges_name_then_zeros(case):
         assert torch.count_nonzero(upright.narrow(axis, len(rows), upright.shape[axis] - len(rows))) == 0
 
 
-@settings(deadline=None)
 @given(cut())
 def test_assemble_of_the_named_pieces_is_shard(case):
     placement, size = case
@@ -103,7 +98,6 @@ def test_assemble_of_the_named_pieces_is_shard(case):
         assert torch.equal(placement.assemble(pieces, size), placement.shard(full, rank, size))
 
 
-@settings(deadline=None)
 @given(cut(kinds=["packed"]))
 def test_components_stay_side_by_side_on_every_rank(case):
     placement, size = case

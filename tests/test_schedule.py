@@ -5,7 +5,7 @@ import inspect
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -115,7 +115,6 @@ names = st.lists(st.sampled_from(["a", "b", "ab", "0", "10"]), min_size=1, max_s
 parts = st.lists(st.sampled_from(["*", "**", "?", "a*", "*b", "[a0]", "[!a]", "a", "10"]), min_size=1, max_size=4)
 
 
-@settings(deadline=None)
 @given(tree=st.lists(names, min_size=1, max_size=6), pattern=parts)
 def test_a_glob_matches_as_its_parts_do_one_by_one(tree, pattern):
     """``**`` is worn out by every number of ``*`` in its place."""

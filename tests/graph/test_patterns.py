@@ -144,7 +144,7 @@ def test_a_value_needed_elsewhere_too_is_no_match():
     assert found(twice, patterns.swiglu) == []
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(eps=st.floats(1e-8, 1e-2))
 def test_the_number_that_a_pattern_leaves_open_is_told(eps):
     parts = found(lambda m, x, y: F.rms_norm(x, (8,), m.weight, eps), patterns.rms_norm)

@@ -104,7 +104,7 @@ def is_convex(graph, names):
     return True
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(steps=random_steps(), data=st.data())
 def test_a_part_runs_by_itself_if_and_only_if_it_is_convex(steps, data):
     model = Random(steps)
@@ -122,7 +122,7 @@ def test_a_part_runs_by_itself_if_and_only_if_it_is_convex(steps, data):
     assert same(values_of(lambda *tensors: graph.run(model, list(tensors)), model), want)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(steps=random_steps(least=4, back=9), data=st.data())
 def test_two_parts_run_by_themselves_in_either_order_unless_they_are_tangled(steps, data):
     model = Random(steps)
@@ -199,7 +199,7 @@ class Draws:
 
 
 @pytest.mark.parametrize("name", PLANTS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(steps=random_steps(least=1, most=5), data=st.data())
 def test_a_planted_pattern_is_found_once_and_can_be_taken_out(name, steps, data):
     draws = Draws(lambda strategy: data.draw(strategy))

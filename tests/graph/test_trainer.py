@@ -11,7 +11,7 @@ from megasched.verify import reference
 from megasched.verify import trainer_run as training
 from megasched.verify.rank_pool import RankError
 from tests import tiny
-from tests.parity.cases import slow
+from tests.parity.cases import case, slow
 
 LLAMA = """
 from megasched.graph import patterns
@@ -158,11 +158,10 @@ def _same_bits(one, other):
                 assert torch.equal(tensor, getattr(theirs, what)[name][0]), (what, name)
 
 
-# The others differ from these by one flag each.
 FAST = ("overlapped", "bf16-vpp")
 
 
-@pytest.mark.parametrize("form", [form if form in FAST else slow(form) for form in FORMS])
+@pytest.mark.parametrize("form", [case(form, fast=form in FAST) for form in FORMS])
 def test_a_trace_changes_no_bit_of_two_steps(form, ranks, tmp_path):
     world, flags = FORMS[form]
     tiny.save("llama", tmp_path)

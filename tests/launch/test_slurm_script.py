@@ -170,7 +170,7 @@ def test_torchrun_meets_at_the_first_node_and_not_where_an_earlier_start_did(ben
 WORDS = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0\x1e\x1f"), max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(flags=st.lists(WORDS | st.sampled_from(["--load", "$(id)", "`id`", "; id", "'", '"', "\n", "*", "~"])))
 def test_every_word_reaches_the_ranks_as_it_was(tmp_path_factory, flags):
     bench = Bench(tmp_path_factory.mktemp("words"))
@@ -181,7 +181,6 @@ def test_every_word_reaches_the_ranks_as_it_was(tmp_path_factory, flags):
     assert bench.environment()["ODD"] == odd
 
 
-@settings(deadline=None)
 @given(st.lists(WORDS, max_size=8))
 def test_lines_hold_all_flags(flags):
     import shlex

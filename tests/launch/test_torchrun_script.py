@@ -165,7 +165,7 @@ WORDS = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters=
 ODD = st.sampled_from(["--load", "--", "-", "$(id)", "`id`", "; id", "'", '"', "\n", "*", "~", "!!", "\\"])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     flags=st.lists(WORDS | ODD),
     over=st.booleans(),

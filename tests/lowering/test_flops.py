@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from megasched.definition import build_definition
 from megasched.lowering import attention
@@ -26,7 +26,6 @@ def pairs(window=None):
     return sum(min(place + 1, window or LENGTH) for place in range(LENGTH))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(0, 20), st.booleans(), st.none() | st.integers(1, 30))
 def test_pairs_of_queries_and_keys_are_counted_one_by_one(queries, more, causal, window):
     keys = queries + more

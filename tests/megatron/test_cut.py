@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megasched.megatron.cut import balance, layout_string
@@ -23,7 +23,6 @@ def brute_force(costs, first, last, stages):
     return min(found)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 20).map(float), min_size=1, max_size=8),
     st.integers(0, 30).map(float),

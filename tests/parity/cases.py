@@ -17,18 +17,22 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def case(*values: Any, fast: bool) -> Any:
+    return pytest.param(*values) if fast else slow(*values)
+
+
 def spread(rows: Iterable[Any], columns: Iterable[Any], fast: int = 1) -> list[Any]:
     """Every pair of a row and a column, as parameters.
 
     Args:
         fast: so many of each row are in `make test`, the columns in turn, so that each comes to it as often.
     """
-    columns, found = tuple(columns), []
-    for number, row in enumerate(rows):
-        chosen = {(number * fast + index) % len(columns) for index in range(fast)}
-        for index, column in enumerate(columns):
-            found.append(pytest.param(row, column) if index in chosen else slow(row, column))
-    return found
+    columns = tuple(columns)
+    return [
+        case(row, column, fast=(index - number * fast) % len(columns) < fast)
+        for number, row in enumerate(rows)
+        for index, column in enumerate(columns)
+    ]
 
 
 def refusal(schedule: str, folder: str, **layout: Any) -> str:

@@ -10,7 +10,7 @@ import pytest
 from megasched.verify.parity import CheckedLayout
 from megasched.verify.small_models import write_small_model
 from megasched.verify.trainer_run import losses
-from tests.parity.cases import slow, spread
+from tests.parity.cases import case, slow, spread
 from tests.parity.steps import assert_first_step_equals_hf, run
 
 EP2 = "--expert-model-parallel-size 2"
@@ -62,7 +62,7 @@ def folders(ranks, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("model_type", "name"),
-    [(pytest.param if name in SOME else slow)("qwen3_moe", name) for name in LAYOUTS]
+    [case("qwen3_moe", name, fast=name in SOME) for name in LAYOUTS]
     + [*spread(("mixtral", "gpt_oss"), ("sp", "pp2"))]
     + [("jetmoe", "sp"), slow("jetmoe", "pp2"), ("jamba", "pp2"), slow("qwen2_moe", "ep2-pp2-sp")],
 )

@@ -10,7 +10,7 @@ import torch
 
 from megasched.verify.trainer_run import gather, losses, train
 from tests import tiny
-from tests.parity.cases import refusal, slow, spread
+from tests.parity.cases import case, refusal, slow, spread
 from tests.parity.instances import instances_of
 from tests.parity.steps import assert_first_step_equals_hf, assert_same_losses, one_rank
 from tests.parity.test_matrix import LAYOUTS
@@ -30,23 +30,21 @@ def _train(folder, flags, schedule, iterations=2):
 
 
 SOME = ("tp2-sp", "tp2", "tp2-sp-pp2-vpp2", "pp2-vpp2")
-LLAMA = ("pp2-vpp2", "tp2-sp-pp2-vpp2", "dp2-tp2")
+OF_LLAMA = ("pp2-vpp2", "tp2-sp-pp2-vpp2", "dp2-tp2")
 
 
-@pytest.mark.parametrize("layout", [one if one in LLAMA else slow(one) for one in LAYOUTS])
-def test_two_steps_of_blocks_equal_hf(ranks, tmp_path, block, layout):
-    _check_blocks(ranks, tmp_path, block, "llama", layout)
-
-
-@pytest.mark.parametrize(("family", "layout"), spread(FAMILIES, SOME))
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *(case("llama", layout, fast=layout in OF_LLAMA) for layout in LAYOUTS),
+        *spread(FAMILIES, SOME),
+        *(slow(family, "dp2-tp2") for family in FAMILIES),
+    ],
+)
 def test_blocks_equal_hf(ranks, tmp_path, block, family, layout):
-    _check_blocks(ranks, tmp_path, block, family, layout, iterations=1)
-
-
-def _check_blocks(ranks, tmp_path, block, family, layout, iterations=2):
     folder = tiny.save(family, tmp_path / "model")
     world, tp, flags = LAYOUTS[layout]
-    found = ranks.run(world, _train, folder, flags.split(), block(), iterations=iterations)
+    found = ranks.run(world, _train, folder, flags.split(), block())
     stages = {"pp2": 2, "pp4": 4}.get(next((part for part in layout.split("-") if part.startswith("pp")), ""), 1)
     assert [count for _, count in found] == [4 // stages] * world
     _equal_hf(ranks, folder, [report for report, _ in found], tp)
@@ -74,12 +72,12 @@ def test_variants_equal_hf(ranks, tmp_path, block, variant, layout):
     family, changes = VARIANTS[variant]
     folder = tiny.save(family, tmp_path / "model", **changes)
     world, tp, flags = LAYOUTS[layout]
-    found = ranks.run(world, _train, folder, flags.split(), block(), iterations=1)
+    found = ranks.run(world, _train, folder, flags.split(), block())
     assert sum(count for _, count in found) == {"dp2-tp2": 16}.get(layout, 8)
     _equal_hf(ranks, folder, [report for report, _ in found], tp)
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp", slow("tp2-sp-pp2-vpp2")])
+@pytest.mark.parametrize("layout", ["tp2-sp", slow("tp2"), slow("tp2-sp-pp2-vpp2")])
 def test_leaves_equal_hf(ranks, tmp_path, block, layout):
     folder = tiny.save("qwen3", tmp_path / "model")
     world, tp, flags = LAYOUTS[layout]
@@ -90,8 +88,7 @@ def test_leaves_equal_hf(ranks, tmp_path, block, layout):
 
 def _equal_hf(ranks, folder, reports, tp):
     assert_first_step_equals_hf(ranks, folder, reports, tp, random_init=True)
-    if reports[0].iterations > 1:
-        assert_same_losses(reports, one_rank(ranks, folder))
+    assert_same_losses(reports, one_rank(ranks, folder))
 
 
 def test_some_layers_are_blocks_and_others_not(ranks, tmp_path, block):

@@ -10,7 +10,7 @@ from megasched.verify.reference import hf_loss, hf_model, relative
 from megasched.verify.trainer_run import batches_of, gather, logits_of, losses, train
 from megasched.weights import lora_init
 from tests import tiny
-from tests.parity.cases import slow, spread
+from tests.parity.cases import case, slow, spread
 from tests.parity.test_resume import SAVE, keys_of
 
 ITERATIONS = 2
@@ -50,7 +50,7 @@ LAYOUTS = {
     "tp2-sp-pp2-vpp2": (4, 2, f"{WIDE} --sequence-parallel {DISTRIBUTED}"),
 }
 CASES = [
-    *((pytest.param if layout in ("tp2-sp", "pp2") else slow)("llama", layout) for layout in LAYOUTS),
+    *(case("llama", layout, fast=layout in ("tp2-sp", "pp2")) for layout in LAYOUTS),
     *spread(("qwen3", "phi3", "gpt2"), ("tp2", "tp2-sp-pp2-vpp2")),
 ]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megasched.verify.trainer_run import losses
-from tests.parity.cases import refusal, slow, spread
+from tests.parity.cases import case, refusal, slow, spread
 from tests.parity.mixtures import LAYOUTS, mixtures_of_run, small_model
 from tests.parity.steps import ADAM, SAVE, assert_first_step_equals_hf, assert_same_run, run
 
@@ -29,8 +29,9 @@ DENSE = {"dots1": 1, "glm4_moe": 1, "sarvam_moe": 1, "deepseek_v3": 1, "glm4_moe
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [
-        *((pytest.param if name in OF_MIXTRAL else slow)("mixtral", name) for name in LAYOUTS),
+        *(case("mixtral", name, fast=name in OF_MIXTRAL) for name in LAYOUTS),
         *spread(OTHERS, SOME),
+        *(slow(model_type, name) for model_type in OTHERS for name in ("ep2-tp2-sp-dp2", "ep2-cp2")),
     ],
 )
 def test_first_step_equals_hf(ranks, small_models, block, model_type, name):

@@ -93,7 +93,7 @@ ADDED = {
     + [slow("mixtral", "ep2-pp2", "aux_loss and z_loss")]
     + [slow("glm4_moe", "one", "aux_loss"), ("glm4_moe", "ep2-tp2-sp", "aux_loss")]
     # mixtures in layers that stay HF's
-    + [slow("olmoe", name, "aux_loss and z_loss") for name in ("one", "ep2-pp2")]
+    + [slow("olmoe", name, "aux_loss and z_loss") for name in ("one", "ep2-pp2", "ep2-tp2-sp-dp2")]
     + [("olmoe", "ep2-tp2-sp", "aux_loss and z_loss"), slow("olmoe", "one", "seq_aux_loss")]
     + [slow("minimax_m2", "ep2-tp2-sp", "aux_loss")],
 )

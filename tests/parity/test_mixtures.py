@@ -8,7 +8,7 @@ import pytest
 
 from megasched.model_adapters.blocks import LAYERS
 from megasched.model_adapters.mixtures import KINDS
-from tests.parity.cases import slow, spread
+from tests.parity.cases import case, slow, spread
 from tests.parity.mixtures import LAYOUTS, mixtures_of_run
 from tests.parity.steps import (
     assert_first_step_equals_hf,
@@ -43,10 +43,9 @@ def mixtures_and_definition(folder, flags, schedule):
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [
-        (pytest.param if model_type in ONE_OF_EACH_KIND else slow)(model_type, layout_of(model_type))
-        for model_type in TYPES
-    ]
-    + [*spread(SOME, OTHER_LAYOUTS)],
+        *(case(one, layout_of(one), fast=one in ONE_OF_EACH_KIND) for one in TYPES),
+        *spread(SOME, OTHER_LAYOUTS),
+    ],
 )
 def test_first_step_equals_hf(ranks, small_models, model_type, name):
     """Loss, logits, every gradient and the norm; ``auto`` takes Megatron's mixture for each of the model's."""

@@ -8,7 +8,7 @@ from megasched.verify.rank_pool import RankError
 from megasched.verify.shrink import TOKENS, VOCABULARY
 from megasched.verify.small_models import write_small_model
 from megasched.verify.trainer_run import gather, losses, train
-from tests.parity.cases import slow
+from tests.parity.cases import case
 
 # Model type -> layout, and what it is here for.
 CASES = {
@@ -27,7 +27,7 @@ CASES = {
 IN_THE_MATRIX = ("glm_moe_dsa", "deepseek_v4", "xlm", "xlnet")
 
 
-@pytest.mark.parametrize("model_type", [slow(one) if one in IN_THE_MATRIX else one for one in CASES])
+@pytest.mark.parametrize("model_type", [case(one, fast=one not in IN_THE_MATRIX) for one in CASES])
 def test_a_step_equals_the_unscheduled_model(ranks, tmp_path, model_type):
     (folder,) = ranks.run(1, write_small_model, model_type, str(tmp_path))
     outcome = check_layout(ranks, folder, CASES[model_type][0])

@@ -23,18 +23,23 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 class Batches(NamedTuple):
     """Samples of a micro-batch, and how many of them a replica takes a step."""
 
-    samples: int = 4
-    microbatches: int = 4
+    samples: int
+    microbatches: int
 
 
-def argv_of(layout: Layout, flags: str, batches: Batches) -> list[str]:
+MANY = Batches(samples=4, microbatches=4)
+
+
+def argv_of(layout: Layout, flags: str, batches: Batches = MANY) -> list[str]:
     batch = batches.samples * batches.microbatches * layout.data_parallel_size
     sizes = {"seq-length": SEQUENCE, "max-position-embeddings": 1024, "vocab-size": VOCABULARY}
     sizes |= {"micro-batch-size": batches.samples, "global-batch-size": batch}
     return [*layout.flags(), *flags.split(), *(word for k, v in sizes.items() for word in (f"--{k}", str(v)))]
 
 
-def predict(folder: str, layout: Layout, flags: str, batches: Batches, schedule: str = "auto") -> list[RankMemory]:
+def predict(
+    folder: str, layout: Layout, flags: str, schedule: str = "auto", batches: Batches = MANY
+) -> list[RankMemory]:
     """Of each pipeline rank."""
     session = open_session(schedule, folder, layout, make_vocab_size_divisible_by=4)
     dtype = torch.bfloat16 if "--bf16" in flags else torch.float32

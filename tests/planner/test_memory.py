@@ -6,7 +6,7 @@ import pytest
 
 from megasched.layout import Layout
 from tests.planner.configs import config_of
-from tests.planner.memory_case import BLOCK, FULL, Batches, argv_of, predict
+from tests.planner.memory_case import BLOCK, FULL, MANY, Batches, argv_of, predict
 from tests.planner.rank_case import step_peak
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -39,10 +39,10 @@ def test_frozen_weights_have_no_gradients_and_no_states(ranks, tmp_path):
 def assert_predicted(ranks, tmp_path, schedule, name, parallel, flags, tolerance):
     config_of(name).save_pretrained(tmp_path)
     layout = Layout(**parallel)
-    batches = FEW if "--bf16" in flags else Batches()
+    batches = FEW if "--bf16" in flags else MANY
     argv = argv_of(layout, flags, batches)
     held = ranks.run(layout.world_size, step_peak, str(tmp_path), argv, schedule=schedule)
-    predicted = predict(str(tmp_path), layout, flags, batches, schedule)
+    predicted = predict(str(tmp_path), layout, flags, schedule, batches)
     for rank, found in enumerate(held):
         pp_rank = rank // (layout.world_size // layout.pp)
         assert predicted[pp_rank].total == pytest.approx(found["peak"], rel=tolerance)

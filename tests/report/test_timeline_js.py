@@ -43,7 +43,7 @@ def rows(draw):
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows(), st.floats(0, 1))
 def test_the_span_under_a_time_is_found(script, spans, place):
     data = timeline_data(spans, [], "s")
@@ -54,7 +54,7 @@ def test_the_span_under_a_time_is_found(script, spans, place):
     assert near or found == (holding[0] if holding else -1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows(), st.integers(0, 9), st.integers(1, 10))
 def test_all_that_is_visible_is_drawn_at_its_size(script, spans, start, length):
     data = timeline_data(spans, [], "s")

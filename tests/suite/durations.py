@@ -17,7 +17,7 @@ import pytest
 RECORD = Path(__file__).with_name("durations.json")
 BUDGET = 60.0  # seconds for a test of `make test`, its fixtures included
 # Slurm takes half a minute to miss a node, and to start a job again.
-SLURM, SLURM_BUDGET = "tests/slurm/", 120.0
+SLURM, SLURM_BUDGET = "tests/slurm", 120.0
 SHOWN = 10
 
 

@@ -15,19 +15,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.suite.durations import read_record
+from tests.suite.durations import SLURM, read_record
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 ROOT = Path(__file__).parents[2]
-SLURM = "tests/slurm"  # as if it were one file: there is one cluster
 RANKS = re.compile(r"\bdef \w+\([^)]*\branks\b")  # the fixture
 TRAINERS = ("tests/faults/", "tests/oldest/", "tests/te/", "tests/launch/test_launched_training.py")
 
 
 def unit_of(nodeid: str) -> str:
-    """What is handed out as a whole: a file."""
+    """What is handed out as a whole: a file. There is one cluster, so that Slurm's are as if they were one."""
     return SLURM if nodeid.startswith(SLURM) else nodeid.partition("::")[0]
 
 

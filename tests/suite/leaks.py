@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from megasched.patches.host_cuda import dynamo_is_off
+
 # Pytest's, and what torch sets when it is imported or compiles.
 OTHERS = ("PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
 KEY = pytest.StashKey[dict[str, Any]]()
@@ -20,11 +22,11 @@ def state() -> dict[str, Any]:
         f"os.environ[{name!r}]": value for name, value in os.environ.items() if not name.startswith(OTHERS)
     }
     found |= {"os.getcwd()": os.getcwd(), "sys.argv": list(sys.argv)}
-    torch, dynamo = sys.modules.get("torch"), sys.modules.get("torch._dynamo.config")
+    torch = sys.modules.get("torch")
     found["torch.get_default_dtype()"] = str(torch.get_default_dtype() if torch else "torch.float32")
     found["torch.is_grad_enabled()"] = torch.is_grad_enabled() if torch else True
     found["function modes of torch"] = len(torch.overrides._get_current_function_mode_stack()) if torch else 0
-    found["torch._dynamo.config.disable"] = dynamo.disable if dynamo else False
+    found["torch._dynamo.config.disable"] = dynamo_is_off()
     return found
 
 

@@ -1,10 +1,6 @@
 """A test that hangs is named, with the stacks of what it has started."""
 
-import os
-import subprocess
-import sys
-
-from tests.process import ROOT
+from tests.suite.inner import run_pytest
 
 CASE = """\
 import subprocess
@@ -25,17 +21,8 @@ def test_ends():
 
 
 def test_a_test_that_hangs_fails_with_the_stacks_of_what_it_started(tmp_path):
-    case = tmp_path / "test_case.py"
-    case.write_text(CASE)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.suite.hangs", "-p", "no:cacheprovider", "--timeout=1"]
-    run = subprocess.run(
-        [*command, f"--basetemp={tmp_path / 'temp'}", str(case)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    (tmp_path / "test_case.py").write_text(CASE)
+    run = run_pytest(tmp_path, "tests.suite.hangs", "--timeout=1")
     assert run.returncode == 1
     assert "1 failed, 1 passed" in run.stdout
     assert "Failed: no end after 1 s" in run.stdout

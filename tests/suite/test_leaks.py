@@ -1,10 +1,6 @@
 """A file that leaves something changed is named, and the file after it runs all the same."""
 
-import os
-import subprocess
-import sys
-
-from tests.process import ROOT
+from tests.suite.inner import run_pytest
 
 FIRST = """\
 import os
@@ -24,15 +20,7 @@ def test_puts_back(monkeypatch):
 def test_a_file_that_leaves_a_variable_behind_is_named(tmp_path):
     for name, text in (("test_first.py", FIRST), ("test_second.py", SECOND)):
         (tmp_path / name).write_text(text)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.suite.leaks", "-p", "no:cacheprovider"]
-    run = subprocess.run(
-        [*command, f"--basetemp={tmp_path / 'temp'}", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = run_pytest(tmp_path, "tests.suite.leaks")
     assert run.returncode == 1
     assert "3 passed, 1 error" in run.stdout
     assert "ERROR at teardown of test_passes" in run.stdout

@@ -27,7 +27,7 @@ def spans(draw, rank):
     return Span(rank, kind, microbatch, chunk, start, start + seconds, draw(names))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_what_is_written_is_read(tmp_path_factory, data):
     ranks = [

@@ -46,7 +46,7 @@ def owners(shape, along, parts=2):
     return positions.reshape([-1 if d == along.dim else 1 for d in range(len(shape))]).expand(shape)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(before=sizes, dim=st.integers(0, 3), factor=st.integers(1, 3), split=st.data())
 def test_views(before, dim, factor, split):
     """Any view of a tensor cut in two: where it says that the cut is, it is."""
@@ -68,7 +68,6 @@ def test_views(before, dim, factor, split):
     assert torch.equal(held, owners(after, place))
 
 
-@settings(deadline=None)
 @given(order=st.permutations(range(4)), dim=st.integers(0, 3))
 def test_permutations_and_transposes(order, dim):
     shape = [2, 3, 4, 5]

@@ -4,7 +4,7 @@ from collections import OrderedDict, namedtuple
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -35,7 +35,6 @@ def _around(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@settings(deadline=None)
 @given(st.recursive(leaves, _around, max_leaves=8))
 def test_it_finds_what_pytree_finds(value: Any) -> None:
     wanted = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

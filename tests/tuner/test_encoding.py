@@ -1,7 +1,7 @@
 """Which points must run out of memory where another one did."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megasched.tuner.encoding import Encoding
@@ -32,7 +32,6 @@ def needs_more(point, other):
     )
 
 
-@settings(deadline=None)
 @given(st.integers(0, len(SPACE.points) - 1))
 def test_what_needs_at_least_as_much_memory_is_found(at):
     here = SPACE.points[at]

@@ -5,7 +5,7 @@ import operator
 import textwrap
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megasched.errors import ConfigError
@@ -46,7 +46,6 @@ OPERATORS = [operator.add, operator.sub, operator.mul, operator.floordiv, operat
 OPERATORS += [operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge]
 
 
-@settings(deadline=None)
 @given(st.sampled_from(OPERATORS), st.integers(-9, 9), st.integers(1, 9), st.booleans())
 def test_an_expression_is_what_python_computes(function, a, b, reflected):
     space = Space()
@@ -57,7 +56,6 @@ def test_an_expression_is_what_python_computes(function, a, b, reflected):
     assert one.evaluate(point) == function(a, b)
 
 
-@settings(deadline=None)
 @given(st.booleans(), st.booleans())
 def test_conditions_are_joined(a, b):
     space = Space()

@@ -21,7 +21,7 @@ def outputs(tensors, dtype=None):
     return [Output(name, InMemory(value, []), dtype or value.dtype) for name, value in tensors.items()]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     shape=st.lists(st.integers(1, 7), max_size=4),
     itemsize=st.sampled_from([1, 2, 4, 8]),

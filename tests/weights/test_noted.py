@@ -66,7 +66,7 @@ FUNCTIONS = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), name=st.sampled_from(sorted(FUNCTIONS)))
 def test_box_by_box_as_of_whole_tensors(data, name):
     function = FUNCTIONS[name]

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -74,7 +74,6 @@ def dense(tensors, name):
     return (weight * factor).to(torch.bfloat16)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_any_part_of_8_bits_is_that_part_of_the_whole(data):
     rows, columns, a, b = (data.draw(st.integers(1, 12)) for _ in range(4))

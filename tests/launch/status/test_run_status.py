@@ -155,7 +155,7 @@ FAILING += ["RuntimeError: CUDA error: an illegal memory access was encountered"
 
 
 @pytest.mark.parametrize(("lines", "state"), [(LINES, "finished"), (FAILING, "failed")])
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_split_over_nodes_and_labels_says_the_same(lines, state, data, tmp_path):
     nodes = data.draw(st.integers(1, 4))
