@@ -106,10 +106,12 @@ def undo_all(undos: Iterable[Undo]) -> None:
 
 
 def _rebind(old: Any, new: Any, packages: tuple[str, ...]) -> None:
-    if not packages:  # thousands of modules are loaded
+    if not packages:
         return
+    inside = tuple(f"{package}." for package in packages)
+    # Thousands of modules are loaded, of which few are in a package: its name is what is asked first.
     for module_name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and module_name.partition(".")[0] in packages:
+        if f"{module_name}.".startswith(inside) and isinstance(module, ModuleType):
             for name, value in list(vars(module).items()):
                 if value is old:
                     setattr(module, name, new)

@@ -151,8 +151,10 @@ def explicit_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict
     with several values and flags that switch something off count as Megatron itself counts them. The
     parser has no defaults afterwards.
     """
-    defaults = {action.dest: parser.get_default(action.dest) for action in parser._actions}
-    for action in parser._actions:
+    defaults = {action.dest: parser._defaults.get(action.dest) for action in parser._actions}
+    for action in reversed(parser._actions):  # as `get_default`, which looks through all of them for each
+        if action.default is not None:
+            defaults[action.dest] = action.default
         action.default = argparse.SUPPRESS
     parser._defaults.clear()
     given, _ = parser.parse_known_args(list(argv))

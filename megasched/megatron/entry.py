@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megasched.errors import ConfigError, MegaschedError
+from megasched.imports import without_collections
 from megasched.megatron.arguments import AUTO_SCHEDULE, add_megasched_arguments, refuse_unsupported
 from megasched.megatron.rehearsal import rehearsal_flags, rehearsal_mode
 from megasched.tracing.run_trace import check_trace_file
@@ -191,8 +192,9 @@ def arrange_process(path: Path, bundled: bool, mode: str) -> None:
         put_first(path.parent)
     megatron = find_megatron()
     _say(f"megasched: megatron-core {megatron.version} from {megatron.folder}")
-    apply_patches(mode)
-    set_builder()
+    with without_collections():
+        apply_patches(mode)
+        set_builder()
 
 
 def put_first(folder: Path) -> None:

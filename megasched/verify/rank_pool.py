@@ -185,6 +185,8 @@ class RankPool:
             report = _report(ranks, outcomes, timeout)
             self._give_up(begun)
             raise RankError(report)
+        for rank in ranks:
+            rank.connection.send(None)  # all are done with one another
         return [pickle.loads(outcomes[rank.number][1]) for rank in ranks]
 
     def renew(self) -> None:

@@ -16,11 +16,13 @@ import sys
 import traceback
 from argparse import ArgumentParser
 from datetime import timedelta
+from functools import cache
 from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any, NamedTuple
 
+from megasched.imports import without_collections
 from megasched.verify.rank_pool import rebuild_tensor
 
 # What the pool applies in every rank; what a case adds is taken back after it.
@@ -123,7 +125,10 @@ def _remember_help_of_flags() -> None:
 
 
 def reset_megatron() -> None:
-    """No groups, no global args, no RNG states, no patches of the case before."""
+    """No groups, no global args, no RNG states, no patches of the case before.
+
+    Once it is over, not when the next one begins: groups have threads, which would wake up meanwhile.
+    """
     import torch
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
@@ -162,15 +167,15 @@ def let_go_of_groups() -> None:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import MegatronOptimizer
 
+    holders = cache(lambda kind: issubclass(kind, DistributedDataParallel | MegatronOptimizer))
     for left in gc.get_objects():
-        if isinstance(left, DistributedDataParallel | MegatronOptimizer):
+        if holders(type(left)):
             vars(left).clear()
 
 
 def run_job(job: Job, rank: int, store: Any, environment: dict[str, str]) -> Any:
     import torch
 
-    reset_megatron()
     os.environ.clear()
     os.environ.update(environment, WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.world_size))
     sys.path[:] = job.sys_path
@@ -188,7 +193,8 @@ def run_job(job: Job, rank: int, store: Any, environment: dict[str, str]) -> Any
 
 
 def serve(connection: Connection, rank: int, port: int) -> None:
-    """The life of a rank: one job after the other, until the pool hangs up."""
+    """The life of a rank until the pool hangs up: one job after the other, each followed by a reset when all ranks
+    have done theirs."""
     import torch
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -197,9 +203,13 @@ def serve(connection: Connection, rank: int, port: int) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
-            job = Job(*connection.recv())
+            message = connection.recv()
         except EOFError:
             return
+        if message is None:
+            reset_megatron()
+            continue
+        job = Job(*message)
         os.ftruncate(sys.stdout.fileno(), 0)
         try:
             outcome = Outcome(job.number, dump(run_job(job, rank, store, environment)), None)
@@ -243,7 +253,8 @@ def main() -> None:
     """
     die_with_parent()
     control = Connection(int(sys.argv[1]))
-    prepare()
+    with without_collections():
+        prepare()
     gc.freeze()
     control.send("ready")
     while True:
