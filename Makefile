@@ -13,11 +13,12 @@ PYENV_ROOT ?= $(HOME)/.pyenv
 CANDIDATES = $(or $(PYTHON),python3.12 python3.13 python3 \
 	$(wildcard $(PYENV_ROOT)/versions/3.12*/bin/python $(PYENV_ROOT)/versions/3.13*/bin/python))
 
-# Processes that run tests; each starts up to 4 more, and wants 8 GiB.
+# Processes that run tests, beside one that waits for Slurm; each starts up to 4 more, and wants 8 GiB.
 JOBS := 2
+PROCESSES := -n $(shell expr $(JOBS) + 1)
 # Without compiled files every process that a test starts would compile megasched anew.
 unexport PYTHONDONTWRITEBYTECODE
-FAST := -n $(JOBS) -m "not slow and not browser"
+FAST := $(PROCESSES) -m "not slow and not browser"
 
 .PHONY: help setup quickstart test test-all durations browser-test matrix lint format clean
 
@@ -50,7 +51,7 @@ test: lint ## what CI runs: lint, and the tests that are not marked slow (JOBS=4
 	$(RUN) -m pytest $(FAST) $(ARGS)
 
 test-all: lint ## every test but the browser's: before a release, with `make matrix`
-	$(RUN) -m pytest -n $(JOBS) -m "not browser" $(ARGS)
+	$(RUN) -m pytest $(PROCESSES) -m "not browser" $(ARGS)
 
 durations: $(STAMP) ## the tests of `make test`, and write what they take to tests/suite/durations.json
 	$(RUN) -m pytest $(FAST) --record-durations $(ARGS)

@@ -371,7 +371,7 @@ def gpt_neo(tmp_path_factory):
     return folder
 
 
-def test_new_adapter_writes_what_it_has_checked(run, gpt_neo, tmp_path):
+def test_new_adapter_writes_what_it_has_checked(run, gpt_neo, tmp_path, ranks_of_commands):
     file = tmp_path / "gpt_neo.py"
     status, out, err = run("new-adapter", "--hf-model", gpt_neo, "--output", file)
     lines = [line.split() for line in out.splitlines()]

@@ -345,7 +345,7 @@ def console_pages() -> list[Path]:
 
 
 @pytest.mark.parametrize("page", console_pages(), ids=lambda page: page.name)
-def test_commands_print_what_the_page_shows(page, monkeypatch, tmp_path, capsys):
+def test_commands_print_what_the_page_shows(page, monkeypatch, tmp_path, capsys, ranks_of_commands):
     models(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,17 +34,36 @@ END
 """
 
 
-def begin(folder: Path, end: str, *flags: str, **variables: str) -> subprocess.Popen[str]:
+# A Python for ranks that need no Megatron: `-u -m megasched SCRIPT` is SCRIPT alone.
+LIGHT = f"""\
+#!/bin/sh
+if [ "$1 $2 $3" = "-u -m megasched" ]; then shift 3; fi
+exec {shlex.quote(sys.executable)} "$@"
+"""
+COMMAND = "import sys; sys.executable = sys.argv.pop(1); from megasched.cli import main; main()"
+
+
+def begin(
+    folder: Path, end: str, *flags: str, python: str = sys.executable, **variables: str
+) -> subprocess.Popen[str]:
     (folder / "pretrain_gpt.py").write_text(SCRIPT.replace("END", end))
     model = tiny.save("llama", folder / "model")
-    command = [sys.executable, "-m", "megasched", "launch", "local", "--ranks", "2", "--no-check", "--dir", "run"]
-    command += ["--", "./pretrain_gpt.py", "--model-schedule", "auto", "--hf-model", model, *flags]
+    command = [sys.executable, "-c", COMMAND, python, "launch", "local", "--ranks", "2", "--no-check"]
+    command += ["--dir", "run", "--", "./pretrain_gpt.py", "--model-schedule", "auto", "--hf-model", model, *flags]
     unset = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
     env = {name: value for name, value in os.environ.items() if name not in unset}
     env |= {"PYTHONPATH": str(ROOT), **variables}
     return subprocess.Popen(
         command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+@pytest.fixture
+def light(tmp_path: Path) -> str:
+    path = tmp_path / "python"
+    path.write_text(LIGHT)
+    path.chmod(0o755)
+    return str(path)
 
 
 def test_a_rehearsal_says_so_once():
@@ -75,8 +95,8 @@ def pids(process: subprocess.Popen[str]) -> list[int]:
     return found
 
 
-def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path):
-    process = begin(tmp_path, SLEEP)
+def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path, light):
+    process = begin(tmp_path, SLEEP, python=light)
     ranks = [psutil.Process(pid) for pid in pids(process)]
     (torchrun,) = {rank.parent() for rank in ranks}
     process.kill()
@@ -89,8 +109,8 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path):
                 one.kill()
 
 
-def test_sigterm_ends_all_ranks(tmp_path):
-    process = begin(tmp_path, SLEEP)
+def test_sigterm_ends_all_ranks(tmp_path, light):
+    process = begin(tmp_path, SLEEP, python=light)
     ranks = pids(process)
     process.send_signal(signal.SIGTERM)
     process.communicate()

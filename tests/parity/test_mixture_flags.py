@@ -94,7 +94,7 @@ ADDED = {
     + [slow("glm4_moe", "one", "aux_loss"), ("glm4_moe", "ep2-tp2-sp", "aux_loss")]
     # mixtures in layers that stay HF's
     + [slow("olmoe", name, "aux_loss and z_loss") for name in ("one", "ep2-pp2", "ep2-tp2-sp-dp2")]
-    + [("olmoe", "ep2-tp2-sp", "aux_loss and z_loss"), slow("olmoe", "one", "seq_aux_loss")]
+    + [slow("olmoe", "ep2-tp2-sp", "aux_loss and z_loss"), ("olmoe", "one", "seq_aux_loss")]
     + [slow("minimax_m2", "ep2-tp2-sp", "aux_loss")],
 )
 def test_losses_of_routers_are_added(ranks, small_models, model_type, name, added):
@@ -133,7 +133,7 @@ BIASES = {
     [
         slow("glm4_moe", "one"),
         slow("glm4_moe", "ep2-tp2-sp-dp2"),
-        ("glm4_moe", "tp2-sp-pp2-vpp2"),
+        slow("glm4_moe", "tp2-sp-pp2-vpp2"),
         ("minimax_m2", "ep2-tp2-sp-dp2"),
         slow("minimax_m2", "tp2-sp-pp2-vpp2"),
     ],

@@ -20,6 +20,7 @@ from megasched.planner.search import Job, _of_group
 from megasched.tuner.space import Space
 from megasched.tuner.warm_start import read_warm_start
 from megasched.verify.small_models import small_config
+from tests.parity.cases import slow
 from tests.planner.configs import config_of
 
 GPUS, SEQUENCE, BATCH = 2, 256, 8
@@ -236,7 +237,7 @@ def test_what_fails_is_out_with_the_reason(model, tmp_path, monkeypatch):
 
 
 # It has no attention heads; its code reaches into all layers; more than a plain hidden state goes between stages.
-@pytest.mark.parametrize("model_type", ["mamba", "big_bird", "cpmant"])
+@pytest.mark.parametrize("model_type", [slow("mamba"), slow("big_bird"), "cpmant"])
 def test_models_unlike_llama(tmp_path, model_type):
     small_config(model_type).save_pretrained(tmp_path)
     report = plan(str(tmp_path), gpus=2, gpu="h100-80gb", sequence_length=32, global_batch_size=2)

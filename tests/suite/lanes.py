@@ -1,7 +1,9 @@
-"""How tests are shared out over the processes of pytest-xdist: whole files, longest first, in two lanes.
+"""How tests are shared out over the processes of pytest-xdist: whole files, longest first, in lanes.
 
 Files whose tests start ranks, each up to four processes that compute, go to every second process of xdist, and the
 others to the rest, so that two sets of ranks do not fight for the same cores. Who has nothing left helps.
+Of three processes and more, the last one has the tests on Slurm and no others: they mostly wait, and with them a
+core would.
 """
 
 from __future__ import annotations
@@ -53,11 +55,21 @@ class Lanes(LoadScopeScheduling):
         return unit_of(nodeid)
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        takes_ranks = int(node.gateway.id.removeprefix("gw")) % 2 == 0
-        own = [unit for unit in self.workqueue if starts_ranks(unit) == takes_ranks]
-        unit = next(iter(own or self.workqueue))
-        self.workqueue.move_to_end(unit, last=False)  # it takes the first
+        units = self._units_for(int(node.gateway.id.removeprefix("gw")))
+        if not units:
+            node.shutdown()
+            return
+        self.workqueue.move_to_end(units[0], last=False)  # it takes the first
         super()._assign_work_unit(node)
+
+    def _units_for(self, number: int) -> list[str]:
+        """What the process of this number may run, its own kind first."""
+        if self.numnodes < 3:
+            return sorted(self.workqueue, key=lambda unit: starts_ranks(unit) != (number % 2 == 0))
+        if number == self.numnodes - 1:
+            return [unit for unit in self.workqueue if unit == SLURM]
+        others = [unit for unit in self.workqueue if unit != SLURM] or list(self.workqueue)
+        return sorted(others, key=lambda unit: starts_ranks(unit) != (number % 2 == 0))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -306,7 +306,7 @@ def entries_of_rank(session, source, stages, dtype):
                 yield entry
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(case=cases())
 def test_every_layout_writes_every_value_once(tiny, trained, tmp_path_factory, case):
     from megasched.megatron.session import open_session
