@@ -125,6 +125,17 @@ def test_groups_are_made_anew_for_each_case(ranks):
     assert ranks.run(4, groups, 2) == [(True, 2, 2, 3.0)] * 2 + [(True, 2, 2, 12.0)] * 2
 
 
+def _drawn() -> torch.Tensor:
+    return torch.rand(3)
+
+
+def test_every_case_begins_with_the_same_random_state(ranks):
+    """The first one of new ranks, too: a run and what it is held against are two cases."""
+    ranks.renew()
+    first, second = (ranks.run(1, _drawn)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
 def test_nothing_of_a_case_reaches_the_next(ranks):
     ranks.run(1, leave_global_state)
     (found,) = ranks.run(1, found_global_state)

@@ -193,14 +193,15 @@ def run_job(job: Job, rank: int, store: Any, environment: dict[str, str]) -> Any
 
 
 def serve(connection: Connection, rank: int, port: int) -> None:
-    """The life of a rank until the pool hangs up: one job after the other, each followed by a reset when all ranks
-    have done theirs."""
+    """The life of a rank until the pool hangs up: one job after the other, with a reset before the first one and
+    after each, when all ranks have done theirs."""
     import torch
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(GLOO_SOCKET_IFNAME="lo")
     environment = dict(os.environ)
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
+    reset_megatron()
     while True:
         try:
             message = connection.recv()
