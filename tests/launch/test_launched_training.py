@@ -2,41 +2,62 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from megasched.launch.run_folder import RunFolder
 from megasched.launch.status.run_status import RunReader
-from megasched.launch.torchrun.script import TorchrunJob
 from tests import tiny
 from tests.launch import hosts
 
 ROOT = Path(__file__).parents[2]
-ITERATIONS, SAVE_INTERVAL = 20, 5
+ITERATIONS, SAVE_INTERVAL, KILLED_AFTER = 6, 2, 3
 FLAGS = (
-    "--model-schedule auto --hf-random-init --tensor-model-parallel-size 2 --seq-length 16 --micro-batch-size 1 "
+    "--hf-random-init --tensor-model-parallel-size 2 --seq-length 16 --micro-batch-size 1 "
     f"--global-batch-size 2 --train-iters {ITERATIONS} --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant "
     "--mock-data --split 100,0,0 --tokenizer-type NullTokenizer --vocab-size 99 --make-vocab-size-divisible-by 4 "
     "--eval-iters 0 --log-interval 1 --use-distributed-optimizer --ckpt-format torch_dist "
     f"--save-interval {SAVE_INTERVAL} --num-dataset-builder-threads 1 --no-mmap-bin-files"
 ).split()
+# Rank 1 is killed in its fourth step, once.
+SCHEDULE = f"""
+import os, runpy, signal
+from pathlib import Path
+
+good = runpy.run_path("{ROOT}/examples/schedules/llama.py")["schedule"]
+MARK, forwards = Path(__file__).with_name("killed"), []
+
+def kill_once(module, inputs):
+    forwards.append(module)
+    if len(forwards) > {KILLED_AFTER} * 2 and os.environ["RANK"] == "1" and not MARK.exists():
+        MARK.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def schedule(sch, layout):
+    good(sch, layout)
+    sch["model.layers.1.mlp"].hook("fw_pre", kill_once)
+"""
 LINE = re.compile(r" iteration\s+(\d+)/\s*\d+ \|.* lm loss: (\S+) \|.* grad norm: (\S+) \|")
 
 
-def launch(kind: str, folder: Path, *options: str, flags=(), **settings) -> subprocess.Popen[str]:
+def launch(kind: str, folder: Path, *options: str, flags, **settings) -> str:
+    """What is printed."""
     command = [sys.executable, "-m", "megasched", "launch", kind, *options, "--dir", str(folder / kind), "--"]
     command += ["pretrain_gpt.py", *FLAGS, *flags, "--hf-model", tiny.save("llama", folder / "model")]
     command += ["--save", str(folder / kind / "checkpoints"), "--data-cache-path", str(folder / "cache")]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **settings
     )
+    try:
+        out, _ = process.communicate()
+    finally:
+        process.terminate()
+    assert process.returncode == 0, out[-5000:]
+    return out
 
 
 def iterations(folder: RunFolder, restart: int, name: str = "torchrun") -> dict[int, tuple[float, float]]:
@@ -54,9 +75,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(folder) -> RunFolder:
     """Of ``launch local``, checked beforehand."""
-    process = launch("local", folder, "--ranks", "2")
-    out, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, out[-5000:]
+    out = launch("local", folder, "--ranks", "2", flags=["--model-schedule", "auto"])
     assert "pretrain_gpt.py on 2 ranks of this machine: TP2, 2 micro-batches" in out
     return RunFolder(folder / "local")
 
@@ -69,51 +88,26 @@ def test_a_rehearsal_comes_to_its_end_and_has_a_status(undisturbed):
 
 
 def test_a_killed_rank_is_followed_by_a_restart_from_the_checkpoint(folder, undisturbed, tmp_path):
-    run = RunFolder(folder / "torchrun")
-    process = launch(
+    run, schedule = RunFolder(folder / "torchrun"), tmp_path / "schedule.py"
+    schedule.write_text(SCHEDULE)
+    out = launch(
         "torchrun",
         folder,
         *("--hosts", "localhost,127.0.0.1", "--gpus-per-node", "1", "--interface", "lo", "--no-check"),
-        flags=["--rehearse"],
+        flags=["--model-schedule", str(schedule), "--allow-unverified", "--rehearse"],
         env=hosts.add_ssh(tmp_path / "bin"),
     )
-    try:
-        end = time.monotonic() + 120
-        while max(iterations(run, 0), default=0) < 2 * SAVE_INTERVAL + 2:
-            assert time.monotonic() < end
-            assert process.poll() is None, process.stdout.read()
-            time.sleep(0.02)
-        os.kill(_rank_on(run, node=1), signal.SIGKILL)
-        out, _ = process.communicate(timeout=150)
-    finally:
-        process.terminate()
-    assert process.returncode == 0, out[-5000:]
     assert "127.0.0.1 ended with status 137" in out
     assert "it ended with status 137: it is started again" in out
 
     before, after = iterations(run, 0), iterations(run, 1)
-    assert min(after) % SAVE_INTERVAL == 1
-    assert 2 * SAVE_INTERVAL < min(after) <= max(before) + 1
+    assert list(before) == [1, 2, 3]
+    assert list(after) == [3, 4, 5, 6]
     expected = iterations(undisturbed, 0, "local")
     for found in (before, after):
-        for number, iteration in enumerate(sorted(found)):
+        for number, iteration in enumerate(found):
             assert found[iteration][1] == pytest.approx(expected[iteration][1], abs=0.0015)
             if number != 1:  # Megatron's second line of a process holds a mean with the first one in it
                 assert found[iteration][0] == pytest.approx(expected[iteration][0], rel=2e-6)
-    assert set(before) | set(after) == set(expected)
     status = RunReader(str(run.path)).look()
     assert (status.state, status.iteration, status.restarts) == ("finished", ITERATIONS, 1)
-
-
-def _rank_on(run: RunFolder, node: int) -> int:
-    """The process id of a host's rank."""
-    job = TorchrunJob(
-        run_folder=run.path, directory=ROOT, gpus_per_node=1, script="pretrain_gpt.py", flags=(), python=""
-    )
-    found = hosts.processes(job.run_id)
-    (rank,) = [
-        process
-        for process, words in found.items()
-        if words[1:2] == ["-u"] and f"\0RANK={node}\0" in Path(f"/proc/{process}/environ").read_text()
-    ]
-    return rank

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal as signals
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -230,7 +232,7 @@ def test_signals(bench, signal, printed, requeued):
     (bench.folder / "calls.slow").write_text(printed)
     process = bench.begin(bench.job())
     until((bench.folder / "calls.begun").exists)
-    process.send_signal(getattr(__import__("signal"), f"SIG{signal}"))
+    process.send_signal(getattr(signals, f"SIG{signal}"))
     until(lambda: signal == "TERM" or bench.called("scancel"))
     until(lambda: process.poll() is not None or waits(process))
     (bench.folder / "calls.end").touch()
@@ -238,6 +240,30 @@ def test_signals(bench, signal, printed, requeued):
     assert process.returncode == 0
     assert bench.called("scancel") == ([["--signal=URG", "77"]] if signal == "USR1" else [])
     assert (["requeue", "77"] in bench.called("scontrol")) == requeued
+
+
+# Takes as long as there is a file of the test's.
+DATE = """if [[ -e $CALLS.hold ]]; then touch "$CALLS.held"; while [[ -e $CALLS.hold ]]; do sleep 0.05; done; fi
+/bin/date "$@"
+"""
+
+
+def test_a_step_that_ends_while_a_signal_is_seen_to_keeps_its_status(bench):
+    date, hold = bench.bin / "date", bench.folder / "calls.hold"
+    date.write_text(STUB + DATE)
+    date.chmod(0o755)
+    (bench.folder / "calls.slow").write_text("0: done")
+    process = bench.begin(bench.job(), STATUS="2")
+    until((bench.folder / "calls.begun").exists)
+    (srun,) = (one for one in psutil.Process(process.pid).children() if str(bench.bin / "srun") in one.cmdline())
+    hold.touch()
+    process.send_signal(signals.SIGUSR1)
+    until((bench.folder / "calls.held").exists)
+    (bench.folder / "calls.end").touch()
+    until(lambda: not psutil.pid_exists(srun.pid))
+    hold.unlink()
+    process.communicate()
+    assert process.returncode == 2
 
 
 def test_restarts_without_a_new_checkpoint_are_counted(bench):
