@@ -11,10 +11,16 @@ from tests.parity.steps import assert_first_step_equals_hf
 
 TP2, TP4 = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4"
 SP, PP2 = "--sequence-parallel", "--pipeline-model-parallel-size 2"
-LAYOUTS = {"tp2-sp": (2, 2, f"{TP2} {SP}"), "tp4": (4, 4, TP4), "tp4-sp": (4, 4, f"{TP4} {SP}")}
-LAYOUTS["tp2-pp2"] = (4, 2, f"{TP2} {PP2}")
+LAYOUTS = {
+    "tp2": (2, 2, TP2),
+    "tp2-sp": (2, 2, f"{TP2} {SP}"),
+    "tp4": (4, 4, TP4),
+    "tp4-sp": (4, 4, f"{TP4} {SP}"),
+    "tp2-pp2": (4, 2, f"{TP2} {PP2}"),
+}
 # One head packed with those of query; two heads; one by itself, with a norm of each head.
 CASES = [
+    ("gpt_bigcode", {}, "tp2"),
     ("gpt_bigcode", {}, "tp2-sp"),
     slow("gpt_bigcode", {}, "tp4"),
     slow("stablelm", {}, "tp4"),
