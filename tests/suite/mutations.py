@@ -82,7 +82,7 @@ MUTATIONS = {
         "megasched/megatron/cut.py",
         "ends.add(index + 1)",
         "ends.add(index)",
-        ("tests/megatron/test_cut.py",),
+        ("tests/parity/test_training_forms.py",),
     ),
     "buffer": Mutation(
         "a persistent buffer that is not read from the folder",
