@@ -13,9 +13,10 @@ PYENV_ROOT ?= $(HOME)/.pyenv
 CANDIDATES = $(or $(PYTHON),python3.12 python3.13 python3 \
 	$(wildcard $(PYENV_ROOT)/versions/3.12*/bin/python $(PYENV_ROOT)/versions/3.13*/bin/python))
 
-# Processes that run tests, beside one that waits for Slurm; each starts up to 4 more, and wants 8 GiB.
+# Processes that run tests, and beside two and more of them one that waits for Slurm; each starts up to 4 more, and
+# wants 8 GiB.
 JOBS := 2
-PROCESSES := -n $(shell expr $(JOBS) + 1)
+PROCESSES := -n $(if $(filter 1,$(JOBS)),1,$(shell expr $(JOBS) + 1))
 # Without compiled files every process that a test starts would compile megasched anew.
 unexport PYTHONDONTWRITEBYTECODE
 FAST := $(PROCESSES) -m "not slow and not browser"

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from megasched.verify import rank_pool
 from megasched.verify.rank_pool import RankPool
 
 pytest_plugins = ["tests.suite.durations", "tests.suite.hangs", "tests.suite.lanes", "tests.suite.leaks"]
@@ -48,4 +47,4 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
 @pytest.fixture
 def ranks_of_commands(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands take the ranks that there are, in the place of a pool of their own, which takes ten seconds."""
-    monkeypatch.setattr(rank_pool, "RankPool", lambda *given: nullcontext(ranks))
+    monkeypatch.setattr("megasched.verify.rank_pool.RankPool", lambda *given: nullcontext(ranks))

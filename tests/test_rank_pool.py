@@ -7,6 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -174,6 +175,15 @@ def test_a_rank_that_dies_is_told_and_the_pool_works_again(ranks):
     with pytest.raises(RankError, match="rank 1 died with exit code 7"):
         ranks.run(2, die_on_rank_one)
     assert ranks.run(2, groups, 2) == [(True, 2, 1, 3.0), (True, 2, 1, 3.0)]
+
+
+def test_a_rank_that_died_between_two_cases_is_told_and_the_pool_works_again(ranks):
+    (pid,) = ranks.run(1, os.getpid)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    with pytest.raises(RankError, match="rank 0 died with exit code -9"):
+        ranks.run(1, os.getpid)
+    assert ranks.run(1, os.getpid) != [pid]
 
 
 class StoppedError(Exception):

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import send_handle
 from pathlib import Path
@@ -173,7 +174,7 @@ class RankPool:
         self._cases += 1
         begun = time.time()
         for rank in ranks:
-            rank.connection.send((self._cases, world_size, timeout, search_path(), payload))
+            _send(rank.connection, (self._cases, world_size, timeout, search_path(), payload))
         try:
             outcomes = _collect(ranks, timeout)
         except BaseException:  # whoever waits was stopped: the ranks are still at it
@@ -186,7 +187,7 @@ class RankPool:
             self._give_up(begun)
             raise RankError(report)
         for rank in ranks:
-            rank.connection.send(None)  # all are done with one another
+            _send(rank.connection, None)  # all are done with one another
         return [pickle.loads(outcomes[rank.number][1]) for rank in ranks]
 
     def renew(self) -> None:
@@ -254,6 +255,12 @@ def rebuild_tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Ten
     if not data:
         return torch.empty(shape, dtype=element)
     return torch.frombuffer(bytearray(data), dtype=element).reshape(shape)
+
+
+def _send(connection: Connection, message: Any) -> None:
+    """That the other side has died is found when its outcome is received, and told with what it has printed."""
+    with suppress(BrokenPipeError, ConnectionResetError):
+        connection.send(message)
 
 
 def _receive(connection: Connection) -> Any:

@@ -1,6 +1,6 @@
 """The processes of the rank pool: a template that has imported everything, and ranks forked from it.
 
-A rank has CUDA emulated, makes a gloo world for each case and resets Megatron's global state before it.
+A rank has CUDA emulated, makes a gloo world for each case and resets Megatron's global state after it.
 """
 
 from __future__ import annotations

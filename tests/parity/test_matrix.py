@@ -6,7 +6,7 @@ import pytest
 
 from megasched.verify.trainer_run import train
 from tests import tiny
-from tests.parity.cases import spread
+from tests.parity.cases import slow, spread
 from tests.parity.steps import assert_first_step_equals_hf, assert_same_losses, one_rank
 
 PARITY_FAMILIES = ("llama", "qwen3", "gemma2", "phi3", "gpt2", "opt")
@@ -43,7 +43,10 @@ def test_one_rank_equals_hf(ranks, tmp_path, family):
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [*spread(PARITY_FAMILIES, LAYOUTS, fast=2), *spread(OTHERS, ["tp2-sp-pp2-vpp2", "dp2-tp2"], fast=0)],
+    [
+        *spread(PARITY_FAMILIES, LAYOUTS, fast=2),
+        *(slow(family, layout) for family in OTHERS for layout in ("tp2-sp-pp2-vpp2", "dp2-tp2")),
+    ],
 )
 def test_layout_equals_hf(ranks, tmp_path, family, layout):
     folder = tiny.save(family, tmp_path)

@@ -55,21 +55,21 @@ class Lanes(LoadScopeScheduling):
         return unit_of(nodeid)
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        units = self._units_for(int(node.gateway.id.removeprefix("gw")))
-        if not units:
+        unit = self._next_unit(int(node.gateway.id.removeprefix("gw")))
+        if unit is None:
             node.shutdown()
             return
-        self.workqueue.move_to_end(units[0], last=False)  # it takes the first
+        self.workqueue.move_to_end(unit, last=False)  # it takes the first
         super()._assign_work_unit(node)
 
-    def _units_for(self, number: int) -> list[str]:
-        """What the process of this number may run, its own kind first."""
-        if self.numnodes < 3:
-            return sorted(self.workqueue, key=lambda unit: starts_ranks(unit) != (number % 2 == 0))
-        if number == self.numnodes - 1:
-            return [unit for unit in self.workqueue if unit == SLURM]
-        others = [unit for unit in self.workqueue if unit != SLURM] or list(self.workqueue)
-        return sorted(others, key=lambda unit: starts_ranks(unit) != (number % 2 == 0))
+    def _next_unit(self, number: int) -> str | None:
+        """What the process of this number is to run: the first of its own kind, or else of any."""
+        units = list(self.workqueue)
+        if self.numnodes > 2:
+            if number == self.numnodes - 1:
+                return SLURM if SLURM in units else None
+            units = [unit for unit in units if unit != SLURM] or units
+        return min(units, key=lambda unit: starts_ranks(unit) != (number % 2 == 0))
 
 
 @pytest.hookimpl(optionalhook=True)
