@@ -108,10 +108,10 @@ def undo_all(undos: Iterable[Undo]) -> None:
 def _rebind(old: Any, new: Any, packages: tuple[str, ...]) -> None:
     if not packages:
         return
+    # Thousands of modules are loaded, of which few are in a package: the start of its name is what is asked first.
+    of_packages = [(name, module) for name, module in list(sys.modules.items()) if name.startswith(packages)]
     inside = tuple(f"{package}." for package in packages)
-    # Thousands of modules are loaded, of which few are in a package: its name is what is asked first.
-    for module_name, module in list(sys.modules.items()):
+    for module_name, module in of_packages:
         if f"{module_name}.".startswith(inside) and isinstance(module, ModuleType):
-            for name, value in list(vars(module).items()):
-                if value is old:
-                    setattr(module, name, new)
+            for name in [name for name, value in list(vars(module).items()) if value is old]:
+                setattr(module, name, new)

@@ -25,9 +25,8 @@ class FakeResults(MetaResults):
     """Carries out operations on the fake tensors of one mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()
+        super().__init__(_GIVEN)
         self._mode = mode
-        self._given = _GIVEN
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``func(*args, **kwargs)`` gives."""

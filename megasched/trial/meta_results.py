@@ -1,12 +1,14 @@
-"""What operations give on the meta device, remembered for the length of one run.
+"""What operations give on the meta device, remembered as long as the process lives.
 
 A meta kernel is a function of shapes, strides, dtypes and plain arguments, and torch computes most of them in
-Python, at 0.1 to 0.4 ms a call. Layers repeat each other, so a run computes the first and remembers the others.
+Python, at 0.1 to 0.4 ms a call. Layers repeat each other, and so do the runs that make a plan: the first of them
+computes, the others remember.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,24 +28,28 @@ class Metadata(NamedTuple):
 # What an operation gave: a tensor, or a list or tuple of such.
 type Given = Metadata | tuple[type, list[Given]]
 
+_GIVEN: dict[Hashable, Given] = {}
+
 
 class MetaResults:
     """Carries out operations on meta; the same one on the same metadata is computed once.
 
-    Kept only are operations that make new tensors: no views, nothing in place, nothing that gives numbers.
+    Kept only are torch's own operations that make new tensors: no views, nothing in place, nothing that gives
+    numbers, and no operators of other libraries, which may look at more than their arguments.
+
+    Args:
+        given: what is known already, and is added to; by default what this process has computed.
     """
 
-    def __init__(self) -> None:
-        self._given: dict[Hashable, Given] = {}
-        self._pure: dict[Any, bool] = {}
+    def __init__(self, given: dict[Hashable, Given] | None = None) -> None:
+        self._given = _GIVEN if given is None else given
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``func(*args, **kwargs)`` gives."""
-        if func not in self._pure:
-            self._pure[func] = _makes_new_tensors(func)
-        if not self._pure[func]:
+        if not _makes_new_tensors(func):
             return func(*args, **kwargs)
-        key = (func, self._described(args), self._described(kwargs))
+        # The default dtype is what whole numbers become where they are divided.
+        key = (func, torch.get_default_dtype(), self._described(args), self._described(kwargs))
         try:
             given = self._given.get(key)
         except TypeError:  # an argument that is no plain data
@@ -97,9 +103,10 @@ class MetaResults:
         return kind(self._made_anew(item) for item in items)
 
 
+@cache
 def _makes_new_tensors(func: Any) -> bool:
-    """Whether the schema says that no argument is written to or handed out again."""
-    if not isinstance(func, torch._ops.OpOverload):
+    """Whether it is torch's own, and the schema says that no argument is written to or handed out again."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return False
     schema = func._schema
     return all(value.alias_info is None for value in (*schema.arguments, *schema.returns))

@@ -1,5 +1,6 @@
 """What a trial call remembers of operations on meta: never something else than computing again would give."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ class Remembering(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.results = MetaResults()
+        self.given: dict[Any, Any] = {}
+        self.results = MetaResults(self.given)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = self.results.call(func, args, kwargs or {})
@@ -32,6 +34,18 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
+def halves() -> torch.Tensor:
+    return meta(2, dtype=torch.long) / 2
+
+
+def in_float64(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return call()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 CALLS = {
     "same again": [lambda: meta(2, 3) * meta(2, 3)] * 3,
     "another shape": [lambda: meta(2, 3).sum(), lambda: meta(3, 2).sum(0)],
@@ -41,6 +55,7 @@ CALLS = {
         lambda: meta(2, dtype=torch.long) * 1.0,
         lambda: meta(2, dtype=torch.bool) * True,
     ],
+    "another default dtype": [halves, lambda: in_float64(halves)],
     "another stride": [
         lambda: meta(4, 4).t().contiguous(),
         lambda: meta(4, 4).exp(),
@@ -94,5 +109,28 @@ def test_layers_alike_are_computed_once() -> None:
         model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, device="meta") for _ in range(layers)])
         with torch.no_grad(), Remembering() as mode:
             model(meta(3, 4))
-        computed.append(len(mode.results._given))
+        computed.append(len(mode.given))
     assert computed[0] == computed[1] > 0
+
+
+def test_a_run_remembers_what_the_run_before_has_computed() -> None:
+    given: dict[Any, Any] = {}
+    first, second = MetaResults(given), MetaResults(given)
+    exp = torch.ops.aten.exp.default
+    first.call(exp, (meta(2, 3),), {})
+    assert len(given) == 1
+    again = second.call(exp, (meta(2, 3),), {})
+    assert (len(given), again.shape, again.device.type) == (1, (2, 3), "meta")
+
+
+def test_operators_of_other_libraries_are_asked_each_time() -> None:
+    sizes = iter((2, 3))
+
+    @torch.library.custom_op("megasched_test::of_a_state", mutates_args=())
+    def of_a_state(x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(next(sizes))
+
+    of_a_state.register_fake(lambda x: x.new_empty(next(sizes)))
+    results = MetaResults({})
+    operator = torch.ops.megasched_test.of_a_state.default
+    assert [len(results.call(operator, (meta(1),), {})) for _ in range(2)] == [2, 3]
