@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.suite.durations import Durations, Entry, budget_of, read_record
+from tests.suite.durations import SLURM, TOTAL, Durations, Entry, budget_of, read_record
 
 TESTS = Path(__file__).parents[1]
 LEFT_OUT = re.compile(r"^pytestmark = pytest\.mark\.(slow|browser)\b", re.MULTILINE)
@@ -13,6 +13,15 @@ def test_the_record_is_of_the_files_that_there_are():
     """`make durations` writes it anew."""
     files = [path for path in TESTS.rglob("test_*.py") if not LEFT_OUT.search(path.read_text())]
     assert sorted(read_record()) == sorted(str(path.relative_to(TESTS.parent)) for path in files)
+
+
+def test_no_test_takes_longer_than_it_may():
+    over = {file: entry.slowest for file, entry in read_record().items() if entry.slowest > budget_of(file)}
+    assert not over
+
+
+def test_all_together_take_no_longer_than_they_may():
+    assert sum(entry.seconds for file, entry in read_record().items() if not file.startswith(SLURM)) < TOTAL
 
 
 def test_files_are_added_up_and_sorted():
