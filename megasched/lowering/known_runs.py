@@ -12,7 +12,10 @@ from torch import nn
 
 from megasched.lowering.given_positions import takes_counted_positions
 from megasched.lowering.propagate import propagate
+from megasched.lowering.replay import Rank
 from megasched.lowering.sequence_run import plan_sequence
+from megasched.lowering.size_check import columns_of_unproven_sizes
+from megasched.roles import Cut
 from megasched.trial.labels import Derived
 from megasched.trial.meta_call import meta_copy, to_meta
 from megasched.trial.sequence_plan import SequencePlan
@@ -27,6 +30,8 @@ class KnownRuns:
         # Ranks -> plans, each with the answers of ``refuse_region`` on which it rests.
         self._sequences: dict[int, list[tuple[dict[str, str], SequencePlan]]] = {}
         self._counted: bool | None = None
+        self._unproven: dict[Hashable, set[str]] = {}
+        self._probe: nn.Module | None = None  # of the last run; that of any would do
 
     def propagate(self, model: nn.Module, inputs: Mapping[str, Any], asked: Mapping[str, Any]) -> Derived:
         """As ``propagate`` does.
@@ -37,8 +42,25 @@ class KnownRuns:
         """
         key = tuple((name, _frozen(value)) for name, value in asked.items() if not isinstance(value, Structure))
         if key not in self._derived:
-            self._derived[key] = propagate(meta_copy(model), to_meta(dict(inputs)), **asked)
+            self._probe = meta_copy(model)
+            self._derived[key] = propagate(self._probe, to_meta(dict(inputs)), **asked)
         return self._derived[key]
+
+    def unproven_sizes(
+        self,
+        derived: Derived,
+        structure: Structure | None,
+        rank: Rank,
+        cuts: Mapping[str, Cut],
+        counts: Mapping[str, tuple[str, ...]],
+    ) -> set[str]:
+        """As ``columns_of_unproven_sizes`` does, of what ``propagate`` found."""
+        key = (id(derived), *(_frozen(value) for value in vars(rank).values()), _frozen(counts))
+        if key not in self._unproven:
+            assert self._probe is not None
+            found = columns_of_unproven_sizes(self._probe, derived.calls, structure, rank, cuts, counts)
+            self._unproven[key] = found
+        return self._unproven[key]
 
     def plan_sequence(
         self, model: nn.Module, structure: Structure, size: int, refuse_region: Callable[[str], str]

@@ -18,18 +18,19 @@ from megasched.lowering.block.choice import choose_blocks, mixture_problems, ove
 from megasched.lowering.fp8 import choose_fp8
 from megasched.lowering.joining import join_columns
 from megasched.lowering.known_runs import KnownRuns
-from megasched.lowering.local_attributes import check_local_attributes
+from megasched.lowering.local_attributes import check_local_attributes, sharded_attention
 from megasched.lowering.packed_plan import one_sequence_a_row, plan_packed
 from megasched.lowering.pairs import take_pairs
 from megasched.lowering.parts import check_parts
 from megasched.lowering.placing import place
 from megasched.lowering.plan import Plan
 from megasched.lowering.record_lowerings import is_lowered
+from megasched.lowering.replay import Rank
 from megasched.lowering.sync import check_syncs
 from megasched.records import Record
 from megasched.registry import get_primitive
+from megasched.roles import Roles
 from megasched.schedule import Schedule
-from megasched.trial.labels import Derived
 from megasched.trial.sequence_plan import SequencePlan
 from megasched.trial.structure import Structure, find_structure
 
@@ -68,7 +69,7 @@ def make_plan(
     problems += place(schedule, model, plan, shards, vocab_multiple or schedule.layout.tp)
     problems += _check_expert_parallel(plan, model)
     if not problems:
-        problems += _derive(model, plan, inputs, causal_lm, runs)
+        problems += _derive(model, plan, inputs, causal_lm, runs, schedule.roles)
         problems += _with_sources(plan, check_local_attributes(schedule.roles, model, plan))
     if not problems:
         problems += _plan_sequence(plan, model, runs)
@@ -131,7 +132,12 @@ def _check_expert_parallel(plan: Plan, model: nn.Module) -> list[Problem]:
 
 
 def _derive(
-    model: nn.Module, plan: Plan, inputs: Mapping[str, Any] | None, causal_lm: bool, runs: KnownRuns
+    model: nn.Module,
+    plan: Plan,
+    inputs: Mapping[str, Any] | None,
+    causal_lm: bool,
+    runs: KnownRuns,
+    roles: Roles,
 ) -> list[Problem]:
     """Structure, propagation, and what of it goes into the placements."""
     problems: list[Problem] = []
@@ -143,7 +149,7 @@ def _derive(
             return take_pairs(plan, model) + check_syncs(plan)
         spread = plan.cuts or plan.layout.sp or plan.layout.cp > 1
         if inputs is not None and (spread or plan.records_of("replace", "replace_all")):
-            plan.derived = _propagate(model, plan, inputs, causal_lm, runs)
+            _propagate(model, plan, inputs, causal_lm, runs, roles)
             problems = _settle_gathered(plan)
     except ScheduleError as error:
         return _with_sources(plan, error.problems)
@@ -206,8 +212,10 @@ def why_not_sequence_region(plan: Plan, path: str) -> str:
 
 
 def _propagate(
-    model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_lm: bool, runs: KnownRuns
-) -> Derived:
+    model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_lm: bool, runs: KnownRuns, roles: Roles
+) -> None:
+    """What follows from the cuts goes into the plan; columns of which it is not proven that a part will do are
+    gathered."""
     forked = frozenset(record.path for record in plan.records_of("fork_rng"))
     gather = frozenset(
         record.path
@@ -215,17 +223,34 @@ def _propagate(
         if plan.cuts.get(record.path) == "column"
         and (record.arguments["mode"], record.arguments["op"]) == ("fwd_post", "all_gather")
     )
-    asked: dict[str, Any] = {
-        "cuts": dict(plan.cuts),
-        "structure": plan.structure,
-        "sequence_parallel": plan.layout.sp and causal_lm,
-        "loss_takes_shards": causal_lm,
-        "forked_by_user": forked,
-        "gathered_by_user": gather,
-        "components": {path: _components(plan, path) for path in plan.cuts},
-        "heads": {path: heads.of_components for path, heads in plan.replicated_heads.items()},
-    }
-    return runs.propagate(model, inputs, asked)
+    while True:
+        asked: dict[str, Any] = {
+            "cuts": dict(plan.cuts),
+            "structure": plan.structure,
+            "sequence_parallel": plan.layout.sp and causal_lm,
+            "loss_takes_shards": causal_lm,
+            "forked_by_user": forked,
+            "gathered_by_user": gather,
+            "components": {path: _components(plan, path) for path in plan.cuts},
+            "heads": {path: heads.of_components for path, heads in plan.replicated_heads.items()},
+        }
+        plan.derived = runs.propagate(model, inputs, asked)
+        unproven = _unproven_sizes(plan, runs, asked, roles) - plan.derived.gather
+        if not unproven:
+            return
+        gather |= unproven
+
+
+def _unproven_sizes(plan: Plan, runs: KnownRuns, asked: Mapping[str, Any], roles: Roles) -> set[str]:
+    """Columns that stay cut, and of whose sizes the code that follows may make something else on a rank."""
+    if plan.layout.tp == 1:
+        return set()
+    settled = plan.derived.gather | plan.derived.scatter
+    cuts = {path: cut for path, cut in plan.cuts.items() if path not in settled}
+    rank = Rank(plan.layout.tp, cuts, asked["components"], asked["heads"])
+    sharded = sharded_attention(plan)
+    counts = {path: names for path, names in roles.local_attributes.items() if sharded(path)}
+    return runs.unproven_sizes(plan.derived, plan.structure, rank, plan.cuts, counts)
 
 
 def _components(plan: Plan, path: str) -> tuple[int, ...]:

@@ -18,10 +18,10 @@ from torch import nn
 from megasched.errors import Problem
 from megasched.roles import Cut
 from megasched.trial.entries import columns_that_share, find_entries
-from megasched.trial.labelling import Labelling
 from megasched.trial.labels import Derived, Label, Region
 from megasched.trial.lookup import watch_lookups
 from megasched.trial.meta_call import call_hooks, run_on_meta, tensors_in
+from megasched.trial.module_calls import RecordedCalls
 from megasched.trial.parts import Argument, Part
 from megasched.trial.structure import Structure
 
@@ -60,7 +60,7 @@ def propagate(
     lookups = None
     while True:
         known = (gather, forked_by_user, components or {}, regions, not_regions, rows_inside, parts)
-        run = Labelling(model, cuts, structure, sequence_parallel, *known, heads)
+        run = RecordedCalls(model, cuts, structure, sequence_parallel, *known, heads)
         for tensor in tensors_in(dict(inputs)):
             # A float input is an activation; what is made of ids alone (masks, positions) carries no gradient.
             run._set(tensor, Label(fed=True, active=tensor.is_floating_point()))
@@ -96,7 +96,7 @@ def propagate(
 
 
 @contextmanager
-def recorded_calls(model: nn.Module, run: Labelling, *, takes_shards: bool) -> Any:
+def recorded_calls(model: nn.Module, run: RecordedCalls, *, takes_shards: bool) -> Any:
     """Stands in for HF's loss function: logits may stay sharded up to it if the real one takes shards.
 
     It also stands in for the attention function, to see how many heads a module hands over.

@@ -2,7 +2,7 @@
 
 A column linear's output is cut along its last dimension; views, transposes and matrix products take the cut
 elsewhere. What can't be computed on a part (a norm over the cut dimension, a slice of it, a product that sums
-over it) needs the whole; where the cut can't be followed, nothing is said.
+over it) needs the whole; an operation without a rule says nothing, and is taken for one that needs it, too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megasched.trial.meta_call import tensors_in
+from megasched.trial.operators import arguments_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ WHOLE = frozenset(
     (
         *("sum", "mean", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "all", "any", "median"),
         *("var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp"),
-        *("_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "topk", "kthvalue", "flip", "roll"),
+        *("_softmax", "_safe_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "topk", "kthvalue"),
+        *("flip", "roll"),
     )
 )
 # Compute nothing, or each element by itself, and are not tagged as pointwise.
@@ -77,12 +79,13 @@ _KEEPS = frozenset(
         "log_sigmoid_forward",
     )
 )
-# Take elements along a dimension, or put them there.
-_ALONG_ONE = frozenset(["scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"])
+# Take elements along a dimension, or put them there: where an index of their shape says, or a list of places.
+_BY_ELEMENT = frozenset(["gather", "scatter", "scatter_", "scatter_add", "scatter_add_"])
+_BY_PLACE = frozenset(["index_add", "index_add_"])
 NORMS = frozenset(["native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"])
 VIEWS = frozenset(["view", "_unsafe_view", "reshape", "_reshape_alias"])
 PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm", "matmul"])
-PARTS = frozenset(["slice", "select", "split", "split_with_sizes", "unbind", "index_select", "gather", "narrow"])
+PARTS = frozenset(["slice", "select", "split", "split_with_sizes", "unbind", "index_select", "narrow"])
 
 
 def follow(
@@ -129,20 +132,14 @@ def follow(
         if a.dim >= x.dim() - len(told["normalized_shape"]):
             raise NeedsWhole
         return [a if out.dim() == x.dim() else None for out in outputs]
+    if name in _BY_ELEMENT | _BY_PLACE:
+        return [_along_one(told, along, places=name in _BY_PLACE)] * len(outputs)
+    if x is not told.get("self", x) or len(cut) > 1:
+        raise NeedsWhole  # a table that is whole is read by indices of a part
     if name in PARTS:
         return _part(name, told, x, a, outputs)
     moved = _moved(name, told, x, a, outputs[0]) if outputs else None
     return [moved] * len(outputs)
-
-
-def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The operation's arguments by the names of its schema."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-    return {
-        **{argument.name: argument.default_value for argument in func._schema.arguments},
-        **given,
-        **kwargs,
-    }
 
 
 def _dims(told: dict[str, Any], x: torch.Tensor) -> list[int]:
@@ -186,7 +183,12 @@ def _product(a: torch.Tensor, b: torch.Tensor, along: Callable[..., Any], out: t
     if (left is not None and left.dim == a.dim() - 1) or (right is not None and right.dim == b.dim() - 2):
         raise NeedsWhole  # each rank would have a part of the sum
     places = {found for found in (left, right) if found is not None}
-    return places.pop() if len(places) == 1 and a.dim() == b.dim() == out.dim() else None
+    if len(places) != 1 or not a.dim() == b.dim() == out.dim():
+        return None
+    (place,) = places
+    if place.dim < out.dim() - 2:  # of the batch, which both have
+        _same_for_all((a, b), [tensor for tensor in (a, b) if along(tensor) is not None], place, out)
+    return place
 
 
 def _added(tensor: torch.Tensor, a: Along | None, place: Along, out: torch.Tensor) -> None:
@@ -257,31 +259,57 @@ def _moved(name: str, told: dict[str, Any], x: torch.Tensor, a: Along, out: torc
         dim = a.dim + (told["dim"] % out.dim() <= a.dim)
     elif name == "squeeze":
         asked = _dims(told, x)
+        if a.dim in asked:
+            raise NeedsWhole  # of size 1 on a rank, it would be gone there
         dim = a.dim - sum(d < a.dim and x.shape[d] == 1 for d in asked)
     elif name == "expand":
         dim = a.dim + out.dim() - x.dim()
     elif name.startswith("new_") and out.dim() == x.dim() and out.shape[: a.dim + 1] == x.shape[: a.dim + 1]:
         dim = a.dim  # sizes that were taken from a tensor that is cut
     elif name == "index":
-        return _indexed(told["indices"], x, a, out)
-    elif out.shape != x.shape or not (name in _KEEPS or _beside(name, told, x, a)):
+        return _indexed(told["indices"], a)
+    elif out.shape != x.shape or name not in _KEEPS:
         return None
     return replace(a, dim=dim)
 
 
-def _beside(name: str, told: dict[str, Any], x: torch.Tensor, a: Along) -> bool:
-    """Whether this takes or puts elements along another dimension than the cut one."""
-    return name in _ALONG_ONE and told["dim"] % x.dim() != a.dim
+def _along_one(told: dict[str, Any], along: Callable[..., Any], *, places: bool) -> Along:
+    """Elements are taken or put along a dimension while another one is cut: alike in all that has the elements.
+
+    Args:
+        places: the index is a list of places, and not one for each element.
+    """
+    x = told["self"]
+    given = [x, told.get("src"), told.get("source"), None if places else told["index"]]
+    elements = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
+    found = {place for tensor in elements if (place := along(tensor)) is not None}
+    if len(found) != 1 or (places and along(told["index"]) is not None):
+        raise NeedsWhole
+    (place,) = found
+    if place.dim == told["dim"] % x.dim() or len({tensor.shape[place.dim] for tensor in elements}) > 1:
+        raise NeedsWhole
+    _same_for_all(elements, [tensor for tensor in elements if along(tensor) is not None], place, x)
+    return place
 
 
-def _indexed(indices: Sequence[torch.Tensor | None], x: torch.Tensor, a: Along, out: torch.Tensor) -> Along | None:
-    """Elements that are taken along other dimensions leave the cut where it is; one index may have several."""
-    given = {dim: index for dim, index in enumerate(indices) if index is not None}
+def _indexed(indices: Sequence[torch.Tensor | None], a: Along) -> Along | None:
+    """Elements that are taken along other dimensions leave the cut between the dimensions that stay.
+
+    Where indices stand side by side, what they are broadcast to comes in their place, else in front of all.
+    """
+    given: dict[int, torch.Tensor] = {}
+    dim = 0
+    for index in indices:
+        consumed = index.dim() if index is not None and index.dtype == torch.bool else 1
+        if index is not None:
+            given |= dict.fromkeys(range(dim, dim + consumed), index)
+        dim += consumed
     if a.dim in given:
         return None
-    if len(given) > 1 or any(index.dtype == torch.bool for index in given.values()):
-        return a if out.shape == x.shape else None
-    return replace(a, dim=a.dim + sum(index.dim() - 1 for dim, index in given.items() if dim < a.dim))
+    made = max(1 if index.dtype == torch.bool else index.dim() for index in given.values())
+    side_by_side = max(given) - min(given) + 1 == len(given)
+    before = made if not side_by_side or min(given) < a.dim else 0
+    return replace(a, dim=a.dim - sum(dim < a.dim for dim in given) + before)
 
 
 def _viewed(before: Sequence[int], a: Along, after: Sequence[int]) -> Along | None:

@@ -18,12 +18,12 @@ from megasched.trial.dims import ON_ALL_RANKS, Along, NeedsWhole, follow
 from megasched.trial.entries import ColumnCall
 from megasched.trial.labels import Derived, Label
 from megasched.trial.meta_call import DefaultScalars, tensors_in
+from megasched.trial.operators import draws, written
 from megasched.trial.parts import Argument, Part, Parts
 from megasched.trial.structure import Structure
 
 # Give tensors of one value, from nothing or from such a tensor: each rank can make its own part of one.
 _ALIKE = frozenset(["zeros", "ones", "full", "detach"])
-_RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform_")
 
 
 class LabelRun(DefaultScalars):
@@ -74,6 +74,7 @@ class LabelRun(DefaultScalars):
         self.column_calls: list[ColumnCall] = []
         self.other_uses: dict[int, set[str]] = defaultdict(set)
         self.summed_outputs: dict[int, str] = {}
+        self.written: dict[int, Label] = {}  # id of a tensor of which a view was written to -> what was
         self.tokens = torch.Size((1, 1))
         self.alike: set[int] = set()
         self.silent = 0
@@ -83,7 +84,10 @@ class LabelRun(DefaultScalars):
     # labels -----------------------------------------------------------------------------------------
 
     def label(self, tensor: torch.Tensor) -> Label:
-        return self.labels.get(id(tensor), Label())
+        found = self.labels.get(id(tensor), Label())
+        if self.written and (written := self.written.get(id(_base(tensor)))) is not None:
+            return _joined(found, written)
+        return found
 
     def _set(self, tensor: torch.Tensor, label: Label) -> None:
         self.labels[id(tensor)] = label
@@ -111,15 +115,19 @@ class LabelRun(DefaultScalars):
             if not (self._in_adapter_of_column(path) and self.label(tensor).region == "S"):
                 self.other_uses[id(tensor)].update(entry[0] for entry in self.stack)
             self.kept.append(tensor)
-        if func.__name__.split(".")[0].endswith("_") and operands and id(operands[0]) in self.summed_outputs:
-            self.derived.overwritten.add(self.summed_outputs[id(operands[0])])
+        changed = written(func, args, kwargs or {})
+        for tensor in changed:
+            if id(tensor) in self.summed_outputs:
+                self.derived.overwritten.add(self.summed_outputs[id(tensor)])
         outputs = tensors_in(output)
         if func.__name__.split(".")[0] in _ALIKE and self.alike.issuperset(map(id, operands)):
             self.alike.update(map(id, outputs))
         for tensor, along in zip(outputs, self._follow(func, args, kwargs or {}, outputs, joined), strict=True):
             on_all = along == ON_ALL_RANKS
             self._set(tensor, replace(joined, region="P") if on_all else replace(joined, along=along))
-        if any(word in func.__name__ for word in _RANDOM):
+        for tensor in changed:
+            self._write_through(tensor)
+        if draws(func, args, kwargs or {}):
             self._random(path, joined)
         return output
 
@@ -136,12 +144,21 @@ class LabelRun(DefaultScalars):
             found = None
             if joined.region == "T" and self.parts.want(needs.met, joined.columns, self._around()):
                 return [None] * len(outputs)
-        if joined.region == "T":
-            if found is None:
+        # What gives no tensor asks for a number, which each rank would answer by its part.
+        if not found or any(along is None for along in found):
+            if joined.region == "T":
                 self.derived.gather |= joined.columns
-        elif found is None or any(along is None for along in found):
-            self._need_sequence()
+            else:
+                self._need_sequence()
         return found or [None] * len(outputs)
+
+    def _write_through(self, tensor: torch.Tensor) -> None:
+        """What a view is given, the tensor has that it is a view of, and so have all its other views."""
+        base, given = _base(tensor), self.labels.get(id(tensor), Label())
+        if base is not tensor and (given.active or given.fed):
+            before = self.written.get(id(base))
+            self.written[id(base)] = given if before is None else _joined(before, given)
+            self.kept.append(base)
 
     def _join(self, labels: list[Label]) -> Label:
         """The label of what an operation makes of its operands."""
@@ -264,3 +281,25 @@ class LabelRun(DefaultScalars):
             yield
         finally:
             self.silent -= 1
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that this is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def _joined(own: Label, written: Label) -> Label:
+    """The label of a tensor of which a part was written to; only of one that was cut before it is known how."""
+    if own.region == "R":
+        region, along = written.region, None
+    else:
+        region, along = own.region, own.along if written.region in ("R", own.region) else None
+    return Label(
+        region,
+        own.columns | written.columns,
+        own.rows | written.rows,
+        own.params | written.params,
+        own.active or written.active,
+        own.fed or written.fed,
+        along,
+    )

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megasched.errors import Problem
 from megasched.trial.crossing import Place
 from megasched.trial.dims import Along
 from megasched.trial.parts import Argument, Part
 from megasched.trial.recorded import LeafPath
+
+if TYPE_CHECKING:
+    from megasched.trial.module_calls import ModuleCall
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Derived:
         sides: place of what later layers read beside the hidden state -> the dimension along which it is cut, if
             it is; None where that could not be followed.
         problems: what can't be made right.
+        calls: path of a module whose own code works on shards -> its first call.
     """
 
     gather: set[str] = field(default_factory=set)
@@ -112,3 +116,4 @@ class Derived:
     experts: dict[str, str] = field(default_factory=dict)
     sides: dict[Place, int | None] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    calls: dict[str, ModuleCall] = field(default_factory=dict)

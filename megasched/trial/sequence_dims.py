@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from megasched.trial.dims import NORMS, PRODUCTS, VIEWS, WHOLE, Along, NeedsWhole, arguments_of, follow
+from megasched.trial.dims import NORMS, PRODUCTS, VIEWS, WHOLE, Along, NeedsWhole, follow
+from megasched.trial.operators import arguments_of
 
 Place = Callable[[torch.Tensor], Along | None]
 

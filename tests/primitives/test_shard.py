@@ -212,6 +212,30 @@ NEED_THE_WHOLE = {
     "norm over the heads": lambda m, y: F.layer_norm(y.unflatten(-1, (-1, 4)), (4, 4)).flatten(-2),
     "whole linear": lambda m, y: m.whole(torch.tanh(y)),
     "product over features": lambda m, y: (y.transpose(1, 2) @ y)[:, :3],
+    "one for a whole head of the other operand": lambda m, y: (
+        (y.unflatten(-1, (-1, 4)).flatten(0, 1).transpose(0, 1) @ m.gamma.view(4, 4, 1).expand(4, 4, 4))
+        .transpose(0, 1)
+        .reshape(y.shape)
+    ),
+    "asked for a number": lambda m, y: y * (2.0 if torch.equal(y, y + 1) else 3.0),
+    # Of these nothing is known, so that they are taken for such.
+    "sum but for what is no number": lambda m, y: y / y.nansum(-1, keepdim=True),
+    "smallest and largest": lambda m, y: y * sum(y.aminmax(dim=-1, keepdim=True)),
+    "most frequent": lambda m, y: y - y.mode(-1, keepdim=True).values,
+    "median": lambda m, y: y - y.nanmedian(-1, keepdim=True).values,
+    "how many": lambda m, y: y * torch.count_nonzero(y > 0, -1)[..., None],
+    "distances": lambda m, y: y * torch.cdist(y, y).sum(-1, keepdim=True),
+    "sum of exponentials": lambda m, y: y.logcumsumexp(-1),
+    "frequencies": lambda m, y: torch.fft.rfft(y).abs().sum(-1, keepdim=True) * y,
+    "neighbours": lambda m, y: F.avg_pool1d(y, 3, 1, 1),
+    "windows": lambda m, y: y.unfold(-1, 4, 4).amax(-2, keepdim=True).flatten(-2).repeat(1, 1, 4),
+    "rescaled": lambda m, y: torch.renorm(y, 2, 0, 1.0),
+    # What a rank would read off its part.
+    "number of features": lambda m, y: y / y.shape[-1],
+    "number of elements": lambda m, y: y * (12.0 / y.numel()),
+    "so many groups": lambda m, y: F.normalize(y.view(2, 3, 4, -1), dim=-1).flatten(-2),
+    "places counted": lambda m, y: y * torch.arange(y.shape[-1]),
+    "as many zeros": lambda m, y: y + torch.zeros(y.shape).fill_(y.shape[-1]),
 }
 # What can be computed on a part, and stays so.
 TAKE_A_PART = {
@@ -237,6 +261,19 @@ def tie(sch):
     sch["head"].shard("weight", axis=0)
     sch["embed"].shard("weight", axis=0)
     sch["mlp.up"].shard("weight", axis=0)
+
+
+class Sliced(nn.Module):
+    """A gate that is written into a buffer, slice by slice."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 16), nn.Linear(8, 1), nn.Linear(16, 8)
+
+    def forward(self, x):
+        gate, out = self.gate(x), torch.zeros(*x.shape[:2], 1)
+        out[:, :2], out[:, 2:] = gate[:, :2], gate[:, 2:]
+        return self.down(self.up(x) * out)
 
 
 CASES = {
@@ -272,6 +309,7 @@ CASES = {
         True,
     ),
     "parameters between": (Between, column_row, "x", True),
+    "gate written slice by slice": (Sliced, column_row, "x", True),
     "two activations": (Encoded, lambda sch: [sch["cross.up_*"].shard("weight", axis=0), rows(sch)], "x", True),
     "input handed out": (Handing, lambda sch: [sch["block.up_*"].shard("weight", axis=0), rows(sch)], "x", True),
     "column called twice": (

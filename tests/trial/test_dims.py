@@ -81,16 +81,32 @@ def test_permutations_and_transposes(order, dim):
 X = Along(2)
 
 
+def ids(*shape):
+    return torch.zeros(shape, dtype=torch.long, device="meta")
+
+
 @pytest.mark.parametrize(
     ("make", "place"),
     [
         (lambda x: x.unsqueeze(0), Along(3)),
         (lambda x: x.unsqueeze(-1), Along(2)),
         (lambda x: x[:, :, None].squeeze(2), Along(2)),
-        (lambda x: x[:1].squeeze(), Along(1)),
+        (lambda x: x[:1].squeeze(0), Along(1)),
         (lambda x: x[0], Along(1)),
         (lambda x: x[:, [1]], Along(2)),
         (lambda x: x[torch.zeros(2, 2, dtype=torch.long, device="meta")], Along(3)),
+        (lambda x: x[ids(2), ids(2)], Along(1)),
+        (lambda x: x[ids(3, 1), ids(2)], Along(2)),
+        (lambda x: x.transpose(1, 2)[ids(2), :, ids(2)], Along(1)),  # what indices give comes first
+        (lambda x: x.gather(1, x.argmax(1, keepdim=True)), Along(2)),
+        (lambda x: x.gather(1, ids(2, 1, 1).expand(2, 1, 8)), Along(2)),
+        (lambda x: x.scatter(1, x.argmax(1, keepdim=True), 1.0), Along(2)),
+        (lambda x: x.scatter_add(1, ids(2, 3, 1).expand(2, 3, 8), x), Along(2)),
+        (lambda x: x.index_add(1, ids(3), x), Along(2)),
+        (
+            lambda x: x.transpose(0, 2) @ torch.zeros(8, 2, 5, device="meta").new_zeros(1, 2, 5).expand(8, 2, 5),
+            Along(0),
+        ),
         (lambda x: x.unflatten(2, (4, 2))[..., [-1]], Along(2)),
         (lambda x: x[:, 1], Along(1)),
         (lambda x: x[:, 1:], Along(2)),
@@ -114,6 +130,15 @@ def test_followed(make, place):
     assert moved(make, (2, 3, 8), X)[0] == place
 
 
+def test_a_mask_takes_the_place_of_the_dimensions_that_it_is_of():
+    x, mask, out = torch.zeros(2, 3, 8), torch.ones(2, 3, dtype=torch.bool), torch.zeros(6, 8)
+    index = torch.ops.aten.index.Tensor
+    assert follow(index, (x, [mask]), {}, [out], lambda tensor: X if tensor is x else None) == [Along(1)]
+    assert follow(index, (x, [None, None, mask[0]]), {}, [out], lambda tensor: X if tensor is x else None) == [
+        None
+    ]
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -124,6 +149,18 @@ def test_followed(make, place):
         lambda x: x.softmax(-1),
         lambda x: x.topk(2),
         lambda x: x.cumsum(-1),
+        lambda x: x.squeeze(),  # on a rank there may be one
+        lambda x: x.squeeze(-1),
+        lambda x: x.gather(1, ids(2, 1, 8)),
+        lambda x: x.gather(-1, x.argsort(1)),
+        lambda x: torch.zeros(2, 3, 8, device="meta").gather(1, x.argsort(1)),
+        lambda x: torch.zeros(9, device="meta").index_select(0, x.argsort(1)[0, 0]),
+        lambda x: x.scatter(1, ids(2, 1, 8), 1.0),
+        lambda x: x.scatter(2, ids(2, 3, 1), 1.0),
+        lambda x: x.scatter(1, x.argsort(1), torch.zeros(2, 3, 8, device="meta")),
+        lambda x: torch.zeros(2, 3, 8, device="meta").scatter_add(1, x.argsort(1), x),
+        lambda x: x.index_add(1, ids(3), torch.zeros(2, 3, 8, device="meta")),
+        lambda x: x.transpose(0, 2) @ torch.zeros(8, 2, 5, device="meta"),
         lambda x: x[..., 0],
         lambda x: x[..., :4],
         lambda x: x[..., ::2],
@@ -151,8 +188,6 @@ def test_needs_the_whole(make):
         (lambda x: torch.nn.functional.conv1d(x, torch.zeros(3, 3, 3, device="meta"), padding=1), False),
         (lambda x: x[:, [2, 0, 1]], True),
         (lambda x: x[..., [7, 6, 5, 4, 3, 2, 1, 0]], False),
-        (lambda x: x.scatter(1, torch.zeros(2, 1, 8, dtype=torch.long, device="meta"), 1.0), True),
-        (lambda x: x.scatter(2, torch.zeros(2, 3, 1, dtype=torch.long, device="meta"), 1.0), False),
         (lambda x: torch.rand_like(x), True),
     ],
 )

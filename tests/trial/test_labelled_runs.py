@@ -15,12 +15,12 @@ def test_more_layers_want_no_more_runs(tmp_path, monkeypatch, family):
     """Regions of all layers are found together: Qwen3-Next has 84 in 48 layers."""
     runs = []
 
-    class Counted(propagate.Labelling):
+    class Counted(propagate.RecordedCalls):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             runs[-1] += 1
 
-    monkeypatch.setattr(propagate, "Labelling", Counted)
+    monkeypatch.setattr(propagate, "RecordedCalls", Counted)
     for layers in (4, 8):
         runs.append(0)
         folder = tiny.save(family, tmp_path / str(layers), num_hidden_layers=layers)

@@ -1,0 +1,184 @@
+"""The code of single modules, run again with what one rank has: it must do what the labelled run says.
+
+A definition's code reads sizes off its tensors, and off attributes of its modules. Labels follow tensors, and not
+such numbers; run with a rank's shapes, the code shows what it makes of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.linears import output_axis
+from megasched.lowering.local_attributes import local_count
+from megasched.roles import Cut
+from megasched.trial.dims import Along
+from megasched.trial.meta_call import DefaultScalars, call_hooks, tensors_in
+from megasched.trial.module_calls import SAME, ModuleCall, numbers_of
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank has of each linear, and of what a module counts."""
+
+    tp: int
+    cuts: Mapping[str, Cut]
+    components: Mapping[str, tuple[int, ...]]
+    heads: Mapping[str, tuple[int, ...]]
+
+    def sizes(self, path: str, linear: nn.Module) -> tuple[int, int | None]:
+        """(features that what is cut at ``path`` hands out, and takes); an embedding takes none."""
+        if self.cuts[path] == "features":
+            return linear.weight.shape[1] // self.tp, None
+        axis = output_axis(linear)
+        out, taken = linear.weight.shape[axis], linear.weight.shape[1 - axis]
+        if self.cuts[path] == "row":
+            return out, taken // self.tp
+        along = Along(0, components=self.components.get(path, ()), heads=self.heads.get(path, ()))
+        return along.on_rank(out, self.tp), taken
+
+    def count(self, path: str, whole: int) -> int | None:
+        """What a rank has of a count of the module at ``path``; None where it can have no part of it."""
+        replicated = {n for inner, heads in self.heads.items() if inner.startswith(f"{path}.") for n in heads if n}
+        return local_count(whole, self.tp, replicated)
+
+
+class Mismatch(Exception):
+    """A module does not do on a rank what it must."""
+
+
+class Replay(DefaultScalars):
+    """One module's forward with a rank's tensors; every operation is compared with what it must give."""
+
+    def __init__(self, call: ModuleCall, tp: int) -> None:
+        super().__init__()
+        self.expected, self.done, self.silent = call.results, 0, 0
+        self.numbers, self.computed, self.tp = call.numbers, 0, tp
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        if not self.silent and func not in SAME:
+            numbers = tuple(numbers_of(func, args, kwargs))
+            if self.numbers[self.computed : self.computed + len(numbers)] != numbers:
+                raise Mismatch
+            self.computed += len(numbers)
+            for tensor in tensors_in(output):
+                if self.done == len(self.expected):
+                    raise Mismatch
+                wanted = self.expected[self.done]
+                self.done += 1
+                if wanted is not None and wanted.on_rank(self.tp) != tuple(tensor.shape):
+                    raise Mismatch
+        return output
+
+
+def fits(module: nn.Module, path: str, call: ModuleCall, tp: int, cuts: Container[str]) -> bool:
+    """Whether a module does on a rank what it must.
+
+    Args:
+        call: of the module, as it was recorded.
+        cuts: paths of what was cut then, whose own operations are not among the recorded ones.
+    """
+    from megasched.lowering import attention
+
+    replay = Replay(call, tp)
+    real = attention.attention_forward
+
+    def silently(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        replay.silent += 1
+        sinks = kwargs.get("s_aux")
+        if sinks is not None and sinks.dim() == 1:  # of which a rank takes those of its heads
+            kwargs["s_aux"] = sinks[: query.shape[1]]
+        try:
+            return real(module, query, *args, **{**kwargs, "dropout": 0.0})
+        finally:
+            replay.silent -= 1
+
+    def before(inner: str, child: nn.Module, args: Any, kwargs: Any) -> None:
+        replay.silent += join(path, inner) in cuts
+
+    def after(inner: str, child: nn.Module, output: Any) -> None:
+        replay.silent -= join(path, inner) in cuts
+
+    args, kwargs = call.arguments(tp)
+    try:
+        with (
+            attention.stand_in(silently),
+            call_hooks(module, before, after),
+            torch.no_grad(),
+            torch.device("meta"),
+            replay,
+        ):
+            module(*args, **kwargs)
+    except Exception:  # whatever a forward raises over shapes that do not fit
+        return False
+    return (replay.done, replay.computed) == (len(call.results), len(call.numbers))
+
+
+@contextmanager
+def divided(module: nn.Module, counts: Mapping[str, int]) -> Iterator[None]:
+    before = dict(vars(module))
+    if any(name.startswith("config.") for name in counts):
+        module.config = copy.copy(module.config)
+    for name, count in counts.items():
+        owner = module.config if name.startswith("config.") else module
+        setattr(owner, name.removeprefix("config."), count)
+    try:
+        yield
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
+
+
+@contextmanager
+def local_linears(module: nn.Module, path: str, rank: Rank) -> Iterator[None]:
+    """Linears and embeddings inside hand out, and take, what they do on one rank."""
+    changed = []
+    for inner, child in module.named_modules():
+        full = join(path, inner)
+        if rank.cuts.get(full) not in ("column", "row", "features"):
+            continue
+        features, taken = rank.sizes(full, child)
+
+        def forward(x: torch.Tensor, features: int = features, taken: int | None = taken) -> torch.Tensor:
+            if taken is None:  # ids
+                return torch.empty(*x.shape, features, device="meta")
+            if x.shape[-1] != taken:
+                raise Mismatch
+            return torch.empty(*x.shape[:-1], features, dtype=x.dtype, device="meta")
+
+        held = dict(child._parameters)
+        child._parameters.update(_local_parameters(child, features, taken))
+        child.forward = forward
+        changed.append((child, held))
+    try:
+        yield
+    finally:
+        for child, held in changed:
+            child._parameters.update(held)
+            del child.forward
+
+
+def _local_parameters(child: nn.Module, features: int, taken: int | None) -> dict[str, nn.Parameter]:
+    """Weight and bias of the shapes that one rank has: a definition's code may read its sizes off them."""
+    weight, bias = child.weight, getattr(child, "bias", None)
+    shape = [features, taken] if taken is not None else [weight.shape[0], features]
+    if taken is not None and output_axis(child) == 1:
+        shape.reverse()
+    local = {"weight": nn.Parameter(weight.new_empty(shape), requires_grad=weight.requires_grad)}
+    if bias is not None:
+        local["bias"] = nn.Parameter(bias.new_empty(features), requires_grad=bias.requires_grad)
+    return local
+
+
+def join(path: str, inner: str) -> str:
+    """The path of a module inside of another one."""
+    return f"{path}.{inner}" if path and inner else path or inner

@@ -1,0 +1,150 @@
+"""What the code of single modules does in a labelled run: recorded, to be compared with what it does on a rank."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from megasched.trial.dims import Along
+from megasched.trial.labelling import Labelling
+from megasched.trial.labels import Label
+from megasched.trial.meta_call import tensors_in
+from megasched.trial.sequence_trial import numbers_in
+
+# They say nothing of shapes, and are not always there: a reshape copies where it can give no view, which may be
+# otherwise for one head of several; whether a new constant is detached depends on the modes that are on.
+SAME = (torch.ops.aten.clone.default, torch.ops.aten.detach.default)
+
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
+_SHARED = (torch.Tensor, nn.Module)
+
+
+class Placed(NamedTuple):
+    """A shape, and how it is cut over TP."""
+
+    shape: tuple[int, ...]
+    along: Along | None = None
+
+    def on_rank(self, tp: int) -> tuple[int, ...]:
+        if self.along is None:
+            return self.shape
+        shape = list(self.shape)
+        shape[self.along.dim] = self.along.on_rank(shape[self.along.dim], tp)
+        return tuple(shape)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor that a module was handed."""
+
+    tensor: torch.Tensor
+    placed: Placed | None
+
+    def on_rank(self, tp: int) -> torch.Tensor:
+        shape = None if self.placed is None else self.placed.on_rank(tp)
+        same = shape is None or shape == tuple(self.tensor.shape)
+        return self.tensor if same else torch.empty(shape, dtype=self.tensor.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        args, kwargs: its arguments, each tensor an ``Argument``.
+        results: what its operations give, in their order; None where it is not known how that is cut.
+        numbers: by which its operations on single elements go.
+        columns: whose output its own code works on.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[Placed | None, ...]
+    numbers: tuple[tuple[float, ...], ...]
+    columns: frozenset[str]
+
+    def arguments(self, tp: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """As one of ``tp`` ranks is handed them."""
+        local = lambda leaf: leaf.on_rank(tp)  # noqa: E731
+        given = torch.utils._pytree.tree_map_only(Argument, local, (self.args, self.kwargs))
+        return as_it_is(given)
+
+
+@dataclass
+class _Open:
+    """A call that has not ended: its arguments, where its operations begin, and the columns that it has met."""
+
+    arguments: tuple[Any, Any]
+    begin: tuple[int, int]
+    columns: set[str] = field(default_factory=set)
+
+
+class RecordedCalls(Labelling):
+    """A labelled run that keeps, of each module whose own code works on shards, the first call."""
+
+    def __init__(self, *known: Any, **more: Any) -> None:
+        self.open: list[_Open] = []  # labels are set from the beginning
+        super().__init__(*known, **more)
+        self.results: list[Placed | None] = []
+        self.numbers: list[tuple[float, ...]] = []
+
+    def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # What it takes a part of is its own affair, so that it is open by then.
+        self.open.append(_Open((args, kwargs), (len(self.results), len(self.numbers))))
+        changed = super().before(path, module, args, kwargs)
+        self.open[-1].arguments = as_it_is(changed if changed is not None else (args, kwargs))
+        return changed
+
+    def after(self, path: str, module: nn.Module, output: Any) -> Any:
+        call = self.open.pop()
+        if call.columns and path not in self.derived.calls:
+            placed = lambda tensor: Argument(tensor, self._placed(tensor))  # noqa: E731
+            args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, placed, call.arguments)
+            results, numbers = self.results[call.begin[0] :], self.numbers[call.begin[1] :]
+            columns = frozenset(call.columns)
+            self.derived.calls[path] = ModuleCall(args, kwargs, tuple(results), tuple(numbers), columns)
+        return super().after(path, module, output)
+
+    def _set(self, tensor: torch.Tensor, label: Label) -> None:
+        super()._set(tensor, label)
+        if label.region == "T" and self.open:
+            self.open[-1].columns |= label.columns
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        if not self.silent and func not in SAME:
+            self.results += [self._placed(tensor) for tensor in tensors_in(output)]
+            self.numbers += numbers_of(func, args, kwargs)
+        return output
+
+    def _placed(self, tensor: torch.Tensor) -> Placed | None:
+        """None where it is not known what a rank has."""
+        label = self.label(tensor)
+        if label.region == "T":
+            return None if label.along is None else Placed(tuple(tensor.shape), label.along)
+        # What is expanded was made as large as another tensor, which may be cut.
+        expanded = any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        return None if expanded else Placed(tuple(tensor.shape))
+
+
+def numbers_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[tuple[float, ...]]:
+    """The plain numbers of an operation on single elements: they may have been read off a size."""
+    return [tuple(numbers_in(args, kwargs))] if torch.Tag.pointwise in getattr(func, "tags", ()) else []
+
+
+def as_it_is(value: Any) -> Any:
+    """The same, with copies of the objects in it that a forward may change: a cache of keys and values is one."""
+    if type(value) in (tuple, list):
+        return type(value)(as_it_is(item) for item in value)
+    if type(value) is dict:
+        return {key: as_it_is(item) for key, item in value.items()}
+    if type(value) in _PLAIN or isinstance(value, _SHARED):
+        return value
+    copied = lambda leaf: leaf if isinstance(leaf, _SHARED) else copy.deepcopy(leaf)  # noqa: E731
+    return torch.utils._pytree.tree_map(copied, value)

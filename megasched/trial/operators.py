@@ -1,0 +1,61 @@
+"""What an operation says of itself, by its schema and its tags; never by parts of its name."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+# Arguments by which an operation that may draw random numbers says that it does not: the chance to drop something,
+# and whether the model trains.
+_CHANCES = ("dropout_p", "p")
+_SWITCHES = ("training", "train")
+
+
+def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The operation's arguments by the names of its schema."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    return {
+        **{argument.name: argument.default_value for argument in func._schema.arguments},
+        **given,
+        **kwargs,
+    }
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it draws random numbers, as ``torch.Tag.nondeterministic_seeded`` has it."""
+    if not _may_draw(func):
+        return False
+    told = arguments_of(func, args, kwargs)
+    return not any(told.get(name) == 0 for name in _CHANCES) and not any(
+        told.get(name) is False for name in _SWITCHES
+    )
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The operands that it changes in place."""
+    names = _written_arguments(func)
+    if not names:
+        return []
+    told = arguments_of(func, args, kwargs)
+    found = [told[name] for name in names]
+    return [
+        tensor
+        for value in found
+        for tensor in (value if isinstance(value, list | tuple) else [value])
+        if isinstance(tensor, torch.Tensor)
+    ]
+
+
+@cache
+def _may_draw(func: Any) -> bool:
+    return isinstance(func, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[str, ...]:
+    if not isinstance(func, torch._ops.OpOverload):
+        return ()
+    arguments = func._schema.arguments
+    return tuple(argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write)
