@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from megasched.lowering.propagate import recorded_calls
-from megasched.lowering.replay import Rank, divided, fits, local_linears
+from megasched.lowering.replay import Rank, divided, local_linears, replay
 from megasched.roles import Cut
 from megasched.trial.labels import Label
 from megasched.trial.meta_call import call_hooks, meta_copy, run_on_meta, tensors_in
@@ -91,6 +91,6 @@ def _attributes(module: nn.Module, path: str, call: ModuleCall, rank: Rank) -> t
     for number in range(_AT_MOST + 1):
         for chosen in combinations(local, number):
             with divided(module, {name: local[name] for name in chosen}), local_linears(module, path, rank):
-                if fits(module, path, call, rank.tp, rank.cuts):
+                if replay(module, path, call, rank.tp, rank.cuts) is not None:
                     return chosen
     return None

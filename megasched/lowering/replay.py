@@ -10,6 +10,7 @@ import copy
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,12 +55,18 @@ class Mismatch(Exception):
 
 
 class Replay(DefaultScalars):
-    """One module's forward with a rank's tensors; every operation is compared with what it must give."""
+    """One module's forward with a rank's tensors; every operation is compared with what it must give.
+
+    Attributes:
+        made: shapes that a rank has of tensors of one value everywhere, by their numbers in the call. They may be of
+            any size; what is made of them must fit.
+    """
 
     def __init__(self, call: ModuleCall, tp: int) -> None:
         super().__init__()
         self.expected, self.done, self.silent = call.results, 0, 0
         self.numbers, self.computed, self.tp = call.numbers, 0, tp
+        self.made: dict[int, tuple[int, ...]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -75,52 +82,66 @@ class Replay(DefaultScalars):
                     raise Mismatch
                 wanted = self.expected[self.done]
                 self.done += 1
-                if wanted is not None and wanted.on_rank(self.tp) != tuple(tensor.shape):
+                if wanted is not None and wanted.one_value is not None:
+                    self.made[wanted.one_value] = tuple(tensor.shape)
+                elif wanted is not None and wanted.on_rank(self.tp) != tuple(tensor.shape):
                     raise Mismatch
         return output
 
 
-def fits(module: nn.Module, path: str, call: ModuleCall, tp: int, cuts: Container[str]) -> bool:
-    """Whether a module does on a rank what it must.
+def replay(
+    module: nn.Module,
+    path: str,
+    call: ModuleCall,
+    tp: int,
+    cuts: Container[str],
+    made: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+) -> dict[int, tuple[int, ...]] | None:
+    """Runs a module as a rank does.
 
     Args:
         call: of the module, as it was recorded.
         cuts: paths of what was cut then, whose own operations are not among the recorded ones.
+        made: by the modules before, as this function returns it.
+
+    Returns:
+        ``Replay.made``; None where the module does not do on a rank what it must.
     """
     from megasched.lowering import attention
 
-    replay = Replay(call, tp)
+    run = Replay(call, tp)
     real = attention.attention_forward
 
     def silently(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        replay.silent += 1
+        run.silent += 1
         sinks = kwargs.get("s_aux")
         if sinks is not None and sinks.dim() == 1:  # of which a rank takes those of its heads
             kwargs["s_aux"] = sinks[: query.shape[1]]
         try:
             return real(module, query, *args, **{**kwargs, "dropout": 0.0})
         finally:
-            replay.silent -= 1
+            run.silent -= 1
 
     def before(inner: str, child: nn.Module, args: Any, kwargs: Any) -> None:
-        replay.silent += join(path, inner) in cuts
+        run.silent += join(path, inner) in cuts
 
     def after(inner: str, child: nn.Module, output: Any) -> None:
-        replay.silent -= join(path, inner) in cuts
+        run.silent -= join(path, inner) in cuts
 
-    args, kwargs = call.arguments(tp)
+    args, kwargs = call.arguments(tp, made)
     try:
         with (
             attention.stand_in(silently),
             call_hooks(module, before, after),
             torch.no_grad(),
             torch.device("meta"),
-            replay,
+            run,
         ):
             module(*args, **kwargs)
     except Exception:  # whatever a forward raises over shapes that do not fit
-        return False
-    return (replay.done, replay.computed) == (len(call.results), len(call.numbers))
+        return None
+    complete = (run.done, run.computed) == (len(call.results), len(call.numbers))
+    return run.made if complete else None
 
 
 @contextmanager

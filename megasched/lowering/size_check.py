@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from megasched.lowering.replay import Rank, divided, fits, join, local_linears
+from megasched.lowering.replay import Rank, divided, join, local_linears, replay
 from megasched.trial.module_calls import ModuleCall
 from megasched.trial.structure import Structure
 
@@ -38,13 +38,14 @@ def columns_of_unproven_sizes(
         counts: path of a module -> its attributes that will be divided by TP.
     """
     unproven: set[str] = set()
-    known: dict[Any, bool] = {}
+    known: dict[Any, list[tuple[int, ...]] | None] = {}
+    made: dict[int, tuple[int, ...]] = {}
     for path, call in calls.items():
         # What a causal language model makes of its logits is the loss function's, which takes shards.
         if path in cuts or (structure is not None and structure.index_of(path) is None):
             continue
         module = probe.get_submodule(path)
-        kind = (type(module), _numbers(module), call.results, call.numbers)
+        kind = (type(module), _numbers(module), *call.kind(made))
         if kind not in known:
             with ExitStack() as stack:
                 for inner, child in module.named_modules():
@@ -52,9 +53,13 @@ def columns_of_unproven_sizes(
                     if local := _counts(child, full, counts.get(full, ()), rank):
                         stack.enter_context(divided(child, local))
                 stack.enter_context(local_linears(module, path, rank))
-                known[kind] = fits(module, path, call, rank.tp, cuts)
-        if not known[kind]:
+                shapes = replay(module, path, call, rank.tp, cuts, made)
+                known[kind] = None if shapes is None else list(shapes.values())
+        same = known[kind]
+        if same is None:
             unproven |= call.columns
+        else:
+            made.update(zip(call.of_one_value, same, strict=True))
     return unproven
 
 

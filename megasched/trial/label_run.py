@@ -76,7 +76,7 @@ class LabelRun(DefaultScalars):
         self.summed_outputs: dict[int, str] = {}
         self.written: dict[int, Label] = {}  # id of a tensor of which a view was written to -> what was
         self.tokens = torch.Size((1, 1))
-        self.alike: set[int] = set()
+        self.alike: dict[int, int] = {}  # id of a tensor that has one value everywhere -> its number
         self.silent = 0
         for name, parameter in model.named_parameters():
             self._set(parameter, Label(params=frozenset([name])))
@@ -120,8 +120,12 @@ class LabelRun(DefaultScalars):
             if id(tensor) in self.summed_outputs:
                 self.derived.overwritten.add(self.summed_outputs[id(tensor)])
         outputs = tensors_in(output)
-        if func.__name__.split(".")[0] in _ALIKE and self.alike.issuperset(map(id, operands)):
-            self.alike.update(map(id, outputs))
+        if func.__name__.split(".")[0] in _ALIKE and all(id(tensor) in self.alike for tensor in operands):
+            number = self.alike[id(operands[0])] if operands else len(self.kept)
+            self.alike.update((id(tensor), number) for tensor in outputs)
+        for tensor in changed:
+            self.alike.pop(id(tensor), None)
+            self.alike.pop(id(_base(tensor)), None)
         for tensor, along in zip(outputs, self._follow(func, args, kwargs or {}, outputs, joined), strict=True):
             on_all = along == ON_ALL_RANKS
             self._set(tensor, replace(joined, region="P") if on_all else replace(joined, along=along))

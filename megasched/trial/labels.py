@@ -116,4 +116,4 @@ class Derived:
     experts: dict[str, str] = field(default_factory=dict)
     sides: dict[Place, int | None] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    calls: dict[str, ModuleCall] = field(default_factory=dict)
+    calls: dict[str, ModuleCall] = field(default_factory=dict, compare=False, repr=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,10 +25,16 @@ _SHARED = (torch.Tensor, nn.Module)
 
 
 class Placed(NamedTuple):
-    """A shape, and how it is cut over TP."""
+    """A shape, and how it is cut over TP.
+
+    Attributes:
+        one_value: number of a tensor that has one value everywhere, so that a rank may make it of any size; None of
+            any other tensor.
+    """
 
     shape: tuple[int, ...]
     along: Along | None = None
+    one_value: int | None = None
 
     def on_rank(self, tp: int) -> tuple[int, ...]:
         if self.along is None:
@@ -44,8 +51,10 @@ class Argument:
     tensor: torch.Tensor
     placed: Placed | None
 
-    def on_rank(self, tp: int) -> torch.Tensor:
+    def on_rank(self, tp: int, made: Mapping[int, tuple[int, ...]]) -> torch.Tensor:
         shape = None if self.placed is None else self.placed.on_rank(tp)
+        if self.placed is not None and self.placed.one_value is not None:
+            shape = made.get(self.placed.one_value, shape)
         same = shape is None or shape == tuple(self.tensor.shape)
         return self.tensor if same else torch.empty(shape, dtype=self.tensor.dtype, device="meta")
 
@@ -67,11 +76,22 @@ class ModuleCall:
     numbers: tuple[tuple[float, ...], ...]
     columns: frozenset[str]
 
-    def arguments(self, tp: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """As one of ``tp`` ranks is handed them."""
-        local = lambda leaf: leaf.on_rank(tp)  # noqa: E731
+    @property
+    def of_one_value(self) -> list[int]:
+        """Their numbers, in the order of the operations that gave them."""
+        return [place.one_value for place in self.results if place is not None and place.one_value is not None]
+
+    def arguments(self, tp: int, made: Mapping[int, tuple[int, ...]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """As one of ``tp`` ranks is handed them; ``made``: shapes of what a rank made itself (``one_value``)."""
+        local = lambda leaf: leaf.on_rank(tp, made)  # noqa: E731
         given = torch.utils._pytree.tree_map_only(Argument, local, (self.args, self.kwargs))
         return as_it_is(given)
+
+    def kind(self, made: Mapping[int, tuple[int, ...]]) -> tuple[Any, ...]:
+        """Equal for calls of modules alike that do the same on a rank."""
+        leaves, structure = torch.utils._pytree.tree_flatten((self.args, self.kwargs))
+        handed = tuple(_handed(leaf, made) for leaf in leaves)
+        return handed, str(structure), tuple(map(_unnumbered, self.results)), self.numbers
 
 
 @dataclass
@@ -130,7 +150,20 @@ class RecordedCalls(Labelling):
             return None if label.along is None else Placed(tuple(tensor.shape), label.along)
         # What is expanded was made as large as another tensor, which may be cut.
         expanded = any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        return None if expanded else Placed(tuple(tensor.shape))
+        return None if expanded else Placed(tuple(tensor.shape), one_value=self.alike.get(id(tensor)))
+
+
+def _unnumbered(place: Placed | None) -> Placed | None:
+    return place if place is None or place.one_value is None else place._replace(one_value=0)
+
+
+def _handed(leaf: Any, made: Mapping[int, tuple[int, ...]]) -> Any:
+    """What tells an argument from those of another call; an object of which nothing is known is only like itself."""
+    if isinstance(leaf, Argument):
+        place = leaf.placed
+        shape = None if place is None or place.one_value is None else made.get(place.one_value)
+        return tuple(leaf.tensor.shape), leaf.tensor.dtype, place and _unnumbered(place), shape
+    return (type(leaf), leaf) if type(leaf) in _PLAIN else id(leaf)
 
 
 def numbers_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[tuple[float, ...]]:
