@@ -58,7 +58,7 @@ class Replay(DefaultScalars):
     """One module's forward with a rank's tensors; every operation is compared with what it must give.
 
     Attributes:
-        made: shapes that a rank has of tensors of one value everywhere, by their numbers in the call. They may be of
+        made: shapes that a rank has of tensors of one value everywhere, by their numbers. They may be of
             any size; what is made of them must fit.
     """
 

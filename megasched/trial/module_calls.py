@@ -28,7 +28,7 @@ class Placed(NamedTuple):
     """A shape, and how it is cut over TP.
 
     Attributes:
-        one_value: number of a tensor that has one value everywhere, so that a rank may make it of any size; None of
+        one_value: number of a tensor that has one value everywhere: a rank may make it of any size. None of
             any other tensor.
     """
 
@@ -158,7 +158,7 @@ def _unnumbered(place: Placed | None) -> Placed | None:
 
 
 def _handed(leaf: Any, made: Mapping[int, tuple[int, ...]]) -> Any:
-    """What tells an argument from those of another call; an object of which nothing is known is only like itself."""
+    """What tells an argument from those of another call; an unknown object is only like itself."""
     if isinstance(leaf, Argument):
         place = leaf.placed
         shape = None if place is None or place.one_value is None else made.get(place.one_value)
