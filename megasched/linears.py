@@ -1,12 +1,18 @@
-"""Linears as HF has them: torch's, its own ``Conv1D``, and subclasses that compute the same."""
+"""Linears as HF has them: torch's, its own ``Conv1D``, and instances that compute the same."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from megasched.instances import computes, own_state, small_copy
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
+
+# Sizes of the small copy that is tried: features of input and output.
+_INPUTS, _OUTPUTS = 7, 5
+_TRIED: dict[Any, bool] = {}
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -20,28 +26,40 @@ def output_axis(module: nn.Module) -> int:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module computes what ``nn.Linear`` does; a subclass with a forward of its own does not."""
+    """Whether a module computes what ``nn.Linear`` does, and holds nothing else.
+
+    An instance of a subclass is tried with numbers, with all that it was given: fake quantization may be off in a
+    new one and on in this one.
+    """
     from torch import nn
 
-    if "forward" in vars(module):
+    if not (isinstance(module, nn.Linear) or is_conv1d(module)):
         return False
-    if is_conv1d(module):
-        return True
-    return isinstance(module, nn.Linear) and _computes_linear(type(module))
-
-
-@cache
-def _computes_linear(kind: type[nn.Linear]) -> bool:
-    """Whether a class computes what ``nn.Linear`` does; one with a forward of its own is tried with numbers."""
-    import torch
-    from torch import nn
-
-    if kind.forward is nn.Linear.forward:
-        return True
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-            trial, x = kind(5, 3, bias=True), torch.randn(2, 4, 5)
-            expected = nn.functional.linear(x, trial.weight, trial.bias)
-            return torch.allclose(trial(x), expected, rtol=1e-5, atol=1e-6)
-    except Exception:  # made or called in a way of its own
+    if "forward" in vars(module) or module._buffers:
         return False
+    if not {"weight"} <= module._parameters.keys() <= {"weight", "bias"}:  # computed ones are no parameters
+        return False
+    if type(module) is nn.Linear or is_conv1d(module):
+        return True
+    state = own_state(module)
+    if state is None:
+        return _computes_linear(module)
+    if state not in _TRIED:
+        _TRIED[state] = _computes_linear(module)
+    return _TRIED[state]
+
+
+def _computes_linear(module: nn.Module) -> bool:
+    from torch.nn import functional as F
+
+    shapes = {"weight": (_OUTPUTS, _INPUTS), "bias": (_OUTPUTS,)}
+    sizes = {"in_features": _INPUTS, "out_features": _OUTPUTS}
+    small = small_copy(
+        module, {name: shapes[name] for name, held in module._parameters.items() if held is not None}
+    )
+    vars(small).update(sizes)
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, small._parameters["weight"], small._parameters.get("bias"))
+
+    return computes(small, linear, (2, 3, _INPUTS))

@@ -11,7 +11,6 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
-from megasched.linears import is_linear
 from megasched.model_adapters.registry import head_counts
 from megasched.roles import Roles
 
@@ -94,8 +93,6 @@ def read_plan(model: nn.Module) -> Roles:
         told = f"HF's plan: {pattern} is {plan[pattern]}" if pattern is not None else "end of every model"
         if name in ("embed.tokens", "head") and ends_whole:
             declined[path] = ends_whole
-        elif name is not None and isinstance(module, nn.Linear) and not is_linear(module):
-            declined[path] = f"{told}, but {type(module).__name__} has a forward of its own"
         elif name is not None and isinstance(module, nn.Linear | nn.Embedding):
             role[path], origin[path] = name, told
         elif pattern is not None and plan[pattern] not in WHOLE:
@@ -108,17 +105,11 @@ def read_plan(model: nn.Module) -> Roles:
 
 def _why_ends_whole(model: nn.Module) -> str:
     """Why neither the embedding nor the head can be cut, being tied to what is not; empty where they can."""
-    from torch import nn
-
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     own = {id(p) for end in (embedding, head) if end is not None for p in end.parameters(recurse=False)}
     others = (module for module in model.modules() if module is not embedding and module is not head)
     if any(id(p) in own for module in others for p in module.parameters(recurse=False)):
         return "shares a parameter with a module that is neither the embedding nor the head"  # bias of BERT's head
-    weight = getattr(head, "weight", None)
-    tied = weight is not None and weight is getattr(embedding, "weight", None)
-    if tied and isinstance(head, nn.Linear) and not is_linear(head):
-        return f"tied, and the head, {type(head).__name__}, has a forward of its own"
     return ""
 
 

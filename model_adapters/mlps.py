@@ -6,9 +6,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
+from megasched.instances import computes, own_state
 from megasched.linears import is_linear, output_axis
 from megasched.roles import ACTIVATIONS, Mlp
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
 # Sizes of the copy: of the hidden state, and inside.
 _HIDDEN, _INSIDE = 6, 10
-_TOLERANCE = 1e-9
 
 
 def mlps_of(model: nn.Module) -> dict[str, Mlp | str]:
@@ -32,7 +33,7 @@ def mlps_of(model: nn.Module) -> dict[str, Mlp | str]:
         if not linears:
             continue
         state = _state(module)
-        if state not in known:
+        if state is None or state not in known:
             known[state] = _tried(module, linears)
         mlp = known[state]
         found[path] = mlp if isinstance(mlp, str) else _under(name, mlp)
@@ -56,17 +57,13 @@ def _linears(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _state(module: nn.Module) -> Any:
-    """What two modules that compute the same have in common."""
+    """What two modules that compute the same have in common; None where that can't be told."""
     parts = []
     for name, part in module.named_modules():
-        plain = {
-            key: value
-            for key, value in vars(part).items()
-            if key != "layer_idx"
-            and (value is None or callable(value) or isinstance(value, bool | int | float | str))
-        }
-        shapes = tuple((key, tuple(parameter.shape)) for key, parameter in part.named_parameters(recurse=False))
-        parts.append((name, type(part), tuple(sorted(plain.items(), key=lambda item: item[0])), shapes))
+        state = own_state(part)
+        if state is None:
+            return None
+        parts.append((name, state, tuple(held.shape for held in part.parameters(recurse=False))))
     return tuple(parts)
 
 
@@ -91,9 +88,9 @@ def _tried(module: nn.Module, linears: Mapping[str, nn.Module]) -> Mlp | str:
                 reason = "it returns something else than a hidden state"
                 continue
             for activation in ACTIVATIONS:
-                expected = _computed(small, replace(mlp, activation=activation), x)
-                if torch.allclose(output, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
-                    return replace(mlp, activation=activation)
+                form = replace(mlp, activation=activation)
+                if computes(small, partial(_computed, small, form), x.shape):
+                    return form
     return reason
 
 

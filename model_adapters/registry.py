@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.definition import text_config
+from megasched.embeddings import looks_up
 from megasched.errors import ConfigError
 from megasched.experts import find_experts
+from megasched.linears import is_linear
 from megasched.model_adapters.attentions import attention_of
 from megasched.model_adapters.blocks import block_of
 from megasched.model_adapters.mixtures import mixture_of
 from megasched.model_adapters.mlps import mlps_of
-from megasched.roles import Attention, Block, Mixture, Mlp, Roles
+from megasched.roles import ROLES, Attention, Block, Cut, Mixture, Mlp, Roles
 
 if TYPE_CHECKING:
     from torch import nn
@@ -217,6 +219,34 @@ def roles_of(model: nn.Module) -> Roles:
             mixture=mixture_of(model),
             mlps=mlps_of(model),
         )
+    roles = _that_can_be_cut(model, roles)
     experts = dict.fromkeys(find_experts(model), "moe.experts")
     origin = dict.fromkeys(experts, "has the form of HF's experts")
     return replace(roles, role={**roles.role, **experts}, origin={**roles.origin, **origin})
+
+
+def _that_can_be_cut(model: nn.Module, roles: Roles) -> Roles:
+    """Without the roles by which modules would be cut that compute something else; they stay whole, and so does
+    what is tied to one."""
+    cut = {path: model.get_submodule(path) for path, name in roles.role.items() if ROLES[name] is not None}
+    reasons = {path: why for path, module in cut.items() if (why := _why_whole(module, ROLES[roles.role[path]]))}
+    whole = {id(parameter): path for path in reasons for parameter in cut[path].parameters(recurse=False)}
+    for path, module in cut.items():
+        tied = [whole[id(held)] for held in module.parameters(recurse=False) if id(held) in whole]
+        if path not in reasons and tied:
+            reasons[path] = f"tied to {tied[0]}, which stays whole"
+    if not reasons:
+        return roles
+    told = {path: f"{roles.origin[path]}, but {why}" for path, why in reasons.items()}
+    kept = {path: name for path, name in roles.role.items() if path not in told}
+    heads = {path: count for path, count in roles.heads.items() if path not in told}
+    return replace(roles, role=kept, heads=heads, declined={**roles.declined, **told})
+
+
+def _why_whole(module: nn.Module, cut: Cut | None) -> str:
+    name = type(module).__name__
+    if cut in ("column", "row") and not is_linear(module):
+        return f"this {name} computes or holds more than nn.Linear does"
+    if cut in ("vocab", "features") and not looks_up(module):
+        return f"this {name} does more with its table than nn.Embedding's lookup"
+    return ""

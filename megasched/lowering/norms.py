@@ -5,15 +5,15 @@ Definitions spell the norm out in five operations; on a GPU each reads and write
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
+from megasched.instances import computes, own_state, small_copy
 from megasched.lowering.region import Forward, wrap_forward
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
@@ -22,14 +22,15 @@ _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 def fuse_norms(model: nn.Module, here: Callable[[str], bool]) -> None:
     """Has the RMS norms at the paths for which ``here`` holds computed by ``F.rms_norm``; modules, parameters and
     hooks stay."""
-    shown: dict[tuple[type, int, float], bool] = {}
+    shown: dict[Any, bool] = {}
     for path, module in model.named_modules():
         eps = _epsilon(module)
         if eps is None or not here(path):
             continue
-        kind = (type(module), module.weight.shape[0], eps)
-        if kind not in shown:
-            shown[kind] = _is_rms_norm(module, eps)
+        state = own_state(module)
+        kind = (state, module.weight.shape[0])
+        if state is None or kind not in shown:
+            shown[kind] = _computes_rms_norm(module, eps)
         if shown[kind]:
             wrap_forward(module, _fused(module, eps))
 
@@ -46,26 +47,15 @@ def _epsilon(module: nn.Module) -> float | None:
     return found[0] if len(found) == 1 else None
 
 
-def _is_rms_norm(module: nn.Module, eps: float) -> bool:
-    """Compares the module with torch's kernel on numbers that tell: small ones show epsilon, others the weight."""
-    with unset_fake_temporarily():  # a plan builds models of tensors without values
-        return _computes_rms_norm(module, eps)
-
-
 def _computes_rms_norm(module: nn.Module, eps: float) -> bool:
+    """Compares the module with torch's kernel on numbers that tell: small ones show epsilon."""
     size = module.weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(size, generator=generator)
-    x = torch.randn(4, size, generator=generator) * torch.tensor([[1.0], [3.0], [eps**0.5], [0.1 * eps**0.5]])
-    probe = copy.copy(module)  # its forward is called, so that no hook is
-    probe._parameters = {**module._parameters, "weight": nn.Parameter(weight)}
-    try:
-        with torch.no_grad():
-            got = probe.forward(x)
-    except Exception:  # of whatever kind: a module that does not take [rows, size] is none
-        return False
-    want = F.rms_norm(x, (size,), weight, eps)
-    return isinstance(got, torch.Tensor) and got.shape == want.shape and torch.allclose(got, want, 1e-5, 1e-6)
+    small = small_copy(module, {"weight": (size,)})
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (size,), small.weight, eps)
+
+    return computes(small, norm, (4, size), (eps**0.5, 0.1 * eps**0.5), tolerance=1e-5)
 
 
 def _fused(module: nn.Module, eps: float) -> Callable[[Forward], Forward]:

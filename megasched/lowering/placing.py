@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from megasched.embeddings import looks_up
 from megasched.errors import Problem
 from megasched.experts import is_experts
 from megasched.linears import is_linear, output_axis
@@ -122,10 +123,11 @@ def _unsupported(module: nn.Module, record: Record) -> Problem:
     what = f"{type(module).__name__}.{param} can't be sharded along axis {axis}"
     remedy = "Linear and HF Conv1D along either axis, Embedding along axis 0 (the vocabulary) or 1 (its features)"
     if isinstance(module, nn.Linear):
-        what += ": the class has a forward of its own"
+        what += ": it computes or holds more than nn.Linear does"
         remedy = "replace it by an nn.Linear first"
     elif isinstance(module, nn.Embedding) and axis in (0, 1):
-        what += ": max_norm, scale_grad_by_freq and sparse are not there for a table that is cut"
+        what += ": a table that is cut is looked up in by nn.Embedding.forward alone, "
+        what += "without max_norm, scale_grad_by_freq or sparse"
         remedy = "leave it whole"
     return Problem(what, record.path, record.source, remedy)
 
@@ -151,14 +153,10 @@ def _cut_of(module: nn.Module, param: str, axis: int) -> Cut | None:
     if param == "weight" and is_linear(module):
         return "column" if axis == output_axis(module) else "row"
     if param == "weight" and axis == 0 and isinstance(module, nn.Embedding):
-        return "vocab" if _looks_up_plainly(module) else None
+        return "vocab" if looks_up(module) else None
     if param == "weight" and axis == 1 and type(module) is nn.Embedding:
-        return "features" if _looks_up_plainly(module) else None
+        return "features" if looks_up(module) else None
     return None
-
-
-def _looks_up_plainly(module: nn.Embedding) -> bool:
-    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
 def _placement(

@@ -19,7 +19,6 @@ from megasched.errors import Problem
 from megasched.roles import Cut
 from megasched.trial.entries import columns_that_share, find_entries
 from megasched.trial.labels import Derived, Label, Region
-from megasched.trial.lookup import watch_lookups
 from megasched.trial.meta_call import call_hooks, run_on_meta, tensors_in
 from megasched.trial.module_calls import RecordedCalls
 from megasched.trial.parts import Argument, Part
@@ -57,14 +56,12 @@ def propagate(
     not_regions: frozenset[str] = frozenset()
     rows_inside: frozenset[str] = frozenset()
     parts: dict[Argument, Part] = {}
-    lookups = None
     while True:
         known = (gather, forked_by_user, components or {}, regions, not_regions, rows_inside, parts)
         run = RecordedCalls(model, cuts, structure, sequence_parallel, *known, heads)
         for tensor in tensors_in(dict(inputs)):
             # A float input is an activation; what is made of ids alone (masks, positions) carries no gradient.
             run._set(tensor, Label(fed=True, active=tensor.is_floating_point()))
-        lookups = watch_lookups(model, cuts) if lookups is None else lookups
         with recorded_calls(model, run, takes_shards=loss_takes_shards), call_hooks(model, run.before, run.after):
             output = run_on_meta(model, inputs, run)
         if not loss_takes_shards:
@@ -88,7 +85,6 @@ def propagate(
         )
         run.derived.regions[path] = Region(run.slots[path], columns)
     run.derived.shared = columns_that_share(run.column_calls)
-    run.derived.problems += lookups()
     for name in sorted((run.derived.partial | run.derived.sequence) & run.derived.complete):
         what = f"parameter {name} meets sharded activations in one place and whole ones in another"
         run.derived.problems.append(Problem(what, remedy="shard the modules that use it alike"))

@@ -22,6 +22,7 @@ class Norm(nn.Module):
             self.register_parameter("bias", None)
         if kind == "two epsilons":
             self.eps = 0.1
+        self.factor = 1.0
 
     def forward(self, x):
         gain = 1 + self.weight if self.kind == "one more" else self.weight
@@ -32,7 +33,8 @@ class Norm(nn.Module):
         mean = x.float().square().mean(-1, keepdim=True)
         eps = 0.0 if self.kind == "no epsilon" else self.variance_epsilon
         scale = torch.rsqrt(mean + eps) if self.kind != "outside" else 1 / (mean.sqrt() + eps)
-        return gain * (x.float() * scale).to(x.dtype)
+        normed = gain * (x.float() * scale).to(x.dtype) * self.factor
+        return normed.clamp(max=20.0) if self.kind == "clamped" else normed
 
 
 def is_fused(model, path=""):
@@ -50,12 +52,21 @@ def is_fused(model, path=""):
         ("biased", False),
         ("two epsilons", False),
         ("raises", False),
+        ("clamped", False),
     ],
 )
 def test_only_what_computes_an_rms_norm_is_one(kind, fused):
     model = nn.Sequential(Norm(kind))
     fuse_norms(model, lambda path: True)
     assert is_fused(model, "0") == fused
+
+
+def test_each_instance_is_tried_with_what_it_was_given():
+    """Scaling by depth (arXiv 2502.05795) is 1 in the first layer."""
+    model = nn.Sequential(Norm(), Norm(), Norm())
+    model[1].factor = 2**-0.5
+    fuse_norms(model, lambda path: True)
+    assert [is_fused(model, str(n)) for n in range(3)] == [True, False, True]
 
 
 def test_values_and_gradients_are_the_modules_own():

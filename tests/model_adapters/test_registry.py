@@ -183,11 +183,11 @@ def test_a_head_that_is_no_plain_linear_stays_whole_and_what_is_tied_to_it(tied)
     model.out = ScaledHead(2, 3, bias=False)
     if tied:
         model.out.weight = model.embed.weight
-    roles = generic.read_plan(model)
-    own = "HF's plan: out is colwise_gather_output, but ScaledHead has a forward of its own"
-    both = "tied, and the head, ScaledHead, has a forward of its own"
+    roles = registry.roles_of(model)
+    out = "HF's plan: out is colwise_gather_output, but this ScaledHead computes or holds more than nn.Linear does"
+    embed = "HF's plan: embed is embedding_rowwise, but tied to out, which stays whole"
     assert roles.role == ({} if tied else {"embed": "embed.tokens"})
-    assert roles.declined == ({"embed": both, "out": both} if tied else {"out": own})
+    assert roles.declined == ({"embed": embed, "out": out} if tied else {"out": out})
 
 
 def test_what_a_plan_asks_for_and_is_not_done_is_told():

@@ -77,11 +77,15 @@ def refused(model, fill, layout=None, inputs=None, roles=None):
         ("norm", ("weight", 0), "LayerNorm.weight can't be sharded along axis 0"),
         ("embed", ("weight", 1), "what follows needs the whole of what is looked up"),
         ("raw", ("weight", 1), "Raw.weight can't be sharded along axis 1"),
-        ("normed", ("weight", 0), "Embedding.weight can't be sharded along axis 0: max_norm, "),
-        ("doubling", ("weight", 0), "Doubling.weight can't be sharded along axis 0: the class has a forward"),
+        (
+            "normed",
+            ("weight", 0),
+            "Embedding.weight can't be sharded along axis 0: a table that is cut is looked up in",
+        ),
+        ("doubling", ("weight", 0), "Doubling.weight can't be sharded along axis 0: it computes or holds more"),
         ("odd", ("weight", 0), "TP 2 does not divide weight [9, 8] along axis 0"),
         ("head", ("weight", 0), "head.weight is tied: head shards it, tied does not"),
-        ("raw", ("weight", 0), "Raw looks up in a way of its own"),
+        ("raw", ("weight", 0), "Raw.weight can't be sharded along axis 0: a table that is cut is looked up in"),
     ],
 )
 def test_one_by_one(path, arguments, what):

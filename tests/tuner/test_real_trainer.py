@@ -34,9 +34,10 @@ def test_two_points_of_which_the_trainer_refuses_one(tmp_path):
     (tmp_path / "myspace.py").write_text(SPACE)
     (tmp_path / "mine.py").write_text(SCHEDULE)
     one_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    # Three of six iterations are measured: of an odd number, the median rate is that of the median time.
     # One rank needs no launcher; torchrun would take as long to start as the run does.
     command = [sys.executable, "-m", "megasched", "pretrain_gpt.py", *FLAGS.split()]
-    tune = [sys.executable, "-m", "megasched", "tune", "myspace.py", "--sampler", "grid", "--iterations", "5"]
+    tune = [sys.executable, "-m", "megasched", "tune", "myspace.py", "--sampler", "grid", "--iterations", "6"]
     run = subprocess.run(
         [*tune, "--json", "--", *command],
         cwd=tmp_path,

@@ -1,0 +1,123 @@
+"""Whether this very instance of a module computes what is to stand in for it: tried with numbers.
+
+A class says little: what an instance was given when it was made, or since, may change what it computes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# Of the values that are tried, so that clamps and branches are met.
+_SCALES = (1.0, 1e-3, 30.0, 1e4)
+_LARGE = 1e3  # parameters, the same
+
+# What torch keeps on every module.
+_TORCH = frozenset(["_parameters", "_buffers", "_modules"])
+
+
+def own_state(module: nn.Module) -> Any:
+    """What two instances have in common that compute the same, but for the values and sizes of parameters; None
+    where it holds what can't be compared."""
+    if any(held is not None for held in module._buffers.values()):
+        return None
+    plain = []
+    for name, value in vars(module).items():
+        if name in _TORCH or (name.startswith("_") and not value):
+            continue
+        if not (value is None or callable(value) or isinstance(value, bool | int | float | str)):
+            return None
+        plain.append((name, type(value), value))
+    parameters = tuple((name, held is None) for name, held in module._parameters.items())
+    return type(module), tuple(sorted(plain, key=lambda item: item[0])), parameters
+
+
+def small_copy(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Any:
+    """The same instance with parameters of other shapes and of random values, in float64 on the CPU."""
+    import torch
+    from torch import nn
+
+    generator = torch.Generator().manual_seed(0)
+    made = {
+        name: nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu"))
+        for name, shape in shapes.items()
+    }
+    small = copy.copy(module)
+    small.__dict__ = {**vars(module), "_parameters": {**module._parameters, **made}}
+    return small
+
+
+def computes(
+    small: nn.Module,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    shape: Sequence[int],
+    scales: Sequence[float] = (),
+    tolerance: float = 1e-9,
+) -> bool:
+    """Whether a module's forward gives what a function gives, forward and backward, in training and not.
+
+    Args:
+        small: of real parameters, in float64.
+        function: of the same parameters.
+        shape: of the input.
+        scales: of inputs that show something, beside those that are tried of everything.
+        tolerance: relative; what casts to float32 on its way needs a larger one.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    # A plan is made of tensors without values, and must not change what a run draws.
+    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
+        for vars(small)["training"] in (True, False):
+            if not all(_same(small, function, scale, shape, tolerance) for scale in (*_SCALES, *scales)):
+                return False
+        for held in small.parameters(recurse=False):
+            held.data.mul_(_LARGE)
+        return _same(small, function, 1.0, shape, tolerance)
+
+
+def _same(
+    small: Any,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    scale: float,
+    shape: Sequence[int],
+    tolerance: float,
+) -> bool:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    x = scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
+    try:
+        got = small.forward(x.requires_grad_())
+        if not isinstance(got, torch.Tensor):
+            return False
+        found = [got, *_gradients(got, x, small)]
+    except Exception:  # of whatever kind: what can't be called so is something else
+        return False
+    want = function(x)
+    expected = [want, *_gradients(want, x, small)]
+    return all(_close(one, other, tolerance) for one, other in zip(found, expected, strict=True))
+
+
+def _gradients(output: torch.Tensor, x: torch.Tensor, small: nn.Module) -> list[torch.Tensor | None]:
+    import torch
+
+    sources = [x, *(held for held in small._parameters.values() if held is not None)]
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
+    return list(torch.autograd.grad((output * weights).sum(), sources, allow_unused=True))
+
+
+def _close(one: torch.Tensor | None, other: torch.Tensor | None, tolerance: float) -> bool:
+    import torch
+
+    if one is None or other is None:
+        return one is other
+    if one.shape != other.shape or not torch.isfinite(other).all():
+        return False
+    largest = float(other.detach().abs().max()) if other.numel() else 0.0
+    return torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance * largest)
