@@ -21,18 +21,30 @@ _LARGE = 1e3  # parameters, the same
 _TORCH = frozenset(["_parameters", "_buffers", "_modules"])
 
 
+class _Itself:
+    """An object that is only like itself: a config that all layers share is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 def own_state(module: nn.Module) -> Any:
     """What two instances have in common that compute the same, but for the values and sizes of parameters; None
-    where it holds what can't be compared."""
+    where it holds buffers, whose values tell."""
     if any(held is not None for held in module._buffers.values()):
         return None
     plain = []
     for name, value in vars(module).items():
         if name in _TORCH or (name.startswith("_") and not value):
             continue
-        if not (value is None or callable(value) or isinstance(value, bool | int | float | str)):
-            return None
-        plain.append((name, type(value), value))
+        alike = value is None or callable(value) or isinstance(value, bool | int | float | str)
+        plain.append((name, type(value), value if alike else _Itself(value)))
     parameters = tuple((name, held is None) for name, held in module._parameters.items())
     return type(module), tuple(sorted(plain, key=lambda item: item[0])), parameters
 

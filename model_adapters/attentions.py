@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megasched.model_adapters.stock import why_altered
 from megasched.roles import Attention, Latent
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ def attention_of(model: nn.Module) -> Attention | str:
     layers = [path.removesuffix(ending) for path, _ in model.named_modules() if path.endswith(ending)]
     if not layers:
         return f"no layer has {attention.out}"
+    if reason := why_altered(model, [f"{layer}.{attention.module}" for layer in layers], around=True):
+        return reason
     if attention.latent is not None:  # which has scales of its own
         return attention
     normed = _with_norms(attention, model, layers)
@@ -190,6 +193,8 @@ def _why_not(config: Any, model: Any, rotary: str) -> str:
         return "q is not compressed (q_lora_rank), and Megatron's latent attention would norm what it is made of"
     if rotary and rotary not in dict(model.named_modules()):
         return f"there is no module {rotary}"
+    if rotary and (reason := why_altered(model, [rotary])):
+        return reason
     kinds = model.get_submodule(rotary).rope_type if rotary else {}
     for kind in sorted(set(kinds.values())) if isinstance(kinds, dict) else [kinds]:
         if kind not in STATIC_ROTARY:

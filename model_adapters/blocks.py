@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megasched.model_adapters.attentions import LATENT, attention_of, norm_eps
+from megasched.model_adapters.stock import why_altered
 from megasched.roles import Activation, Block, Mlp
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ def block_of(model: nn.Module) -> Block | str:
     block = replace(block, mlp=replace(block.mlp, activation=ACTIVATIONS[_activation(config)]))
     ending = f".{attention.out}"
     layers = [path.removesuffix(ending) for path, _ in model.named_modules() if path.endswith(ending)]
+    if reason := why_altered(model, layers, around=True):
+        return reason
     names = (*block.norms, *attention.norms)
     epsilons = {norm_eps(model.get_submodule(f"{layer}.{norm}")) for layer in layers for norm in names}
     if len(epsilons) > 1:

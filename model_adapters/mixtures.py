@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.definition import text_config
 from megasched.experts import find_experts
+from megasched.model_adapters.stock import why_altered
 from megasched.roles import Expert, Mixture
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ def mixture_of(model: nn.Module) -> Mixture | str:
     paths = [experts.rpartition(".")[0] for experts in find_experts(model)]
     if not paths:
         return "the model has no experts of the form that HF gives them"
+    if reason := why_altered(model, paths):
+        return reason
     routers: list[Any] = [model.get_submodule(f"{path}.{kind.router}") for path in paths]
     if len({router.top_k for router in routers}) > 1:
         return "layers choose different numbers of experts"

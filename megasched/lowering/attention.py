@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from megasched.errors import MegaschedError, ScheduleError
+from megasched.errors import MegaschedError
 from megasched.lowering.attention_te import TeCore, why_not_te, window_of
 from megasched.lowering.context_masks import in_context, of_queries
 from megasched.lowering.packed import is_packed_mask
 from megasched.lowering.recompute import recompute
 from megasched.lowering.rng import fork_rng
 from megasched.lowering.zigzag import causal_mask
-from megasched.objectives import objective_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -231,15 +230,18 @@ def _of_all_ranks(
     return key, value, mask
 
 
-# Tensor arguments that say nothing about attention itself.
+# Arguments that say nothing about attention itself; a definition hands on what its forward was called with.
 HARMLESS = frozenset(
-    # The last is what cu_seq_lens_q is.
-    ["position_ids", "cache_position", "input_ids", "token_type_ids", "labels", "cu_seq_lens_k"]
+    [
+        *("position_ids", "cache_position", "input_ids", "token_type_ids", "labels", "logits_to_keep"),
+        *("use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+        *("cu_seq_lens_k", "max_length_k"),  # what cu_seq_lens_q and max_length_q are
+    ]
 )
 
 
 def _refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:
-    unknown = [n for n, value in arguments.items() if isinstance(value, torch.Tensor) and n not in HARMLESS]
+    unknown = [name for name, value in arguments.items() if value is not None and name not in HARMLESS]
     if unknown:
         raise MegaschedError(
             f"{type(module).__name__} calls attention with {', '.join(unknown)}, which megasched's attention does "
@@ -344,57 +346,3 @@ def stand_in(function: Callable[..., Any]) -> Iterator[None]:
     finally:
         for name in NAMES:
             AttentionInterface.register(name, attention_forward)
-
-
-def name_for(model: Any) -> str:
-    """The name under which a definition is to call our attention.
-
-    A class that HF runs with its eager attention alone gets the masks of that: it may not say of a module that it
-    is causal, and may widen a mask as only an additive one can be.
-    """
-    return NAME if getattr(model, "_supports_sdpa", True) else EAGER_MASK
-
-
-def switch_on(model: Any) -> bool:
-    """Has a definition call our attention, if it calls attention through the interface; says whether it does."""
-    register()
-    name = name_for(model)
-    used = is_used(model, name)
-    if used:
-        _name_everywhere(model, name)
-    return used
-
-
-def _name_everywhere(model: nn.Module, name: str) -> None:
-    """In every config that a part of the model reads: the stacks of an encoder-decoder have copies."""
-    held = [getattr(module, "config", None) for module in model.modules()]
-    configs = [config for config in held if hasattr(config, "_attn_implementation")]
-    for config in {id(config): config for config in configs}.values():
-        config._attn_implementation = name
-
-
-def is_used(model: nn.Module, name: str = NAME) -> bool:
-    """Whether a definition really calls attention through the interface; a trial call on meta tells.
-
-    Some classes accept any implementation name and silently compute something else, so the name is switched
-    only where the function is called.
-    """
-    from megasched.trial.meta_call import call_hooks, meta_copy, run_on_meta
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        raise _Called
-
-    probe = meta_copy(model)
-    _name_everywhere(probe, name)
-    try:
-        with stand_in(called), call_hooks(probe):
-            run_on_meta(probe, objective_of(probe).trial_inputs(probe.config, 2, 5))
-    except _Called:
-        return True
-    except ScheduleError:  # under the new name it goes a way that it does not know
-        return False
-    return False
-
-
-class _Called(BaseException):
-    """Ends a trial call at the first attention. No error, so nothing that catches errors may catch it."""

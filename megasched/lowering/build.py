@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
-from megasched.lowering import attention
 from megasched.lowering.adapting import adapt_modules
+from megasched.lowering.attention_switch import switch_on
 from megasched.lowering.plan import Plan
 from megasched.lowering.planning import make_plan
 from megasched.lowering.replacement import replace_modules
@@ -43,15 +43,13 @@ def carry_out(schedule: Schedule, inputs: Mapping[str, Any] | None = None) -> Pl
     _check_place(schedule)
     model = schedule.mod
     inputs = own_inputs(model) if inputs is None else inputs
-    restore_attention = _use_our_attention(model)
     with ExitStack() as undo:
-        undo.callback(restore_attention)
+        if inputs is not None:
+            undo.callback(switch_on(model, inputs))
         replace_modules(schedule, model, inputs=inputs, undo=undo)
         adapt_modules(schedule, model, undo)
         plan = make_plan(schedule, model=model, inputs=inputs)
         undo.pop_all()
-    if not plan.derived.attention:  # nothing called it: the class has an attention of its own, or nobody looked
-        restore_attention()
     _lower_here(schedule, model, plan)
     schedule.built = True
     if plan.records_of("checkpoint", "trace", "trace_until") and hasattr(model, "config"):
@@ -80,17 +78,6 @@ def _check_place(schedule: Schedule) -> None:
         problem = Problem(what, remedy="train it through Megatron's trainer: python -m megasched pretrain_gpt.py")
     if problem is not None:
         raise ScheduleError(problem)
-
-
-def _use_our_attention(model: nn.Module) -> Callable[[], None]:
-    """HF models call attention by name; ours takes its place. Returns what puts theirs back."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "_attn_implementation"):
-        return lambda: None
-    before = config._attn_implementation
-    attention.register()
-    config._attn_implementation = attention.name_for(model)
-    return lambda: setattr(config, "_attn_implementation", before)
 
 
 def _lower_here(schedule: Schedule, model: nn.Module, plan: Plan) -> None:

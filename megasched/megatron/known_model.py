@@ -79,13 +79,13 @@ def know_model(
         ConfigError, ScheduleError: whatever can't be used as given.
     """
     from megasched.definition import build_definition, load_config
-    from megasched.lowering import attention
+    from megasched.lowering import attention_switch
     from megasched.schedule_file import find_schedule
 
     function = find_schedule(schedule)
     config = load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
     definition = build_definition(config, find_objective(objective), trust_remote_code=trust_remote_code)
-    attention.switch_on(definition)
+    attention_switch.switch_on(definition)
     return KnownModel(definition, structure_of(definition), schedule, function)
 
 

@@ -114,10 +114,10 @@ def new_adapter(
 
 def _definition(config: Any, trust_remote_code: bool) -> nn.Module:
     from megasched.definition import build_definition
-    from megasched.lowering import attention
+    from megasched.lowering import attention_switch
 
     model = build_definition(config, trust_remote_code=trust_remote_code)
-    attention.switch_on(model)
+    attention_switch.switch_on(model)
     return model
 
 
@@ -157,11 +157,11 @@ def still_open(model: nn.Module, roles: Roles, left_out: Mapping[str, str]) -> l
 
 def unusual_calls(model: nn.Module) -> list[str]:
     """What a definition does otherwise than most, and what follows from it."""
-    from megasched.lowering import attention
+    from megasched.lowering import attention_switch
     from megasched.trial.structure import find_structure
 
     found = []
-    if not attention.is_used(model, attention.name_for(model)):
+    if not attention_switch.is_used(model, attention_switch.name_for(model)):
         found.append(
             "attention is computed by the definition's own code, not through transformers' AttentionInterface: "
             "a head count that is missing in local_attributes is not noticed there, and Transformer Engine's "

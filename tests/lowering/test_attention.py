@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from megasched.errors import MegaschedError
-from megasched.lowering.attention import AttentionSettings, attention_forward, is_used
+from megasched.lowering.attention import AttentionSettings, attention_forward
+from megasched.lowering.attention_switch import is_used
 from tests.lowering.models import tiny_model
 
 B, HEADS, S, D = 2, 4, 6, 8

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 from megasched.definition import build_definition
-from megasched.lowering import attention
+from megasched.lowering import attention_switch
 from megasched.lowering.flops import attended, forward_flops
 from megasched.trial.meta_call import token_inputs
 from megasched.verify.small_models import small_config
@@ -18,7 +18,7 @@ def counted(model_type, **changes):
     for name, value in changes.items():
         setattr(config, name, value)
     model = build_definition(config)
-    attention.switch_on(model)
+    attention_switch.switch_on(model)
     return config, forward_flops(model, {"input_ids": token_inputs(BATCH, LENGTH)["input_ids"]})
 
 

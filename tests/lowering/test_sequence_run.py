@@ -22,9 +22,9 @@ def one_sequence_a_row():
 
 
 def plan(model, refuse=lambda path: ""):
-    from megasched.lowering import attention
+    from megasched.lowering import attention_switch
 
-    attention.switch_on(model)
+    attention_switch.switch_on(model)
     return plan_sequence(model, find_structure(model), 2, refuse)
 
 

@@ -1,0 +1,180 @@
+"""Whether parts of a definition are as transformers makes them.
+
+What Megatron's layers, attention and mixtures compute was compared with transformers' own classes. A class that
+comes with a model folder may have altered any part of one, so its parts are compared with those of transformers'
+model of the same config: types, what instances hold, and the code of classes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from megasched.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# How an instance is made says nothing of how it runs; what it holds then is compared.
+_MAKING = frozenset(["__init__", "post_init", "init_weights", "_init_weights", "_initialize_weights", "__new__"])
+_CLASS = frozenset(["__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__qualname__"])
+# Of a module of torch's: compared in ways of their own.
+_PARTS = frozenset(["_parameters", "_buffers", "_modules"])
+# Of a config: says how a run calls the model, not what the model computes.
+_OF_RUN = frozenset(["use_cache", "_attn_implementation", "dtype", "torch_dtype", "architectures", "auto_map"])
+
+_TWINS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def why_altered(model: Any, paths: Iterable[str], *, around: bool = False) -> str:
+    """What of the modules at these paths, and of those in them, is not as transformers has it; empty for nothing.
+
+    Args:
+        around: whether what calls the modules counts, too: it hands them positions and masks.
+    """
+    paths = list(paths)
+    outside = sorted({parent for path in paths for parent in _parents(path)}) if around else []
+    twin = _twin(model)
+    if isinstance(twin, str):
+        return twin
+    if twin is not model:
+        for path in paths:
+            if reason := _unlike(model, twin, path):
+                return reason
+        for path in outside:
+            if reason := _overridden(type(model.get_submodule(path)), type(twin.get_submodule(path))):
+                return reason
+    inside = {type(part) for path in paths for part in model.get_submodule(path).modules()}
+    for kind in sorted({*inside, *(type(twin.get_submodule(path)) for path in outside)}, key=str):
+        if name := _foreign(kind):
+            return f"{kind.__name__}.{name} is not transformers' own"
+    return ""
+
+
+def _twin(model: Any) -> Any:
+    """Transformers' model of the same config, the definition itself where it is one; or why there is none."""
+    from megasched.definition import build_definition
+    from megasched.objectives import objective_of
+
+    if type(model).__module__.startswith("transformers."):
+        return model
+    if model not in _TWINS:
+        config = copy.deepcopy(model.config)
+        try:
+            _TWINS[model] = build_definition(config, objective_of(model))
+        except ConfigError:
+            _TWINS[model] = f"transformers has no model of a {type(config).__name__} to compare it with"
+    return _TWINS[model]
+
+
+def _parents(path: str) -> Iterator[str]:
+    """Of a module, the model included."""
+    parts = path.split(".")
+    return (".".join(parts[:end]) for end in range(len(parts)))
+
+
+def _unlike(model: nn.Module, twin: nn.Module, path: str) -> str:
+    """In what a module, or one inside, differs from transformers'."""
+    own, others = model.get_submodule(path), dict(twin.named_modules())
+    for inner, module in own.named_modules():
+        place = f"{path}.{inner}" if inner else path
+        other = others.get(place)
+        if type(module) is not type(other):
+            has = "none" if other is None else f"a {type(other).__name__}"
+            return f"{place} is a {type(module).__name__}, and transformers has {has}"
+        for name in sorted({*vars(module), *vars(other)} - _PARTS):
+            if not _same(vars(module).get(name), vars(other).get(name)):
+                return f"{place} has another {name} than transformers'"
+        if not _same(_tensors(module), _tensors(other)) or module._modules.keys() != other._modules.keys():
+            return f"{place} holds something else than transformers'"
+    return ""
+
+
+def _tensors(module: nn.Module) -> dict[str, Any]:
+    """Names and shapes of parameters, and the values of buffers."""
+    shapes = {name: None if held is None else tuple(held.shape) for name, held in module._parameters.items()}
+    return {**shapes, **module._buffers}
+
+
+def _same(one: Any, other: Any) -> bool:
+    import torch
+    from transformers import PreTrainedConfig
+
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and (one.is_meta or torch.equal(one, other))
+    if isinstance(one, PreTrainedConfig):
+        told = [{name: value for name, value in c.to_dict().items() if name not in _OF_RUN} for c in (one, other)]
+        return told[0] == told[1]
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(_same(*pair) for pair in zip(one, other, strict=True))
+    if hasattr(one, "__func__"):  # a method of an instance
+        return one.__func__ is other.__func__
+    if hasattr(one, "func"):  # a partial function
+        return _same([one.func, one.args, one.keywords], [other.func, other.args, other.keywords])
+    return bool(one == other)
+
+
+def _overridden(own: type, other: type) -> str:
+    """What the class of a module around has of its own."""
+    if own is other:
+        return ""
+    if not issubclass(own, other):
+        return f"a {own.__name__} is around it, and not transformers' {other.__name__}"
+    for kind in own.__mro__[: own.__mro__.index(other)]:
+        for name, value in vars(kind).items():
+            called = callable(value) or hasattr(value, "__get__")
+            if called and name not in _MAKING | _CLASS and hasattr(other, name) and name != "config_class":
+                return f"{own.__name__}, which is around it, has a {name} of its own"
+    return ""
+
+
+@cache
+def _foreign(kind: type) -> str:
+    """A method of a class of transformers' or torch's that is somebody else's, or a function that it calls by a
+    global name; empty where there is none."""
+    import sys
+
+    if not _ours(kind.__module__):
+        return "__class__"
+    for base in kind.__mro__:
+        for name, value in vars(base).items():
+            if not _ours(getattr(_function(value), "__module__", None)):
+                return name
+    functions = vars(sys.modules[kind.__module__])
+    called = {name for name in _names(kind) if name in functions}
+    return next((name for name in sorted(called) if not _ours(getattr(functions[name], "__module__", None))), "")
+
+
+def _function(value: Any) -> Callable[..., Any] | None:
+    found = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    return found if hasattr(found, "__code__") else None
+
+
+def _names(kind: type) -> set[str]:
+    """Global names in the code of a class's own methods."""
+    import inspect
+
+    functions = [inspect.unwrap(found) for value in vars(kind).values() if (found := _function(value)) is not None]
+    return {name for function in functions for name in function.__code__.co_names}
+
+
+def _ours(module: str | None) -> bool:
+    """Whether code comes with transformers, torch or Python, where it says where it comes from."""
+    known = ("transformers", "torch", "kernels", "megasched")
+    return module is None or module.partition(".")[0] in (*known, *_standard())
+
+
+@cache
+def _standard() -> frozenset[str]:
+    import sys
+
+    return sys.stdlib_module_names | {"builtins", "numpy"}
