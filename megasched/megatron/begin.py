@@ -55,7 +55,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         require_certificate(Path(args.require_certificate), subject)
     elif not args.allow_unverified:
         refuse_unverified(session.definition, plan.layout)
-    refuse_overlap(plan, args.overlap_grad_reduce, getattr(args, "dist_ckpt_optim_fully_reshardable", False))
+    refuse_overlap(plan, args.overlap_grad_reduce)
     session.hf_model = Path(args.hf_model)
     session.source = with_adapters(weight_source(args, session.definition), session.schedule, args.seed)
     session.batch_shape = args.micro_batch_size, args.seq_length

@@ -40,22 +40,18 @@ def shared_parameters(plan: Plan, stages: Sequence[Stage]) -> dict[str, int]:
     return {name: min(found) for name, found in sorted(homes.items()) if len(found) > 1}
 
 
-def refuse_overlap(plan: Plan, overlap_grad_reduce: bool, reshardable_optimizer: bool = False) -> None:
+def refuse_overlap(plan: Plan, overlap_grad_reduce: bool) -> None:
     """Gradients that are reduced over DP during the backward pass can't be summed over the stages before.
 
     Raises:
-        ScheduleError: layers share parameters, and ``--overlap-grad-reduce`` is on, or states of the distributed
-            optimizer would be written fully reshardable, which were seen to come back wrong for two copies.
+        ScheduleError: layers share parameters, and ``--overlap-grad-reduce`` is on.
     """
     structure, layers = plan.structure, dict[str, set[int | None]]()
-    if not (overlap_grad_reduce or reshardable_optimizer) or plan.layout.pp == 1 or structure is None:
+    if not overlap_grad_reduce or plan.layout.pp == 1 or structure is None:
         return
     for name, canonical in plan.canonical.items():
         layers.setdefault(canonical, set()).add(structure.index_of(name))
     shared = [name for name, indices in layers.items() if len(indices - {None}) > 1]
-    if shared and reshardable_optimizer:
-        what = "layers share it, and a fully reshardable distributed optimizer does not resume two copies of it"
-        raise ScheduleError(Problem(what, shared[0], remedy="leave out --dist-ckpt-optim-fully-reshardable"))
     if shared:
         what = "layers share it, and its gradients must be summed over pipeline stages before they are over DP"
         raise ScheduleError(Problem(what, shared[0], remedy="leave out --overlap-grad-reduce"))

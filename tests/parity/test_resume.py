@@ -49,6 +49,21 @@ def test_resume_at_every_layout(ranks, tmp_path, family):
             torch.testing.assert_close(weights[name], wanted, rtol=1e-5, atol=1e-6, msg=name)
 
 
+BUCKETS = ["--global-batch-size", "12", "--overlap-grad-reduce", "--ddp-bucket-size", "2000"]
+
+
+def test_resume_from_several_buckets_that_end_with_padding(ranks, tmp_path):
+    folder = tiny.save("llama", tmp_path / "model")
+    whole = ranks.run(3, train, folder, [*BUCKETS, *SAVE], iterations=END)
+    saving = [*BUCKETS, *SAVE, "--save", str(tmp_path / "ckpt"), "--save-interval", str(STOP)]
+    ranks.run(3, train, folder, saving, iterations=STOP)
+    resumed = ranks.run(1, train, folder, [*BUCKETS, *SAVE, "--load", str(tmp_path / "ckpt")], iterations=END)
+    torch.testing.assert_close(losses(resumed), losses(whole)[STOP:], rtol=2e-6, atol=0)
+    weights, expected = gather(resumed, "weights", 1), gather(whole, "weights", 1)
+    for name, wanted in expected.items():
+        torch.testing.assert_close(weights[name], wanted, rtol=1e-5, atol=1e-6, msg=name)
+
+
 def keys_of(folder: Path) -> dict[str, list[int]]:
     """Key -> global shape of every model tensor in a checkpoint."""
     from torch.distributed.checkpoint import FileSystemReader

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from megasched.verify.parity import TOLERANCE, check_layout
+from megasched.verify.parity import LAYOUTS, TOLERANCE, check_layout
 from megasched.verify.rank_pool import RankError
 from megasched.verify.shrink import TOKENS, VOCABULARY
 from megasched.verify.small_models import write_small_model
 from megasched.verify.trainer_run import gather, losses, train
 from tests.parity.cases import case
+from tests.parity.steps import SAVE, assert_same_run, run
 
 # Model type -> layout, and what it is here for.
 CASES = {
@@ -60,6 +61,16 @@ def test_a_parameter_of_several_stages_is_trained_as_one(ranks, tmp_path):
     assert weights.keys() == expected.keys()
     for name, wanted in expected.items():
         torch.testing.assert_close(weights[name], wanted, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_parameter_of_several_stages_is_resumed_as_one(ranks, tmp_path):
+    """Two copies of the shared block and of the tied embeddings, which Megatron gives a bucket of their own."""
+    (folder,) = ranks.run(1, write_small_model, "zamba", str(tmp_path / "model"))
+    whole = run(ranks, folder, LAYOUTS["one"], iterations=4)
+    saving = ["--save", str(tmp_path / "kept"), "--save-interval", "2"]
+    run(ranks, folder, LAYOUTS["pp2"], *SAVE, *saving, iterations=2)
+    resumed = run(ranks, folder, LAYOUTS["pp2"], *SAVE, "--load", str(tmp_path / "kept"), iterations=4)
+    assert_same_run(resumed, whole, skip=2)
 
 
 def test_a_hidden_state_wider_than_the_configs_crosses_alone(ranks, tmp_path):

@@ -7,8 +7,12 @@ import torch
 from megasched.verify.rank_pool import init_megatron
 
 
-def build(bf16=False):
-    """DDP-wrapped model and its optimizer, over all ranks of the case as data parallel."""
+def build(bf16=False, bucket_size=None):
+    """DDP-wrapped model and its optimizer, over all ranks of the case as data parallel.
+
+    Args:
+        bucket_size: elements of a bucket of gradients; one holds all where it is None.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -37,9 +41,9 @@ def build(bf16=False):
             return self.down(torch.tanh(self.up(x)[0]))[0]
 
     torch.manual_seed(3)
-    ddp = DistributedDataParallel(
-        config, DistributedDataParallelConfig(use_distributed_optimizer=True), Model().to(dtype)
-    )
+    buckets = {"overlap_grad_reduce": bucket_size is not None, "bucket_size": bucket_size}
+    reduction = DistributedDataParallelConfig(use_distributed_optimizer=True, **buckets)
+    ddp = DistributedDataParallel(config, reduction, Model().to(dtype))
     settings = OptimizerConfig(
         optimizer="adam", lr=0.05, bf16=bf16, params_dtype=dtype, use_distributed_optimizer=True
     )
@@ -69,11 +73,11 @@ def adam_steps(optimizer):
     return [state["step"].item() for state in inner(optimizer).optimizer.state.values()]
 
 
-def checkpoint(ddp, optimizer, folder, kind, is_loading):
-    """Saves or loads the optimizer's torch_dist checkpoint in one of Megatron's two formats."""
+def checkpoint(ddp, optimizer, folder, kind, is_loading, **metadata):
+    """Saves or loads the optimizer's torch_dist checkpoint in one of Megatron's formats."""
     from megatron.core import dist_checkpointing
 
-    metadata = {"distrib_optim_sharding_type": kind}
+    metadata = {"distrib_optim_sharding_type": kind, **metadata}
     model = ddp.module.sharded_state_dict()
     state = {"optimizer": optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)}
     if not is_loading:

@@ -172,7 +172,7 @@ MUTATIONS = {
         "a missing refusal: gradients reduced over DP before they are summed over stages",
         "megasched/megatron/shared.py",
         "    if shared:\n",
-        "    if shared and reshardable_optimizer:\n",
+        "    if shared and not overlap_grad_reduce:\n",
         ("tests/parity/test_sides.py",),
     ),
     "flag": Mutation(
