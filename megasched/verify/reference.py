@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megasched.weights.source import WeightSource
 
 FLOOR = 1e-2
+IGNORED = -100  # a label that does not count, to torch's cross entropy and so to Hugging Face
 
 
 @dataclass
@@ -65,7 +66,7 @@ def hf_model(
 def hf_loss(
     model: Any, tokens: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean cross entropy over all tokens, computed from HF's logits in ``dtype``; and the logits.
+    """Mean cross entropy over the labels that count, computed from HF's logits in ``dtype``; and the logits.
 
     What a router adds (``output_router_logits``) is added as the definition's own forward does it.
     """
@@ -86,6 +87,7 @@ def hf_step(
     random_init: bool = True,
     trust_remote_code: bool = False,
     in_float64: bool = False,
+    per_token: bool = False,
     watch: bool = False,
     adapters: Sequence[Record] = (),
 ) -> HfStep:
@@ -93,25 +95,29 @@ def hf_step(
 
     Args:
         adapters: as for ``hf_model``.
+        per_token: each label has the same weight (``--calculate-per-token-loss``), not each micro-batch.
         in_float64: in that precision throughout, whatever the definition's own code says.
         watch: look at what every module takes and gives.
     """
     model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code, adapters=adapters)
     if not in_float64:
-        return _watched_step(model, batches, watch)
+        return _watched_step(model, batches, watch, per_token)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     model = model.double()
     with Float64():
-        return _watched_step(model, batches, watch)
+        return _watched_step(model, batches, watch, per_token)
 
 
-def _watched_step(model: Any, batches: list[tuple[torch.Tensor, torch.Tensor]], watch: bool) -> HfStep:
+def _watched_step(
+    model: Any, batches: list[tuple[torch.Tensor, torch.Tensor]], watch: bool, per_token: bool
+) -> HfStep:
     looker = Watch(model, [path for path, _ in model.named_modules() if path] if watch else [])
     outcomes = [hf_loss(model, *batches[0])]
     seen = looker.close()
     outcomes += [hf_loss(model, *batch) for batch in batches[1:]]
-    return replace(_step(model, outcomes), sightings=seen if watch else None)
+    counts = [int((labels != IGNORED).sum()) for _, labels in batches]
+    return replace(_step(model, outcomes, counts, per_token), sightings=seen if watch else None)
 
 
 def adamw_step(model: Any, gradients: dict[str, torch.Tensor], *, lr: float, eps: float) -> None:
@@ -133,19 +139,18 @@ def adamw_step(model: Any, gradients: dict[str, torch.Tensor], *, lr: float, eps
     torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=eps).step()
 
 
-def hf_objective_step(folder: str, objective: Objective, batches: list[dict[str, torch.Tensor]]) -> HfStep:
+def hf_objective_step(
+    folder: str, objective: Objective, batches: list[dict[str, torch.Tensor]], per_token: bool = False
+) -> HfStep:
     """The same for any objective, from the weights that ``--hf-random-init`` gives.
-
-    Megatron gives each micro-batch the same weight in the gradient, and each label in the loss that it reports.
 
     Args:
         batches: arguments of the forward, ``labels`` and ``loss_mask``.
+        per_token: as for ``hf_step``.
     """
     model = hf_model(folder, objective=objective)
     outcomes = [masked_loss(model, objective, batch) for batch in batches]
-    counts = torch.stack([batch["loss_mask"].sum() for batch in batches])
-    means = torch.stack([loss.detach() for loss, _ in outcomes])
-    return replace(_step(model, outcomes), loss=float((means * counts).sum() / counts.sum()))
+    return _step(model, outcomes, [int(batch["loss_mask"].sum()) for batch in batches], per_token)
 
 
 def masked_loss(
@@ -153,15 +158,24 @@ def masked_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean cross entropy over the labels that the loss mask counts, computed from HF's logits; and the logits."""
     logits = model(**{name: batch[name] for name in objective.inputs}).logits
-    ignored = batch["labels"].masked_fill(batch["loss_mask"] == 0, -100)
+    ignored = batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORED)
     return torch.nn.functional.cross_entropy(logits.flatten(0, -2).float(), ignored.flatten()), logits
 
 
-def _step(model: Any, outcomes: list[tuple[torch.Tensor, torch.Tensor]]) -> HfStep:
+def _step(
+    model: Any, outcomes: list[tuple[torch.Tensor, torch.Tensor]], counts: list[int], per_token: bool = False
+) -> HfStep:
+    """Megatron gives each micro-batch the same weight in the gradient, and each label in the loss that it reports.
+
+    Args:
+        outcomes, counts: of each micro-batch the mean loss and the logits, and the labels that count.
+        per_token: in the gradient, too, each label has the same weight.
+    """
     total, logits = 0.0, []
-    for loss, out in outcomes:
-        (loss / len(outcomes)).backward()
-        total += float(loss.detach()) / len(outcomes)
+    for (loss, out), count in zip(outcomes, counts, strict=True):
+        share = count / sum(counts)
+        (loss * share if per_token else loss / len(outcomes)).backward()
+        total += float(loss.detach()) * share
         logits.append(out.detach())
     # A parameter that is not used has no gradient: Megatron's buffers hold zeros for it.
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}

@@ -20,6 +20,7 @@ from megasched.lowering.zigzag import Zigzag
 from megasched.records import Record
 from megasched.verify.adapters import telling_adapters
 from megasched.verify.rank_pool import cache_folder
+from megasched.verify.reference import IGNORED
 from megasched.verify.sightings import Sightings, Watch
 
 VOCABULARY = 99  # divides by no TP: the embedding is padded
@@ -47,7 +48,7 @@ class RankReport:
         logits: [b, s, v] of each micro-batch of the first iteration (last stage only).
         cp_rank: among the ranks that share a sequence; tokens, labels and logits are of its part.
         ep_rank, expert_dp_rank: among the ranks that share out experts, and that hold the same ones.
-        batches: (iteration, tokens, labels) of each micro-batch, where this rank has them.
+        batches: (iteration, tokens, labels) of each micro-batch, where this rank has them; ``IGNORED`` of a mask.
         samples: (iteration, whole micro-batch) of the scripts beside ``pretrain_gpt.py``.
         sightings: what the modules here took and gave in the first micro-batch, where they were watched.
         copies: HF name -> the first iteration's gradient of a further copy of a tied tensor on this rank.
@@ -104,12 +105,14 @@ def train(
     tokens: tuple[int, int] | None = None,
     script: str = "pretrain_gpt",
     mock_data: bool = True,
+    mask: bool = False,
     watch: bool = False,
 ) -> RankReport:
     """Runs Megatron's trainer on this rank and hands back what it saw; see ``run_trainer``.
 
     Args:
         tokens: half-open range of token ids that the batches are to hold; what Megatron's mock data has otherwise.
+        mask: of ``pretrain_gpt``: count some labels alone, not as many in each micro-batch and part of a sequence.
         watch: look at what every module takes and gives; adapters are those that ``telling_adapters`` makes.
     """
     from megatron.core import parallel_state
@@ -123,7 +126,7 @@ def train(
     undo = [
         _record_steps(training, report, watch),
         _record_finalized_gradients(training, report),
-        _record_batches(pretrain_gpt, report, tokens),
+        _record_batches(pretrain_gpt, report, tokens, mask),
         _record_samples(pretraining, report),
         _record_logits(report),
     ]
@@ -244,7 +247,9 @@ def _gradient(parameter: Any) -> torch.Tensor:
     return parameter.main_grad.detach().clone() if parameter.requires_grad else torch.zeros_like(parameter)
 
 
-def _record_batches(script: Any, report: RankReport, tokens: tuple[int, int] | None) -> Callable[[], None]:
+def _record_batches(
+    script: Any, report: RankReport, tokens: tuple[int, int] | None, mask: bool
+) -> Callable[[], None]:
     real = script.get_batch
 
     def get_batch(*args: Any, **kwargs: Any) -> Any:
@@ -252,7 +257,11 @@ def _record_batches(script: Any, report: RankReport, tokens: tuple[int, int] | N
         for name in ("tokens", "labels") if tokens else ():
             if batch[name] is not None:
                 batch[name] = _within(batch[name], *tokens)
-        report.batches.append((report.iterations, batch["tokens"], batch["labels"]))
+        labels = batch["labels"]
+        if labels is not None:
+            batch["loss_mask"] = batch["loss_mask"] * (labels % 7 < 2) if mask else batch["loss_mask"]
+            labels = labels.masked_fill(batch["loss_mask"] == 0, IGNORED)
+        report.batches.append((report.iterations, batch["tokens"], labels))
         return batch
 
     script.get_batch = get_batch

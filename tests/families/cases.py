@@ -77,14 +77,16 @@ def check_first_step(ranks: Any, folder: str, objective: Objective, script: str,
     """One step of Megatron's trainer and what Hugging Face computes for the same batches."""
     world, tp, flags = LAYOUTS[layout]
     reports = ranks.run(world, train, folder, [*flags.split(), *more], iterations=1, script=script)
-    expected = assert_outcome_equals_hf(folder, objective, reports)
+    expected = assert_outcome_equals_hf(folder, objective, reports, "--calculate-per-token-loss" in more)
     if "--use-distributed-optimizer" not in flags:  # a rank has the sums of its own part alone then
         assert_gradients_equal(expected, reports, tp)
 
 
-def assert_outcome_equals_hf(folder: str, objective: Objective, reports: list[RankReport]) -> HfStep:
+def assert_outcome_equals_hf(
+    folder: str, objective: Objective, reports: list[RankReport], per_token: bool = False
+) -> HfStep:
     """Loss, logits and gradient norm, within 1e-5 relative."""
-    expected = hf_objective_step(folder, objective, samples_of(reports))
+    expected = hf_objective_step(folder, objective, samples_of(reports), per_token)
     assert losses(reports)[0] == pytest.approx(expected.loss, rel=1e-5)
     assert reports[0].grad_norms[0] == pytest.approx(expected.grad_norm, rel=1e-5)
     logits = [out for report in reports if report.tp_rank == 0 for out in report.logits]

@@ -21,6 +21,11 @@ def test_first_step_equals_hf(ranks, tmp_path, family, layout):
     check_first_step(ranks, save(family, tmp_path), MASKED_LM, "pretrain_bert", layout)
 
 
+def test_each_token_counts_as_much_where_the_loss_is_that_of_tokens(ranks, tmp_path):
+    folder = save("bert", tmp_path)
+    check_first_step(ranks, folder, MASKED_LM, "pretrain_bert", "dp2", "--calculate-per-token-loss")
+
+
 REFUSED = {
     "--pipeline-model-parallel-size 2": "they are called more than once",
     "--tensor-model-parallel-size 2 --sequence-parallel": "sequence parallelism splits the hidden state",

@@ -26,6 +26,11 @@ def test_first_step_equals_hf(ranks, tmp_path, form, layout):
     check_first_step(ranks, folder, SEQ2SEQ_LM, "pretrain_t5", layout, *LENGTHS)
 
 
+def test_each_token_counts_as_much_where_the_loss_is_that_of_tokens(ranks, tmp_path):
+    folder, flags = save("t5", tmp_path), (*LENGTHS, "--calculate-per-token-loss")
+    check_first_step(ranks, folder, SEQ2SEQ_LM, "pretrain_t5", "dp2", *flags)
+
+
 def test_an_encoder_decoder_is_not_cut_into_stages(ranks, tmp_path):
     folder = save("t5", tmp_path)
     flags = ["--pipeline-model-parallel-size", "2", *LENGTHS]

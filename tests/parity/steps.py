@@ -20,10 +20,10 @@ SAVE = ["--use-distributed-optimizer", "--ckpt-format", "torch_dist", "--dist-ck
 SAVE += ["--override-opt-param-scheduler"]
 
 
-def run(ranks, folder, layout: CheckedLayout, *more: str, iterations: int = 1, schedule: str = "auto"):
+def run(ranks, folder, layout: CheckedLayout, *more: str, iterations: int = 1, schedule: str = "auto", mask=False):
     flags = [*layout.flags.split(), *RUN, *more]
     options = {"iterations": iterations, "schedule": schedule, "random_init": False, "tokens": TOKENS}
-    return ranks.run(layout.world_size, train, folder, flags, **options)
+    return ranks.run(layout.world_size, train, folder, flags, **options, mask=mask)
 
 
 def step_making(folder, flags, schedule, kind):
@@ -46,25 +46,28 @@ def one_rank(ranks, folder, iterations: int = 2):
     return _known[key]
 
 
-def unscheduled(ranks, folder, reports, *, random_init: bool = False, in_float64: bool = False) -> HfStep:
+def unscheduled(
+    ranks, folder, reports, *, random_init: bool = False, in_float64: bool = False, per_token: bool = False
+) -> HfStep:
     """The first step of a run by the HF model in one process; once for the same model and batches."""
     batches = batches_of(reports)
     weights = b"" if random_init else Path(folder, "model.safetensors").read_bytes()
-    key = Path(folder, "config.json").read_bytes(), weights, b"%d" % in_float64
+    key = Path(folder, "config.json").read_bytes(), weights, b"%d%d" % (in_float64, per_token)
     key += tuple(tensor.numpy().tobytes() for batch in batches for tensor in batch)
     if key not in _known:
-        options = {"random_init": random_init, "in_float64": in_float64}
+        options = {"random_init": random_init, "in_float64": in_float64, "per_token": per_token}
         (_known[key],) = ranks.run(1, hf_step, folder, batches, **options)
     return _known[key]
 
 
-def assert_first_step_equals_hf(ranks, folder, reports, tp, *, random_init: bool = False):
+def assert_first_step_equals_hf(ranks, folder, reports, tp, **options: bool):
     """Loss, logits, every gradient and the norm.
 
     Args:
-        random_init: the run began with weights at random, not with those in the folder.
+        options: ``random_init``: the run began with weights at random, not with those in the folder;
+            ``per_token``: its loss was that of tokens, not of micro-batches.
     """
-    outcome = compare(reports, unscheduled(ranks, folder, reports, random_init=random_init), tp)
+    outcome = compare(reports, unscheduled(ranks, folder, reports, **options), tp)
     assert outcome.verdict == "equal", outcome.why
     assert max(outcome.errors.values()) <= TOLERANCE
 

@@ -72,6 +72,15 @@ def test_first_step_equals_hf(ranks, folders, model_type, name):
     assert_first_step_equals_hf(ranks, folder, run(ranks, folder, layout), layout.tp)
 
 
+@pytest.mark.parametrize(
+    ("name", "flags"), [("cp2", ""), slow("cp2", "--calculate-per-token-loss"), slow("pp2", "")]
+)
+def test_it_is_added_once_where_some_labels_do_not_count(ranks, folders, name, flags):
+    layout, folder = LAYOUTS[name], folders("qwen3_moe")
+    reports = run(ranks, folder, layout, *flags.split(), mask=True)
+    assert_first_step_equals_hf(ranks, folder, reports, layout.tp, per_token=bool(flags))
+
+
 def test_it_is_a_part_of_the_loss_that_is_reported(ranks, folders):
     with_it, without = (run(ranks, folders("qwen3_moe", auxiliary), LAYOUTS["pp2"]) for auxiliary in (True, False))
     assert losses(with_it)[0] - losses(without)[0] > 0.5

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megasched.verify.rank_pool import RankError
+from megasched.verify.reference import IGNORED
 from megasched.verify.small_models import write_small_model
 from megasched.verify.trainer_run import train
 from tests import tiny
@@ -47,6 +48,33 @@ def test_steps_equal_hf(ranks, tmp_path, family, layout):
     reports = ranks.run(world, train, folder, flags.split(), iterations=2)
     assert_first_step_equals_hf(ranks, folder, reports, tp, random_init=True)
     assert_same_losses(reports, one_rank(ranks, folder))
+
+
+MASKED = [
+    *(("cp2", ""), ("cp2-dp2", ""), ("cp2", "--calculate-per-token-loss")),
+    *(slow("cp2-dp2", "--calculate-per-token-loss"), slow("cp2-tp2-sp", ""), slow("cp2-pp2-vpp2", "")),
+]
+
+
+def counted(reports):
+    """Labels that count, of each micro-batch of the first iteration on each last stage."""
+    seen = [report for report in reports if report.losses]
+    return [
+        [int((labels != IGNORED).sum()) for step, _, labels in report.batches if not step and labels is not None]
+        for report in seen
+    ]
+
+
+@pytest.mark.parametrize(("layout", "flags"), MASKED)
+def test_each_label_counts_as_much_on_whatever_rank_it_is(ranks, tmp_path, layout, flags):
+    """As with --eod-mask-loss, where ranks have different numbers of labels."""
+    folder = tiny.save("llama", tmp_path)
+    world, tp, spread = LAYOUTS[layout]
+    reports = ranks.run(world, train, folder, [*spread.split(), *flags.split()], iterations=1, mask=True)
+    numbers = counted(reports)
+    assert 0 < min(map(min, numbers)) < max(map(max, numbers)) < 32
+    assert len(set(map(tuple, numbers))) >= 2
+    assert_first_step_equals_hf(ranks, folder, reports, tp, random_init=True, per_token=bool(flags))
 
 
 def test_the_distributed_optimizer_shards_over_context_parallel_ranks_too(ranks, tmp_path):
