@@ -46,8 +46,16 @@ _REASONS = {
         "apply_residual_connection_post_layernorm fp32_residual_connection rotary_interleaved "
         "rotary_seq_len_interpolation_factor no_rope_freq mrope_section squared_relu quick_geglu "
         "openai_gelu glu_linear_offset activation_func_clamp_value encoder_num_layers "
-        "decoder_num_layers use_mup init_method_xavier_uniform"
+        "decoder_num_layers use_mup mup_* init_method_xavier_uniform embedding_init_method_std "
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim cache_mla_latents "
+        "mla_down_proj_fusion rope_type rotary_scaling_factor mscale mscale_all_dim yarn_* "
+        "relative_attention_* dsa_* linear_conv_kernel_dim linear_key_* linear_value_* linear_num_* "
+        "linear_attention_freq mamba_state_dim mamba_head_dim mamba_num_*"
     ),
+    "it goes by names that Megatron's own q/k norms have; those of the definition are not decayed": (
+        "apply_wd_to_qk_layernorm no_weight_decay_cond_type"
+    ),
+    "nothing would be trained; what saves a teacher's logits is Megatron-LM's own model": "freeze_all_layers",
 }
 REFUSED = {pattern: reason for reason, patterns in _REASONS.items() for pattern in patterns.split()}
 
