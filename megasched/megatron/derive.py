@@ -35,6 +35,7 @@ from megasched.megatron.config_sizes import (
     rope_of,
     sizes_in,
 )
+from megasched.megatron.weight_decay import is_norm
 from megasched.objectives import CAUSAL_LM, Objective
 
 if TYPE_CHECKING:
@@ -237,11 +238,7 @@ def _active_width(
 
 
 def _norms(config: PretrainedConfig, layer: nn.Module) -> dict[str, Derived]:
-    norms = {
-        path: module
-        for path, module in layer.named_modules()
-        if "norm" in type(module).__name__.lower() and not list(module.children())
-    }
+    norms = {path: module for path, module in layer.named_modules() if is_norm(module)}
     outside = [module for path, module in norms.items() if not _in_attention(path)]
     found = {}
     if outside:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megasched.megatron.weight_decay import spared_names
 from megasched.objectives import CAUSAL_LM, Objective
 from megasched.verify.adapters import adapt_definition, telling_adapters
 from megasched.verify.sightings import Sightings, Watch
@@ -122,8 +123,8 @@ def _watched_step(
 
 def adamw_step(model: Any, gradients: dict[str, torch.Tensor], *, lr: float, eps: float) -> None:
     """One step of torch's AdamW, as Megatron's flags have it by default: gradients clipped to a norm of 1, decay
-    0.01 of what is no bias and has more than one dimension (``OptimizerConfig`` in
-    megatron/core/optimizer/optimizer_config.py; of experts, patches/expert_biases.py).
+    0.01 of what is no bias, no part of a norm and has more than one dimension (``OptimizerConfig`` in
+    megatron/core/optimizer/optimizer_config.py; patches/weight_decay.py).
 
     Args:
         model: the unscheduled model; its weights are changed.
@@ -132,7 +133,8 @@ def adamw_step(model: Any, gradients: dict[str, torch.Tensor], *, lr: float, eps
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in trained.items():
         parameter.grad = gradients[name].clone()
-    others = [p for name, p in trained.items() if p.dim() == 1 or name.endswith((".bias", "_proj_bias"))]
+    spared = spared_names(model)
+    others = [p for name, p in trained.items() if p.dim() == 1 or name in spared]
     decayed = [p for p in trained.values() if all(p is not other for other in others)]
     torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
