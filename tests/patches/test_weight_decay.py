@@ -15,6 +15,7 @@ from megasched.verify.shrink import TOKENS
 from megasched.verify.small_models import write_small_model
 from megasched.verify.trainer_run import train
 from tests.parity.instances import instances_of
+from tests.parity.levels import SCHEDULE
 
 
 def _decayed(folder, schedule):
@@ -43,8 +44,8 @@ def _decayed(folder, schedule):
 
 
 CASES = {
-    "gpt_oss": ("mlp", ["mlp.experts.down_proj", "mlp.experts.gate_up_proj", "mlp.router.weight"]),
-    "cohere": ("self_attn", ["mlp.down_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"]),
+    "gpt_oss": ["mlp.experts.down_proj", "mlp.experts.gate_up_proj", "mlp.router.weight"],
+    "cohere": ["mlp.down_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"],
 }
 ATTENTION = [f"self_attn.{name}_proj.weight" for name in "kqov"]
 
@@ -54,19 +55,16 @@ ATTENTION = [f"self_attn.{name}_proj.weight" for name in "kqov"]
 )
 def test_biases_and_norms_of_several_dimensions_are_not_decayed(ranks, tmp_path, model_type, level):
     """Those of all experts, and norms of heads."""
-    part, names = CASES[model_type]
     (folder,) = ranks.run(1, write_small_model, model_type, str(tmp_path / "model"))
     if model_type == "cohere":
         config = Path(folder, "config.json")
         config.write_text(json.dumps({**json.loads(config.read_text()), "use_qk_norm": True}))
     schedule = tmp_path / "level.py"
-    schedule.write_text(
-        "from megasched.model_adapters.default_schedule import schedule as default\n\n\n"
-        "def schedule(sch, layout):\n    default(sch, layout)\n"
-        f"    sch['model.layers.*.{part}'].level('{level}')\n"
-    )
+    schedule.write_text(SCHEDULE.format(where="model.layers.*", level=level))
     (decayed,) = ranks.run(1, _decayed, folder, str(schedule))
-    assert sorted(decayed - {"model.embed_tokens.weight", "lm_head.weight"}) == sorted([*names, *ATTENTION])
+    assert sorted(decayed - {"model.embed_tokens.weight", "lm_head.weight"}) == sorted(
+        [*CASES[model_type], *ATTENTION]
+    )
 
 
 class Heads(nn.Module):
