@@ -108,6 +108,12 @@ class Layout:
         """Ranks of the whole job; those of EP are among them."""
         return self.tp * self.pp * self.cp * self.data_parallel_size
 
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """Ranks that hold the same experts. Those have a grid of their own, in which no feature is cut: all ranks
+        of a pipeline stage are shared out over EP, those of TP and CP with the others."""
+        return self.tp * self.cp * self.data_parallel_size // self.ep
+
     def flags(self) -> list[str]:
         """Megatron's flags that say the same; data parallelism is what the number of ranks leaves over."""
         found = []

@@ -20,7 +20,6 @@ from megasched.linears import is_linear
 from megasched.lora import adapted, adapter_names
 from megasched.lowering.block.parameters import (
     ROUTER,
-    ROUTER_BIAS,
     SHARED_GATE,
     assemblies,
     attention_assemblies,
@@ -36,7 +35,8 @@ if TYPE_CHECKING:
 
 
 def choose_fp8(plan: Plan, roles: Roles) -> list[Problem]:
-    """Fills ``plan.te_linears`` where 8-bit training was asked for; a problem for each layer that can't be.
+    """Fills ``plan.te_linears`` and ``plan.weights_in_8_bits`` where 8-bit training was asked for; a problem for
+    each layer that can't be.
 
     Args:
         plan: complete but for this.
@@ -55,31 +55,30 @@ def choose_fp8(plan: Plan, roles: Roles) -> list[Problem]:
         if not plan.in_8_bits(layer):
             continue
         if layer in plan.blocks:
-            products = _weights(assemblies(plan, layer, roles))
+            products = _weights(plan, assemblies(plan, layer, roles))
         else:
             linears = _linears(plan, index)
             plan.te_linears.update(linears)
             products = _products(plan, linears)
             if isinstance(roles.mixture, Mixture) and f"{layer}.{roles.mixture.module}" in plan.mixtures:
-                products += _weights(mixture_assemblies(plan, layer, roles.mixture))
+                products += _weights(plan, mixture_assemblies(plan, layer, roles.mixture))
             if isinstance(roles.attention, Attention) and f"{layer}.{roles.attention.module}" in plan.attentions:
-                products += _weights(attention_assemblies(plan, layer, roles.attention))
+                products += _weights(plan, attention_assemblies(plan, layer, roles.attention))
             for mlp in mlps[index]:
-                products += _weights(mlp_assemblies(plan, layer, mlp))
+                products += _weights(plan, mlp_assemblies(plan, layer, mlp))
         if not products:
             what = "none of its linears is sharded, so that none would run in 8 bits"
             remedy = "shard them, at one TP rank too, or call level('block') on the layer"
             problems.append(Problem(what, layer, remedy=remedy))
         problems += _misfits(plan, layer, products)
+        plan.weights_in_8_bits.update(part.name for product in products for part in product.parts)
     return problems
 
 
-def _weights(made: dict[str, Assembly]) -> list[Assembly]:
+def _weights(plan: Plan, made: dict[str, Assembly]) -> list[Assembly]:
     """What Megatron's modules multiply with in 8 bits; experts are alike."""
-    found = {
-        name: product for name, product in made.items() if not name.endswith((ROUTER, ROUTER_BIAS, SHARED_GATE))
-    }
-    return list({product.name: product for product in found.values()}.values())
+    found = {product.name: product for name, product in made.items() if not name.endswith((ROUTER, SHARED_GATE))}
+    return [product for product in found.values() if len(product.local_shape(plan.layout.tp)) == 2]
 
 
 def left_in_16_bits(plan: Plan, model: nn.Module) -> list[str]:
@@ -131,7 +130,7 @@ def _misfits(plan: Plan, layer: str, products: list[Assembly]) -> list[Problem]:
     problems = []
     for product in products:
         shape = product.local_shape(plan.layout.tp)
-        if len(shape) == 2 and any(size % fp8.multiple for size in shape):
+        if any(size % fp8.multiple for size in shape):
             names = " + ".join(part.name.removeprefix(f"{layer}.") for part in product.parts)
             what = f"{names} is {list(shape)} on each of {plan.layout.tp} TP ranks, and an 8-bit matrix product "
             what += f"({fp8.fp8_recipe}) takes multiples of {fp8.multiple}"

@@ -39,6 +39,8 @@ class Plan:
         mlps: modules outside of both that its ``MLP`` computes -> what they are; the same holds.
         not_blocks: layers, attention, mixtures and MLPs that were to be Megatron's if possible -> why not.
         te_linears: linears whose product is Transformer Engine's, in 8 bits; those in ``blocks`` are not named.
+        weights_in_8_bits: parameters of the model that are multiplied in 8 bits, by canonical names; those of
+            experts among them.
         joint: columns that are computed by one matrix product; paths in the order of their calls.
     """
 
@@ -59,6 +61,7 @@ class Plan:
     mlps: dict[str, Mlp] = field(default_factory=dict)
     not_blocks: dict[str, str] = field(default_factory=dict)
     te_linears: set[str] = field(default_factory=set)
+    weights_in_8_bits: set[str] = field(default_factory=set)
     joint: list[tuple[str, ...]] = field(default_factory=list)
 
     def placement(self, path: str, param: str) -> Placement:

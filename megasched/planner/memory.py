@@ -109,7 +109,7 @@ def static_bytes(
             distributed optimizer).
     """
     replicas = layout.cp * layout.data_parallel_size if sharded else 1
-    of_experts = layout.tp * layout.cp * layout.data_parallel_size // layout.ep if sharded else 1
+    of_experts = layout.expert_data_parallel_size if sharded else 1
     own = math.ceil(count.dense / replicas) + math.ceil(count.experts / of_experts)
     of_optimizer = 12 if dtype.itemsize == 2 else 8
     parameters = (count.trained + count.frozen) * dtype.itemsize + 2 * count.quantized

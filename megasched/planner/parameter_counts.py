@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megasched.lowering.plan import Plan
     from megasched.megatron.session import Session
     from megasched.megatron.stage import Stage
 
@@ -59,17 +58,13 @@ class ParameterCounts:
             placement = plan.placements[canonical]
             size = math.prod(plan.local_shape(placement))
             kind = "frozen" if not trains[names[0]] else "experts" if placement.group == "ep" else "dense"
-            quantized = size if len(placement.shape) == 2 and self._in_8_bits(plan, canonical) else 0
+            quantized = size if canonical in plan.weights_in_8_bits else 0
             paths, count = {name.rpartition(".")[0] for name in names}, Count(**{kind: size}, quantized=quantized)
             layer = structure.index_of(next(iter(paths))) if len(paths) == 1 else None
             if layer is None:
                 self._others.append((paths, count))
             else:
                 self._layers[layer] += count
-
-    def _in_8_bits(self, plan: Plan, name: str) -> bool:
-        path = name.rpartition(".")[0]
-        return path in plan.te_linears or (plan.in_block(path) and plan.in_8_bits(path))
 
     def held(self, stages: Sequence[Stage]) -> Count:
         """In the parameters of a rank that holds these stages; a tied one once in each stage that has it."""

@@ -117,16 +117,12 @@ def _of_context(job: Job, on_group: Callable[[Layout], Any], cp: int) -> list[Ca
 
 
 def _groups(job: Job, cp: int) -> Iterator[Layout]:
-    """TP inside a node, and EP; powers of two."""
+    """TP inside a node, and EP, for which the ranks of TP and CP count, too; powers of two."""
     session = job.open_session(Layout(context_parallel_size=cp))
     _refuse_loops(session)
     largest = min(job.gpus, job.hardware.gpus_per_node)
     for tp, ep in itertools.product(_powers(largest), _powers(_experts(session))):
-        if (
-            tp * cp * ep <= job.gpus
-            and job.gpus % (tp * cp * ep) == 0
-            and job.sequence_length % (2 * cp * tp) == 0
-        ):
+        if job.gpus % (tp * cp) == 0 and job.gpus % ep == 0 and job.sequence_length % (2 * cp * tp) == 0:
             yield Layout(
                 tensor_model_parallel_size=tp,
                 sequence_parallel=tp > 1,
@@ -244,7 +240,7 @@ def _layouts(job: Job, group: Layout, session: Session) -> Iterator[Layout]:
     # Megatron's own layers overlap what they send over TP with their products.
     overlaps = group.sp and session.plan.blocks.issuperset(session.plan.structure.layer_paths())
     for pp, batch in itertools.product(range(1, layers + 1), MICRO_BATCHES):
-        if ranks % pp or ranks // pp % group.ep or job.global_batch_size % (ranks // pp * batch):
+        if ranks % pp or job.gpus // pp % group.ep or job.global_batch_size % (ranks // pp * batch):
             continue
         microbatches = job.global_batch_size // (ranks // pp * batch)
         for vpp in _chunks(pp, layers, microbatches):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megasched.layout import Layout
     from megasched.megatron.stage import Stage
     from megasched.planner.measurements import Measurements
+    from megasched.planner.parameter_counts import Count
     from megasched.planner.partly_recomputed import PartlyRecomputed
 
 # What a distributed optimizer sends and touches for each parameter that a rank holds, in bytes: gradients
@@ -25,6 +26,7 @@ _PARAMETER, _STEP = 2, 30
 # Of what could be hidden behind a backward or forward, the first and last bucket can't be.
 _EXPOSED = 0.1
 _TENSOR = "TENSOR_MODEL_PARALLEL_GROUP"
+_DATA, _EXPERT_DATA = "DATA_PARALLEL_GROUP_WITH_CP", "EXPERT_DATA_PARALLEL_GROUP"
 # A schedule is played through with so many micro-batches for each pipeline rank; each more takes the same time.
 _PLAYED = 2, 4
 
@@ -69,12 +71,16 @@ def chunk_work(measured: Measurements | PartlyRecomputed, stage: Stage) -> tuple
 
 
 def groups_of(layout: Layout) -> dict[str, Group]:
-    """Megatron's groups; its order of ranks is TP, CP, EP, DP, PP."""
+    """Megatron's groups. Its order of ranks is TP, CP, DP, PP; those of experts have a grid of their own, in which
+    it is EP, DP, PP (``megatron/core/parallel_state.py``)."""
     tp, cp, ep = layout.tp, layout.cp, layout.ep
+    of_stage = tp * cp * layout.data_parallel_size
     return {
         _TENSOR: Group(tp, tp),
         "CONTEXT_PARALLEL_GROUP": Group(cp, tp * cp),
-        "EXPERT_MODEL_PARALLEL_GROUP": Group(ep, tp * cp * ep),
+        "EXPERT_MODEL_PARALLEL_GROUP": Group(ep, ep),
+        _DATA: Group(cp * layout.data_parallel_size, of_stage),
+        _EXPERT_DATA: Group(layout.expert_data_parallel_size, of_stage),
     }
 
 
@@ -114,12 +120,11 @@ def step_time(
     busiest = max(range(layout.pp), key=lambda rank: sum(seconds[rank]))
     compute, sending = (part * microbatches for part in seconds[busiest])
     waiting = max(0.0, _played(chunks, microbatches) - compute - sending)
-    trained = max(measured.parameters.held(stages[rank :: layout.pp]).trained for rank in range(layout.pp))
-    replicas = layout.cp * data_parallel
-    sent = trained * setting.gradient_dtype.itemsize, trained * _PARAMETER
-    gradients = _gradients(chunks[busiest], hardware, sent, replicas, layout.tp * replicas)
-    optimizer = hardware.traffic_seconds(trained * _STEP / replicas)
-    return StepTime(compute, sending, waiting, gradients, optimizer, chunks)
+    counts = [measured.parameters.held(stages[rank :: layout.pp]) for rank in range(layout.pp)]
+    groups, itemsize = groups_of(layout), setting.gradient_dtype.itemsize
+    gradients = max(_gradients(chunks[busiest], hardware, count, groups, itemsize) for count in counts)
+    own = max(count.dense / groups[_DATA].ranks + count.experts / groups[_EXPERT_DATA].ranks for count in counts)
+    return StepTime(compute, sending, waiting, gradients, hardware.traffic_seconds(own * _STEP), chunks)
 
 
 def _played(chunks: Sequence[Sequence[Chunk]], microbatches: int) -> float:
@@ -132,19 +137,28 @@ def _played(chunks: Sequence[Sequence[Chunk]], microbatches: int) -> float:
 
 
 def _gradients(
-    chunks: Sequence[Chunk], hardware: Hardware, sent: tuple[int, int], replicas: int, span: int
+    chunks: Sequence[Chunk], hardware: Hardware, count: Count, groups: Mapping[str, Group], itemsize: int
 ) -> float:
     """What of Megatron's overlapped reduction of gradients and gathering of parameters is not hidden.
 
     Args:
-        sent: bytes of the gradients, and of the parameters, on a rank.
+        count: of a rank's parameters.
+        groups: by name.
+        itemsize: bytes of a gradient.
     """
-    if replicas == 1:
-        return 0.0
-    link, share = hardware.link(span), (replicas - 1) / replicas
     backward, forward = sum(chunk.backward for chunk in chunks), sum(chunk.forward for chunk in chunks)
     total = 0.0
-    for size, behind in zip(sent, (backward, forward), strict=True):
-        seconds = link.seconds(size * share)
+    for size, behind in ((itemsize, backward), (_PARAMETER, forward)):
+        seconds = sum(
+            _shared_seconds(hardware, groups[name], numbers * size)
+            for name, numbers in ((_DATA, count.dense), (_EXPERT_DATA, count.experts))
+        )
         total += max(seconds - behind, _EXPOSED * seconds)
     return total
+
+
+def _shared_seconds(hardware: Hardware, group: Group, size: int) -> float:
+    """To reduce or gather so many bytes, of which each rank of a group has a part afterwards or before."""
+    if group.ranks == 1 or not size:
+        return 0.0
+    return hardware.link(group.span).seconds(size * (group.ranks - 1) / group.ranks)
