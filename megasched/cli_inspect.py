@@ -65,7 +65,14 @@ def show(
     fp8_recipe: Annotated[
         str | None, typer.Option(metavar="RECIPE", help="8-bit training: delayed, tensorwise, blockwise, mxfp8.")
     ] = None,
-    seq_length: Annotated[int, typer.Option(help="Tokens in a sequence; weighs attention's FLOPs.")] = 4096,
+    seq_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens in a sequence; weighs attention's FLOPs. By default 4096, or the model's positions.",
+            show_default=False,
+        ),
+    ] = None,
     make_vocab_size_divisible_by: Annotated[
         int, typer.Option(help="The vocabulary is padded to a multiple of this times TP.")
     ] = 128,

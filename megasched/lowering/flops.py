@@ -9,56 +9,68 @@ calls one by one count one token each, as which ones are called is a matter of v
 
 from __future__ import annotations
 
-from collections import defaultdict
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megasched.experts import is_experts
 from megasched.lowering import attention
-from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.lowering.attention_flops import attended, attention_flops
+from megasched.trial.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import nn
 
 
-def forward_flops(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Path of each module -> FLOPs of its own code in one forward; their sum is the model's.
+@dataclass
+class ForwardFlops:
+    """FLOPs of one forward.
+
+    Attributes:
+        layers: of each layer, and of what runs between it and the one before.
+        before: of what runs before the first layer.
+        after: of what runs after the last one.
+    """
+
+    layers: list[float]
+    before: float = 0.0
+    after: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.before + sum(self.layers) + self.after
+
+
+def forward_flops(
+    probe: nn.Module, inputs: Mapping[str, torch.Tensor], layers: Sequence[str] = ()
+) -> ForwardFlops:
+    """Counts one forward.
 
     Args:
-        model: a definition.
+        probe: a ``meta_copy`` of a definition.
         inputs: arguments of its forward, on meta.
+        layers: paths of the layers.
     """
-    run = _FlopRun(meta_copy(model))
-    with attention.stand_in(run.attend), call_hooks(run.model, run.before, run.after):
-        run_on_meta(run.model, inputs, run)
-    return dict(run.counted)
-
-
-def attended(queries: int, keys: int, causal: bool, window: int | None) -> float:
-    """Pairs of a query and a key that it attends to; the last query stands at the last key.
-
-    Args:
-        window: keys that a query attends to, its own included; None for all.
-    """
-    if not causal:
-        return float(queries * keys)
-    most = keys if window is None else min(window, keys)
-    first = keys - queries + 1  # keys up to the first query's own
-    growing = max(0, min(queries, most - first))  # queries that see fewer keys than they may
-    return growing * first + growing * (growing - 1) / 2 + (queries - growing) * float(most)
+    run = _FlopRun(layers)
+    with attention.stand_in(run.attend), call_hooks(probe, run.before, run.after, run.looks_at):
+        run_on_meta(probe, inputs, run)
+    run.flops.after = run.outside
+    return run.flops
 
 
 class _FlopRun(DefaultScalars):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, layers: Sequence[str]) -> None:
         super().__init__()
-        self.model = model
-        self.counted: dict[str, float] = defaultdict(float)
-        self.stack: list[str] = []
+        self.flops = ForwardFlops(layers=[0.0] * len(layers))
+        self.numbers = {path: number for number, path in enumerate(layers)}
         self.silent = 0
+        self.running: int | None = None  # the layer
+        self.outside = 0.0  # since the last layer, or the begin
+        self.begun = False  # any layer
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -72,18 +84,35 @@ class _FlopRun(DefaultScalars):
         return output
 
     def _count(self, flops: float) -> None:
-        self.counted[self.stack[-1] if self.stack else ""] += flops
+        if self.running is None:
+            self.outside += flops
+        else:
+            self.flops.layers[self.running] += flops
+
+    def looks_at(self, path: str, module: nn.Module) -> bool:
+        """Whether a module's calls matter; of large models nearly none do."""
+        return path in self.numbers or is_experts(module)
 
     def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.stack.append(path)
+        if path in self.numbers:
+            self._begin(self.numbers[path])
         if is_experts(module):
             if not self.silent:
                 self._count(_of_experts(module, tensors_in((args, kwargs))[1]))
             self.silent += 1
 
     def after(self, path: str, module: nn.Module, output: Any) -> None:
-        self.stack.pop()
         self.silent -= is_experts(module)
+        if path in self.numbers:
+            self.running = None
+
+    def _begin(self, layer: int) -> None:
+        """What ran since the layer before counts for this one: it is computed where this one is."""
+        if self.begun:
+            self.flops.layers[layer] += self.outside
+        else:
+            self.flops.before = self.outside
+        self.running, self.outside, self.begun = layer, 0.0, True
 
     def attend(
         self,
@@ -100,7 +129,7 @@ class _FlopRun(DefaultScalars):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         batch, heads, queries, width = query.shape
         pairs = attended(queries, key.shape[2], bool(causal), sliding_window)
-        self._count(2.0 * batch * heads * pairs * (width + value.shape[-1]))
+        self._count(attention_flops(batch * heads * pairs, width, value.shape[-1]))
         with self._silently():
             return value.new_empty(batch, queries, heads, value.shape[-1]), None
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
+from megasched.lowering.flops import ForwardFlops, forward_flops
 from megasched.lowering.given_positions import takes_counted_positions
 from megasched.lowering.propagate import propagate
 from megasched.lowering.replay import Rank
@@ -31,6 +33,7 @@ class KnownRuns:
         self._sequences: dict[int, list[tuple[dict[str, str], SequencePlan]]] = {}
         self._counted: bool | None = None
         self._unproven: dict[Hashable, set[str]] = {}
+        self._flops: dict[Hashable, ForwardFlops] = {}
         self._probe: nn.Module | None = None  # of the last run; that of any would do
 
     def propagate(self, model: nn.Module, inputs: Mapping[str, Any], asked: Mapping[str, Any]) -> Derived:
@@ -61,6 +64,17 @@ class KnownRuns:
             found = columns_of_unproven_sizes(self._probe, derived.calls, structure, rank, cuts, counts)
             self._unproven[key] = found
         return self._unproven[key]
+
+    def forward_flops(
+        self, model: nn.Module, inputs: Mapping[str, torch.Tensor], structure: Structure | None
+    ) -> ForwardFlops:
+        """As ``forward_flops`` does, of the structure's layers."""
+        layers = () if structure is None else tuple(structure.layer_paths())
+        key = (layers, *((name, tensor.shape) for name, tensor in inputs.items()))
+        if key not in self._flops:
+            self._probe = self._probe or meta_copy(model)
+            self._flops[key] = forward_flops(self._probe, inputs, layers)
+        return self._flops[key]
 
     def plan_sequence(
         self, model: nn.Module, structure: Structure, size: int, refuse_region: Callable[[str], str]

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from megasched.definition import text_config
 from megasched.errors import Problem, ScheduleError
 
 if TYPE_CHECKING:
+    from megasched.lowering.flops import ForwardFlops
     from megasched.schedule import Schedule
     from megasched.trial.structure import Structure
 
@@ -93,29 +91,16 @@ def balance(costs: Sequence[float], first: float, last: float, stages: int) -> l
     return list(best[count][2])
 
 
-def layer_costs(
-    model: nn.Module, structure: Structure, config: Any, sequence_length: int
-) -> tuple[list[float], float, float]:
-    """Cost of each layer, of what comes before them and after them: forward FLOPs of one token.
+def layer_costs(flops: ForwardFlops, sequence_length: int) -> tuple[list[float], float, float]:
+    """Cost of each layer, of what comes before them and after them: forward FLOPs of one token, in whole numbers,
+    whose sums are exact: of stages that are alike none may look dearer.
 
-    2 FLOPs for each weight of a matrix (an embedding looks up and multiplies nothing), and
-    4 s heads head_dim for attention scores and values, halved where they are causal. Parameters weigh in
-    through the matrices, which hold nearly all of them.
+    Args:
+        flops: of one sequence.
     """
-    config = text_config(config)
-    heads = getattr(config, "num_attention_heads", 0) or 0
-    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    attention = 2.0 * sequence_length * heads * head_dim
-
-    def matrices(path: str) -> float:
-        module = model.get_submodule(path)
-        return sum(2.0 * p.numel() for p in module.parameters() if p.dim() > 1)
-
-    layers = [matrices(structure.layer_path(i)) + attention for i in range(structure.count)]
-    before = sum(
-        matrices(path) for path in structure.before if not isinstance(model.get_submodule(path), nn.Embedding)
-    )
-    return layers, before, sum(matrices(path) for path in structure.after)
+    layers = [float(round(flops_of_layer / sequence_length)) for flops_of_layer in flops.layers]
+    before, after = (float(round(others / sequence_length)) for others in (flops.before, flops.after))
+    return layers, before, after
 
 
 def layout_string(layers: Sequence[int]) -> str:

@@ -17,7 +17,8 @@ from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.layout import Layout
 from megasched.lora import adapted
 from megasched.lowering.adapting import adapt_modules
-from megasched.lowering.flops import forward_flops
+from megasched.lowering.flops import ForwardFlops
+from megasched.lowering.known_runs import KnownRuns
 from megasched.lowering.plan import Plan
 from megasched.lowering.planning import make_plan
 from megasched.lowering.replacement import replace_modules
@@ -62,7 +63,6 @@ class Session:
     source: WeightSource | None = None
     batch_shape: tuple[int, int] = (1, 1)
     hf_model: Path = Path()
-    _costs: dict[int, tuple[list[float], float, float]] = field(default_factory=dict, repr=False)
     _balanced: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
     _sides: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -79,7 +79,7 @@ class Session:
             causal_lm=True,
             vocab_multiple=self.vocab_multiple,
             structure=self.structure,
-            runs=self.known.runs if self.replaced is self.definition else None,
+            runs=self._runs,
         )
         for new, old in self.renamed.items():
             canonical = plan.canonical[new]
@@ -99,6 +99,25 @@ class Session:
         return plan
 
     @cached_property
+    def _runs(self) -> KnownRuns:
+        return self.known.runs if self.replaced is self.definition else KnownRuns()
+
+    def forward_flops(self, sequence_length: int) -> ForwardFlops:
+        """FLOPs of the forward of one sequence.
+
+        Raises:
+            ScheduleError: the definition does not run on meta at this length.
+        """
+        inputs = objective_of(self.definition).trial_inputs(self.definition.config, 1, sequence_length)
+        try:
+            return self._runs.forward_flops(self.replaced, inputs, self.plan.structure)
+        except ScheduleError as error:
+            problem = error.problems[0]
+            what = f"its FLOPs can't be counted at {sequence_length} tokens, and stages are cut by them: "
+            remedy = "give no more tokens than the model has positions for (--seq-length)"
+            raise ScheduleError(replace(problem, what=what + problem.what, remedy=remedy)) from error
+
+    @property
     def training_flops(self) -> float:
         """FLOPs to train a causal language model on one sequence: of the forward, and twice as many of the
         backward. What is recomputed is not counted again, as in Megatron.
@@ -106,8 +125,7 @@ class Session:
         Raises:
             ScheduleError: the definition does not run on meta at this length.
         """
-        inputs = objective_of(self.definition).trial_inputs(self.definition.config, 1, self.batch_shape[1])
-        return 3.0 * sum(forward_flops(self.replaced, inputs).values())
+        return 3.0 * self.forward_flops(self.batch_shape[1]).total
 
     def pipeline_layout(self, sequence_length: int) -> str | None:
         """Megatron's layout string of ``stage_layers``; None without a pipeline.
@@ -140,18 +158,17 @@ class Session:
         asked = cuts_asked_for(self.schedule, structure, stages)
         if asked is None:
             if (sequence_length, stages) not in self._balanced:
-                self._balanced[sequence_length, stages] = balance(*self._layer_costs(sequence_length), stages)
+                self._balanced[sequence_length, stages] = balance(*self.layer_costs(sequence_length), stages)
             asked = self._balanced[sequence_length, stages]
         return asked
 
-    def _layer_costs(self, sequence_length: int) -> tuple[list[float], float, float]:
-        """Found once: a search cuts one model many times."""
-        if sequence_length not in self._costs:
-            structure = self.plan.structure
-            assert structure is not None
-            costs = layer_costs(self.replaced, structure, self.definition.config, sequence_length)
-            self._costs[sequence_length] = costs
-        return self._costs[sequence_length]
+    def layer_costs(self, sequence_length: int) -> tuple[list[float], float, float]:
+        """What layers, and what comes before and after them, weigh in a cut.
+
+        Raises:
+            ScheduleError: the definition does not run on meta at this length.
+        """
+        return layer_costs(self.forward_flops(sequence_length), sequence_length)
 
     def packing(self, boundaries: list[int], dtype: torch.dtype, batch_shape: tuple[int, int]) -> Packing | None:
         """How stage boundaries before these layers are crossed; None where the hidden state crosses as it is.

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from megasched.errors import ConfigError
+from megasched.lowering.attention_flops import attended, attention_flops
 from megasched.planner.hardware import GIB, Hardware, known_hardware, load_hardware
-from megasched.planner.work import Product, Work, attention_flops
+from megasched.planner.work import Product, Work
 
 # Runs something, and says how many seconds it takes once.
 Timer = Callable[[Callable[[], object]], float]
@@ -245,7 +246,7 @@ def attention_efficiency(hardware: Hardware, device: torch.device, timer: Timer,
         output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         torch.autograd.grad(output, (query, key, value), gradient)
 
-    pairs = batch * heads * tokens * tokens / 2
+    pairs = batch * heads * attended(tokens, tokens, causal=True, window=None)
     work = Work(attention=sum(attention_flops(pairs, width, width, backward) for backward in (False, True)))
     found = efficiency_for(
         lambda value: replace(hardware, attention_efficiency=value).other_seconds(work, 2), timer(run)

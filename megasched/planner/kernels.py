@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from megasched.lowering.attention_flops import attended, attention_flops
 from megasched.planner.work import behind_products
 
 Shape = Sequence[int]
@@ -154,13 +155,12 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pairs: float, group: Any
     ) -> torch.Tensor:
         exchange([key, value], group)
-        width = query.shape[-1] + value.shape[-1]
         shape = (*query.shape[:-1], value.shape[-1])
         output, sums = kernel(
             [query, key, value],
             (shape, query.dtype),
             (query.shape[:-1], torch.float32),
-            flops=2 * pairs * width,
+            flops=attention_flops(pairs, query.shape[-1], value.shape[-1]),
         )
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.pairs, ctx.group = pairs, group
@@ -170,7 +170,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         query, key, value, output, sums = ctx.saved_tensors
         exchange([key, value, key, value], ctx.group)
-        flops = 2 * ctx.pairs * (3 * query.shape[-1] + 2 * value.shape[-1])
+        flops = attention_flops(ctx.pairs, query.shape[-1], value.shape[-1], backward=True)
         made = kernel(
             [gradient, query, key, value, output, sums], like(query), like(key), like(value), flops=flops
         )
@@ -187,14 +187,10 @@ def exchange(tensors: Sequence[torch.Tensor], group: Any) -> None:
             torch.distributed.all_gather_into_tensor(whole, tensor.contiguous(), group=group)
 
 
-def attended(queries: int, keys: int, causal: bool, window: int | None, parts: int) -> float:
+def attended_on_rank(queries: int, keys: int, causal: bool, window: int | None, parts: int) -> float:
     """Pairs of a query and a key that it attends to, in one head; both are of a ``parts``-th of the sequence, of
     which each rank has as much work as any other."""
-    length = keys * parts
-    if not causal:
-        return float(queries * length)
-    seen = length if window is None or window < 0 else min(window, length)
-    return (length * seen - seen * seen / 2) * queries / length
+    return attended(queries * parts, keys * parts, causal, window) / parts
 
 
 def te_core(
@@ -210,7 +206,7 @@ def te_core(
     """For ``TeCore.__call__`` of megasched/lowering/attention_te.py; [b, heads, s, d] each."""
     group = None if core.context is None else core.context.cp_group
     seen = None if window[0] < 0 else window[0] + 1
-    pairs = attended(query.shape[2], key.shape[2], causal, seen, 1 if group is None else core.context.size)
+    pairs = attended_on_rank(query.shape[2], key.shape[2], causal, seen, 1 if group is None else core.context.size)
     return _Attention.apply(query, key, value, query.shape[0] * query.shape[1] * pairs, group)
 
 
@@ -219,7 +215,7 @@ def block_core(
 ) -> Any:
     """For ``CoreAttention.forward`` of megasched/lowering/block/layer.py; [s, b, heads, d] each."""
     group, parts = (None, 1) if core.ranks is None else (core.ranks.group, core.ranks.zigzag.size)
-    pairs = attended(query.shape[0], key.shape[0], True, core.window, parts)
+    pairs = attended_on_rank(query.shape[0], key.shape[0], True, core.window, parts)
     output = _Attention.apply(query, key, value, query.shape[1] * query.shape[2] * pairs, group)
     return output.flatten(2)
 

@@ -107,7 +107,8 @@ def _of_context(job: Job, on_group: Callable[[Layout], Any], cp: int) -> list[Ca
             raise
         return [Candidate(Layout(context_parallel_size=cp), None, 0, why_out=_reason(error))]
     with suppress(MegaschedError):  # it is that group's own, and comes again
-        _ = [job.open_session(group).plan for group in groups[:1]]  # those of the others rest on the same runs
+        for group in groups[:1]:  # the plans and cuts of the others rest on the same runs
+            job.open_session(group).forward_flops(job.sequence_length)
     results = map_forked(partial(_of_group, job), groups)
     parts: list[list[Candidate]] = []
     for group in groups:

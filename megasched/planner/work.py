@@ -14,6 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megasched.lowering.attention_flops import attended, attention_flops
+
 _aten = torch.ops.aten
 
 
@@ -195,24 +197,13 @@ def _product(packet: Any, args: tuple[Any, ...], output: Any) -> Product | None:
     return Product(batch, *sizes, left.element_size(), output.element_size())
 
 
-def attention_flops(pairs: float, width: int, value_width: int, backward: bool) -> float:
-    """Two products of each query with each key that it attends to forward, five backward.
-
-    Args:
-        pairs: of a query and such a key, in all heads.
-        width: of a query and a key in one head.
-    """
-    return 2.0 * pairs * (3 * width + 2 * value_width if backward else width + value_width)
-
-
 def _attention_flops(name: str, args: tuple[Any, ...]) -> float:
-    """Half of all pairs where it is causal."""
     backward = "backward" in name
     query, key, value = args[1:4] if backward else args[:3]
     causal = any(arg is True for arg in args)
     batch, heads, queries, width = query.shape
-    pairs = batch * heads * queries * key.shape[2] * (0.5 if causal else 1.0)
-    return attention_flops(pairs, width, value.shape[-1], backward)
+    pairs = attended(queries, key.shape[2], causal, window=None)
+    return attention_flops(batch * heads * pairs, width, value.shape[-1], backward)
 
 
 def _bytes(value: Any) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megasched.compatibility import load_matrix, unverified
 from megasched.definition import text_config
+from megasched.errors import ScheduleError
 from megasched.layout import Layout
 from megasched.megatron.lora_run import parameter_counts
 from megasched.megatron.session import Session, open_session
@@ -16,6 +17,9 @@ from megasched.report.modules import ModuleReport, describe_modules
 from megasched.report.stages import StageReport, describe_stages, place_modules
 
 AUTO = "auto"
+
+
+_SEQUENCE = 4096
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def inspect_schedule(
     hf_model: str,
     layout: Layout,
     *,
-    sequence_length: int = 4096,
+    sequence_length: int | None = None,
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
     objective: str | None = None,
@@ -81,7 +85,7 @@ def inspect_schedule(
         schedule: what ``--model-schedule`` would say.
         hf_model: what ``--hf-model`` would say; only its config is read.
         layout: the layout of the run.
-        sequence_length: ``--seq-length``.
+        sequence_length: ``--seq-length``; by default 4096, or all that the model has positions for.
         overrides: ``key=value`` for the HF config.
         trust_remote_code: run Python code that comes with the model.
         objective: what ``--objective`` would say; None for a causal language model.
@@ -103,6 +107,7 @@ def inspect_schedule(
         _name_sources(session, "--model-schedule auto")
     structure = session.plan.structure
     assert structure is not None
+    sequence_length = sequence_length or _default_length(session)
     stages = describe_stages(session, sequence_length)
     return ShowReport(
         hf_model,
@@ -118,6 +123,17 @@ def inspect_schedule(
         _hidden_size(session),
         structure.layers,
     )
+
+
+def _default_length(session: Session) -> int:
+    """Tables of positions may be shorter; rotary ones go on."""
+    try:
+        session.forward_flops(_SEQUENCE)
+    except ScheduleError:
+        config = text_config(session.definition.config)
+        found = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+        return min([_SEQUENCE, *(count for count in found if isinstance(count, int) and count > 0)])
+    return _SEQUENCE
 
 
 def _hidden_size(session: Session) -> int | None:

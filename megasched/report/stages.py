@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megasched.megatron.cut import layer_costs
 from megasched.megatron.session import Session
 from megasched.megatron.stage import Stage
 from megasched.report.amounts import BYTES_16_BITS
@@ -54,7 +53,7 @@ def describe_stages(session: Session, sequence_length: int) -> list[StageReport]
     plan, structure = session.plan, session.plan.structure
     assert structure is not None
     layers = session.stage_layers(sequence_length) or [structure.count]
-    costs, before, after = layer_costs(session.replaced, structure, session.definition.config, sequence_length)
+    costs, before, after = session.layer_costs(sequence_length)
     total = sum(costs) + before + after
     cuts = {structure.index_of(r.path): r.source for r in plan.records_of(CUT)}
     found, start = [], 0

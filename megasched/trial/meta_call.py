@@ -120,10 +120,14 @@ def call_hooks(
     model: nn.Module,
     before: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any] = lambda *call: None,
     after: Callable[[str, nn.Module, Any], Any] = lambda *result: None,
+    around: Callable[[str, nn.Module], bool] = lambda path, module: True,
 ) -> Iterator[None]:
     """Calls ``before(path, module, args, kwargs)`` and ``after(path, module, output)`` around every forward.
 
     ``before`` may return ``(args, kwargs)`` and ``after`` an output to put in the place of what they got.
+
+    Args:
+        around: ``around(path, module)`` tells of which modules; errors name the innermost of these.
 
     Raises:
         ScheduleError: the forward raises, which a trial call inside can't go on from; names the module.
@@ -131,6 +135,8 @@ def call_hooks(
     handles = []
     running: list[str] = []
     for path, module in model.named_modules():
+        if not around(path, module):
+            continue
 
         def pre(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> Any:
             running.append(path)

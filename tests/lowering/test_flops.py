@@ -6,20 +6,25 @@ from hypothesis import given
 
 from megasched.definition import build_definition
 from megasched.lowering import attention_switch
-from megasched.lowering.flops import attended, forward_flops
-from megasched.trial.meta_call import token_inputs
+from megasched.lowering.attention_flops import attended
+from megasched.lowering.flops import forward_flops
+from megasched.trial.meta_call import meta_copy, token_inputs
 from megasched.verify.small_models import small_config
 
 BATCH, LENGTH = 2, 24
 
 
-def counted(model_type, **changes):
+LAYERS = tuple(f"model.layers.{index}" for index in range(4))
+
+
+def counted(model_type, paths=LAYERS, **changes):
     config = small_config(model_type)
     for name, value in changes.items():
         setattr(config, name, value)
     model = build_definition(config)
     attention_switch.switch_on(model)
-    return config, forward_flops(model, {"input_ids": token_inputs(BATCH, LENGTH)["input_ids"]})
+    inputs = {"input_ids": token_inputs(BATCH, LENGTH)["input_ids"]}
+    return config, forward_flops(meta_copy(model), inputs, paths)
 
 
 def pairs(window=None):
@@ -46,35 +51,42 @@ def by_hand(config, window=None, mlp=None):
     return BATCH * (2 * LENGTH * linears + 2 * heads * pairs(window) * 2 * width)
 
 
-def of_layer(flops, index):
-    return sum(count for path, count in flops.items() if path.startswith(f"model.layers.{index}."))
-
-
 @pytest.mark.parametrize(("model_type", "window"), [("llama", None), ("mistral", 8)])
 def test_layers_and_head_are_what_the_formula_says(model_type, window):
     config, flops = counted(model_type)
-    assert [of_layer(flops, index) for index in range(4)] == [by_hand(config, window)] * 4
-    assert flops["lm_head"] == 2 * BATCH * LENGTH * config.hidden_size * config.vocab_size
-    assert sum(flops.values()) - flops["lm_head"] - 4 * by_hand(config, window) < 1e-3 * sum(flops.values())
+    assert flops.layers == [by_hand(config, window)] * 4
+    assert flops.after == 2 * BATCH * LENGTH * config.hidden_size * config.vocab_size
+    assert flops.before == 0
+    assert flops.total == 4 * by_hand(config, window) + flops.after
 
 
 def test_layers_with_windows_of_their_own_are_told_apart():
     config, flops = counted("gemma2")
     kinds = [8 if kind == "sliding_attention" else None for kind in config.layer_types]
     assert set(kinds) == {8, None}
-    assert [of_layer(flops, index) for index in range(4)] == [by_hand(config, window) for window in kinds]
+    assert flops.layers == [by_hand(config, window) for window in kinds]
 
 
 def test_a_token_counts_the_experts_that_it_is_routed_to():
     config, flops = counted("mixtral", num_local_experts=4, num_experts_per_tok=2)
     routed = 2 * 3 * config.hidden_size * config.intermediate_size + config.hidden_size * 4
-    assert of_layer(flops, 0) == by_hand(config, mlp=routed)
+    assert flops.layers[0] == by_hand(config, mlp=routed)
+
+
+def test_what_runs_between_two_parts_counts_for_the_later_one():
+    """Of a Llama's second and fourth layer, the third one's work counts for the fourth."""
+    config, flops = counted("llama", LAYERS[1::2])
+    layer = by_hand(config)
+    assert (flops.before, flops.layers) == (layer, [layer, 2 * layer])
 
 
 def test_a_state_space_layer_counts_its_products_and_convolution():
-    config, flops = counted("mamba")
-    inner, hidden = config.intermediate_size, config.hidden_size
-    assert flops["backbone.layers.0.mixer.in_proj"] == 2 * BATCH * LENGTH * hidden * 2 * inner
-    assert flops["backbone.layers.0.mixer.out_proj"] == 2 * BATCH * LENGTH * inner * hidden
-    convolution = 2 * BATCH * LENGTH * inner * config.conv_kernel
-    assert sum(flops.get(f"backbone.layers.0.mixer{part}", 0) for part in ("", ".conv1d")) >= convolution
+    mixer = "backbone.layers.0.mixer"
+    config, flops = counted("mamba", (f"{mixer}.in_proj", f"{mixer}.out_proj"))
+    inner, hidden, states, rank = (
+        getattr(config, name) for name in ("intermediate_size", "hidden_size", "state_size", "time_step_rank")
+    )
+    first, rest = (count / (2 * BATCH * LENGTH) for count in flops.layers)
+    assert first == hidden * 2 * inner
+    scanned = inner * (rank + 2 * states) + rank * inner
+    assert rest >= inner * config.conv_kernel + scanned + inner * hidden

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import DeepseekV3Config, LlamaConfig
 
+from megasched.layout import Layout
 from megasched.megatron.cut import balance, layout_string
+from megasched.megatron.session import open_session
+
+LENGTH = 4096
+PP4 = Layout(pipeline_model_parallel_size=4)
+
+
+def opened(folder, config):
+    config.save_pretrained(folder)
+    return open_session("auto", str(folder), PP4)
 
 
 def brute_force(costs, first, last, stages):
@@ -60,3 +72,35 @@ def test_layout_string_is_megatrons():
     # rank 0 holds chunks 0 and 2, rank 1 holds 1 and 3
     assert [len(chunk) for chunk in layout.layout[0]] == [3, 3]
     assert layout.layout[1][1][-1] == LayerType.loss
+
+
+@pytest.mark.parametrize(("vocab_size", "cut"), [(32000, [4, 4, 4, 4]), (129280, [5, 4, 4, 3])])
+def test_an_expert_counts_for_the_tokens_that_it_gets(tmp_path, vocab_size, cut):
+    """DeepSeek-V3's sizes: 8 of 256 experts and a shared one are as wide as the MLP of its dense layers, which are
+    the first four of sixteen here. Its own head is as dear as 1.4 layers."""
+    config = DeepseekV3Config(num_hidden_layers=16, first_k_dense_replace=4, vocab_size=vocab_size)
+    session = opened(tmp_path, config)
+    layers, before, after = session.layer_costs(LENGTH)
+    hidden, heads, width = config.hidden_size, config.num_attention_heads, config.moe_intermediate_size
+    q, kv, nope, rope, value = (
+        getattr(config, name)
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    attention = hidden * (q + kv + rope) + heads * (q * (nope + rope) + kv * (nope + value) + hidden * value)
+    scores = (LENGTH + 1) * heads * (nope + rope + value)
+    dense = 2 * (attention + 3 * hidden * config.intermediate_size) + scores
+    mixture = 2 * (attention + 3 * hidden * width * (8 + 1) + hidden * 256) + scores
+    assert layers == [dense] * 4 + [mixture] * 12
+    assert (before, after) == (0, 2 * hidden * vocab_size)
+    assert session.stage_layers(LENGTH) == cut == balance(layers, before, after, 4)
+
+
+def test_costs_of_a_dense_model_are_its_matrices_and_causal_attention(tmp_path):
+    """A token attends to (s + 1) / 2 keys."""
+    config = LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_key_value_heads=4)
+    session = opened(tmp_path, config)
+    layers, before, after = session.layer_costs(LENGTH)
+    hidden, width = config.hidden_size, config.hidden_size // config.num_attention_heads
+    linears = hidden * width * (2 * config.num_attention_heads + 2 * 4) + 3 * hidden * 1024
+    assert layers == [2 * linears + 2 * (LENGTH + 1) * hidden] * 8
+    assert (before, after) == (0, 2 * hidden * config.vocab_size)

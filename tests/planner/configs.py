@@ -5,6 +5,7 @@ from transformers import (
     GemmaConfig,
     GPT2Config,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     NemotronConfig,
     PretrainedConfig,
@@ -34,6 +35,8 @@ def config_of(name: str) -> PretrainedConfig:
             return Starcoder2Config(**_LLAMA)
         case "nemotron":
             return NemotronConfig(**_LLAMA)
+        case "mistral":
+            return MistralConfig(**_LLAMA, sliding_window=128)
         case "gemma2":
             return Gemma2Config(**_LLAMA, sliding_window=128)
         case "gpt2":

@@ -63,7 +63,7 @@ def planted(truth, sizes, fp8=True):
     yield from (truth.product_seconds(work) for work in products(sizes, 2))
     yield from (truth.product_seconds(work) for work in products(sizes, 1) if fp8)
     batch, heads, tokens, width = sizes.attention
-    yield truth.other_seconds(Work(attention=14 * batch * heads * tokens * tokens / 2 * width), 2)
+    yield truth.other_seconds(Work(attention=14 * batch * heads * tokens * (tokens + 1) / 2 * width), 2)
 
 
 def replay(seconds):
@@ -145,7 +145,7 @@ def test_what_is_timed_is_what_a_plan_counts():
     assert tiny.kernels == SIZES.kernels
     assert [work.products for work in multiplied] == [work.products for work in products(SIZES, 2)]
     batch, heads, tokens, width = SIZES.attention
-    assert attended.attention == 14 * batch * heads * tokens * tokens / 2 * width
+    assert attended.attention == 14 * batch * heads * tokens * (tokens + 1) / 2 * width
 
 
 def test_without_8_bits():

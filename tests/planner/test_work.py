@@ -1,5 +1,6 @@
 """Work counted as modules run: against the formulas of what they compute."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -24,14 +25,15 @@ def test_products_are_counted_by_shape():
     assert count.work.flops == 3 * 2 * 32 * 32 * 16
 
 
-def test_causal_attention_counts_half_of_the_pairs():
+def test_causal_attention_counts_the_keys_up_to_each_query():
     q, k, v = (torch.ones(2, 4, 64, 16, requires_grad=True) for _ in range(3))
     with CountWork() as count:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         forward = count.work.attention
         out.sum().backward()
-    assert forward == 2 * 2 * 4 * 64 * 64 * 0.5 * (16 + 16)
-    assert count.work.attention == forward + 2 * 2 * 4 * 64 * 64 * 0.5 * (3 * 16 + 2 * 16)
+    pairs = 2 * 4 * 64 * 65 / 2
+    assert forward == 2 * pairs * (16 + 16)
+    assert count.work.attention == forward + 2 * pairs * (3 * 16 + 2 * 16)
 
 
 def test_other_operations_count_what_they_read_and_write_and_views_nothing():
@@ -56,7 +58,25 @@ def test_the_work_of_a_stage_is_the_definitions_by_ranks(tmp_path):
     weights = layers * (hidden * hidden * 2 + hidden * 128 * 2 + 3 * hidden * 704) + hidden * 2000
     assert forward.flops - forward.attention == tokens * weights
     assert backward.flops - backward.attention == 2 * tokens * weights
-    assert forward.attention == layers * 2 * batch * 4 * length**2 * 0.5 * 64
+    assert forward.attention == layers * 2 * batch * 4 * length * (length + 1) / 2 * 64
     key = ("allgather_base", "TENSOR_MODEL_PARALLEL_GROUP", False)
     assert forward.calls[key] == 2 * layers + 1  # before attention, before the MLP; joined after the last layer
     assert forward.sent[key] == (2 * layers + 1) * tokens * hidden * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "on_gpu"),
+    [("llama", True), ("llama", False), ("mixtral", True), ("mixtral", False), ("mistral", True)],
+)
+def test_a_plan_counts_what_a_cut_and_the_log_count(tmp_path, name, on_gpu):
+    """What a plan times is the same forward, operation by operation: a token's experts, and the keys of a window,
+    which a GPU's kernel computes alone."""
+    config = config_of(name)
+    config.save_pretrained(tmp_path)
+    session = open_session("auto", str(tmp_path), Layout(), make_vocab_size_divisible_by=1)
+    length = 256
+    with fake_groups(Layout()):
+        measured = Measurements(session, Setting(1, length, on_gpu=on_gpu))
+        forward, _ = chunk_work(measured, Stage(0, config.num_hidden_layers, True, True))
+    counted = session.forward_flops(length)
+    assert forward.flops == counted.total

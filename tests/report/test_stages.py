@@ -3,6 +3,9 @@
 import pytest
 
 from megasched.errors import ScheduleError
+from megasched.layout import Layout
+from megasched.report.show import inspect_schedule
+from megasched.verify.small_models import small_config
 
 # Of the Llama in conftest.py, on one of two TP ranks: attention (q 32x32, k and v 8x32, o 32x32) and MLP (three
 # 64x32) in halves, two norms whole; half of a padded vocabulary of 512.
@@ -24,7 +27,7 @@ def test_stages_of_pp_2_vp_2(inspect):
 
 def test_shares_of_flops(inspect):
     stages = inspect(pp=2, sequence_length=64).stages
-    layer = 2 * (32 * 32 * 2 + 8 * 32 * 2 + 3 * 64 * 32) + 2 * 64 * 8 * 4
+    layer = 2 * (32 * 32 * 2 + 8 * 32 * 2 + 3 * 64 * 32) + 2 * 65 * 8 * 4
     head = 2 * 300 * 32
     assert [(s.start, s.stop) for s in stages] == [(0, 2), (2, 4)]
     total = 4 * layer + head
@@ -70,3 +73,13 @@ def test_bytes_are_of_16_bits(inspect):
 def test_too_many_stages(inspect):
     with pytest.raises(ScheduleError, match="8 stages for 4 layers"):
         inspect(pp=4, vp=2)
+
+
+def test_no_more_tokens_than_there_are_positions(tmp_path):
+    """BERT has a table of positions, which is shorter than the default of ``--seq-length``."""
+    folder = str(tmp_path)
+    small_config("bert").save_pretrained(folder)
+    report = inspect_schedule("auto", folder, Layout(), objective="masked_lm")
+    assert report.sequence_length == small_config("bert").max_position_embeddings < 4096
+    with pytest.raises(ScheduleError, match=r"FLOPs can't be counted at 4096 tokens[^\0]*--seq-length"):
+        inspect_schedule("auto", folder, Layout(), objective="masked_lm", sequence_length=4096)

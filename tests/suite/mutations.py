@@ -212,7 +212,7 @@ MUTATIONS = {
     ),
     "flops": Mutation(
         "FLOPs of attention that count keys nobody attends to",
-        "megasched/lowering/flops.py",
+        "megasched/lowering/attention_flops.py",
         "    if not causal:\n        return float(queries * keys)\n",
         "    if True:\n        return float(queries * keys)\n",
         ("tests/lowering/test_flops.py",),
