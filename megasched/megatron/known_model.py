@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError, Problem, ScheduleError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from megasched.layout import Layout
     from megasched.schedule_file import ScheduleFunction
+    from megasched.trial.own_loss import OwnLoss
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,13 @@ class KnownModel:
     schedule: str
     function: ScheduleFunction
     runs: KnownRuns = field(default_factory=KnownRuns)
+
+    @cached_property
+    def own_loss(self) -> OwnLoss:
+        """How the definition computes its loss."""
+        from megasched.trial.own_loss import own_loss
+
+        return own_loss(self.definition, self.structure)
 
     def apply(self, layout: Layout) -> Schedule:
         """The schedule's records for a layout.

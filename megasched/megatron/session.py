@@ -90,6 +90,7 @@ class Session:
             )
             what += "call of one and joins it after the last"
             raise ScheduleError(Problem(what, plan.structure.layers, remedy="run it without --sequence-parallel"))
+        self._refuse_another_loss()
         if plan.layout.pp > 1:
             refuse_stages(plan, self.definition.config)
         objective = objective_of(self.definition)
@@ -101,6 +102,16 @@ class Session:
     @cached_property
     def _runs(self) -> KnownRuns:
         return self.known.runs if self.replaced is self.definition else KnownRuns()
+
+    def _refuse_another_loss(self) -> None:
+        own, layout = self.known.own_loss, self.schedule.layout
+        if own.why_another:
+            what = f"{own.why_another}; a run computes the cross entropy of each label in its place"
+            remedy = "have the forward hand its logits and labels to transformers' loss_function, and add to that"
+            raise ScheduleError(Problem(what, remedy=remedy))
+        if own.calls > 1 and max(layout.tp, layout.pp, layout.cp) > 1:
+            what = f"its forward asks for {own.calls} losses, and model parallelism knows of the first alone"
+            raise ScheduleError(Problem(what, remedy="run it with data parallelism alone"))
 
     def forward_flops(self, sequence_length: int) -> ForwardFlops:
         """FLOPs of the forward of one sequence.

@@ -20,7 +20,6 @@ CASES = {
     "xlm": ("pp2-vpp2", "modules between the layers"),
     "xlnet": ("pp2", "a hidden state [s, b, h]"),
     "mllama": ("pp2-vpp2", "a layer that is not called"),
-    "prophetnet": ("pp2", "a tuple before the layers, weights read by other modules"),
 }
 
 
@@ -42,6 +41,14 @@ def test_reversible_layers_are_refused(ranks, tmp_path):
     assert outcome.verdict == "refused"
     assert "the model computes their gradients by a function of its own" in outcome.why
     assert check_layout(ranks, folder, "one").verdict == "equal"
+
+
+def test_a_loss_of_its_own_is_refused(ranks, tmp_path):
+    """ProphetNet predicts several tokens from each place; at one rank, too, a run would learn another thing."""
+    (folder,) = ranks.run(1, write_small_model, "prophetnet", str(tmp_path))
+    outcome = check_layout(ranks, folder, "one")
+    assert outcome.verdict == "refused"
+    assert "not the cross entropy of its logits" in outcome.why
 
 
 PP2 = ["--pipeline-model-parallel-size", "2"]
