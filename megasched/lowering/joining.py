@@ -70,6 +70,7 @@ def _plain(plan: Plan, path: str, shared: Counter[str]) -> bool:
     placement = plan.placement(path, "weight")
     return (
         path not in plan.derived.gather
+        and path not in plan.derived.overwritten  # a part of a product is a view of it
         and path not in plan.replicated_heads
         and placement.padded is None
         and shared[placement.name] == 1

@@ -33,19 +33,26 @@ class ColumnLinear(ColumnParallelLinear):
     Attributes:
         real_features: output features without padding; what is gathered is cut to them.
         inside: what is gathered stays inside a TP region, so that its gradient is summed over the ranks.
+        overwritten: the definition changes the output in place, which autograd allows of no view that a custom
+            function made.
         joint: the columns that are computed by one matrix product with this one, if there are any.
     """
 
     real_features: int | None = None
     inside: bool = False
+    overwritten: bool = False
     joint: JointColumns | None = None
     # Megatron's has an empty entry for Transformer Engine in its state dict; the definition's has none.
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self._computed(x)
+        return output.clone() if self.overwritten else output
+
+    def _computed(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() > 3:  # Megatron's backward takes up to three dimensions
-            return self.forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+            return self._computed(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
         if self.joint is not None:
             output = self.joint.part(self, x)
             if output is not None:
@@ -65,8 +72,7 @@ class RowLinear(RowParallelLinear):
 
     Attributes:
         takes_part: the input is whole inside a TP region; this rank takes its part of it.
-        overwritten: the definition changes the output in place, which autograd allows of no view that a custom
-            function made.
+        overwritten: as above.
         inside: the output stays inside a TP region, so that its gradient is summed over the ranks, too.
     """
 
@@ -158,6 +164,7 @@ def lower_linear(path: str, module: nn.Module, context: Context, *, entered: boo
                 tp_group=context.group,
             )
             lowered.inside = gathered and inside
+            lowered.overwritten = path in plan.derived.overwritten
             lowered.real_features = out_features if weight.padded else None
         else:
             stays = path in plan.derived.rows_inside

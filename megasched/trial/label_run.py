@@ -73,7 +73,7 @@ class LabelRun(DefaultScalars):
         self.slots: dict[str, tuple[int | str, ...]] = {}
         self.column_calls: list[ColumnCall] = []
         self.other_uses: dict[int, set[str]] = defaultdict(set)
-        self.summed_outputs: dict[int, str] = {}
+        self.cut_outputs: dict[int, str] = {}  # id of a tensor -> path of what is cut and gave it
         self.written: dict[int, Label] = {}  # id of a tensor of which a view was written to -> what was
         self.tokens = torch.Size((1, 1))
         self.alike: dict[int, int] = {}  # id of a tensor that has one value everywhere -> its number
@@ -117,8 +117,9 @@ class LabelRun(DefaultScalars):
             self.kept.append(tensor)
         changed = written(func, args, kwargs or {})
         for tensor in changed:
-            if id(tensor) in self.summed_outputs:
-                self.derived.overwritten.add(self.summed_outputs[id(tensor)])
+            for held in (tensor, _base(tensor)):
+                if id(held) in self.cut_outputs:
+                    self.derived.overwritten.add(self.cut_outputs[id(held)])
         outputs = tensors_in(output)
         if func.__name__.split(".")[0] in _ALIKE and all(id(tensor) in self.alike for tensor in operands):
             number = self.alike[id(operands[0])] if operands else len(self.kept)

@@ -57,8 +57,7 @@ class Labelling(LabelRun):
             self.silent -= 1
             if not self.silent:
                 result = tensors_in(output)[0]
-                if self.cuts[path] in ("row", "vocab"):
-                    self.summed_outputs[id(result)] = path
+                self.cut_outputs[id(result)] = path
                 self._set(result, self._cut_output(path, result.dim() - 1, tensors_in((args, kwargs))[0]))
         self._note_sides(path, args, kwargs, changed)
         if self.sequence_parallel and self.structure and path == self.structure.layer_path(self.structure.last):

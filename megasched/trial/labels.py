@@ -78,7 +78,7 @@ class Derived:
         rows_inside: rows whose output meets whole tensors inside of a needed region: it is one, too.
         split_slots: layer path -> arguments beside the hidden state that come from before the layers, are made of
             the whole sequence, and are split along it.
-        overwritten: rows and embeddings whose output is changed in place.
+        overwritten: what is cut and has its output changed in place.
         cut_sizes: column -> sizes of the dimensions along which what stems from it is cut; TP must divide them.
         by_heads: columns whose output is viewed as heads [b, s, heads, d] or turned: the module that does so reads
             the length of the sequence off its own input.

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import megasched
 from megasched.errors import ScheduleError
@@ -13,7 +14,7 @@ from megasched.lowering.joint import JointColumns
 from megasched.lowering.planning import make_plan
 from megasched.model_adapters.default_schedule import schedule
 from megasched.verify.rank_pool import init_megatron
-from tests.lowering.models import tiny_model, token_ids
+from tests.lowering.models import randomize, tiny_model, token_ids
 from tests.lowering.parity import compare, compare_gradients, distance, scheduled_copy, too_far
 from tests.tiny import FAMILIES
 
@@ -93,6 +94,30 @@ def test_both_levels_give_the_definitions_gradients(ranks, tp):
         for family, count in shared.items():
             assert found[family, "leaf"] == ({}, 0, 0)
             assert found[family, "fused"] == ({}, count, 0)
+
+
+def _clipped(tp):
+    """OLMo's ``clip_qkv`` writes to what its projections give, joined or gathered."""
+    init_megatron(tp=tp)
+    config = AutoConfig.for_model("olmo", **{**FAMILIES["llama"], "num_hidden_layers": 2, "clip_qkv": 0.05})
+    ids = token_ids()
+    found = {}
+    for whole in (False, True):
+
+        def fill(sch, whole=whole):
+            _auto(sch)
+            for name in "qk" if whole else "":
+                sch[f"model.layers.1.self_attn.{name}_proj"].sync("fwd_post", "all_gather")
+
+        model = randomize(AutoModelForCausalLM.from_config(config, dtype=torch.float32)).train()
+        found[whole] = too_far(compare(model, fill, {"input_ids": ids, "labels": ids}))
+    return found
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_outputs_that_are_written_to_are_nobody_elses(ranks, tp):
+    for found in ranks.run(tp, _clipped, tp):
+        assert found == {False: {}, True: {}}
 
 
 def _innermost():
