@@ -6,7 +6,8 @@ A class says little: what an instance was given when it was made, or since, may 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,6 +35,18 @@ class _Itself:
         return id(self.value)
 
 
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """In which tensors have values, on the CPU, and numbers are what they are: plans are made of tensors without
+    values, by modes that answer questions about them and count what is done."""
+    import torch
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), unset_fake_temporarily(), torch.device("cpu"):
+        yield
+
+
 def own_state(module: nn.Module) -> Any:
     """What two instances have in common that compute the same, but for the values and sizes of parameters; None
     where it holds buffers, whose values tell."""
@@ -55,10 +68,11 @@ def small_copy(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Any:
     from torch import nn
 
     generator = torch.Generator().manual_seed(0)
-    made = {
-        name: nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu"))
-        for name, shape in shapes.items()
-    }
+    with real_tensors():
+        made = {
+            name: nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu"))
+            for name, shape in shapes.items()
+        }
     small = copy.copy(module)
     small.__dict__ = {**vars(module), "_parameters": {**module._parameters, **made}}
     return small
@@ -81,10 +95,9 @@ def computes(
         tolerance: relative; what casts to float32 on its way needs a larger one.
     """
     import torch
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    # A plan is made of tensors without values, and must not change what a run draws.
-    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
+    # A plan must not change what a run draws.
+    with real_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         for vars(small)["training"] in (True, False):
             if not all(_same(small, function, scale, shape, tolerance) for scale in (*_SCALES, *scales)):
                 return False

@@ -145,7 +145,7 @@ def _foreign(kind: type) -> str:
 
     if not _ours(kind.__module__):
         return "__class__"
-    for base in kind.__mro__:
+    for base in (base for base in kind.__mro__ if base.__module__.startswith("transformers.")):
         for name, value in vars(base).items():
             if not _ours(getattr(_function(value), "__module__", None)):
                 return name

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from megasched.errors import ScheduleError
+from megasched.instances import real_tensors
 from megasched.lowering import attention
 from megasched.objectives import objective_of
 from megasched.trial.meta_call import call_hooks, meta_copy, run_on_meta, to_meta
@@ -182,11 +183,8 @@ def _shapes(arguments: Any) -> tuple[Any, ...]:
 
 def _agree(function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a function gives what ours does, and the same gradients, of random tensors of these shapes."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-    from torch.utils._python_dispatch import _disable_current_modes
-
     kwargs = {**kwargs, "dropout": 0.0}
-    with _disable_current_modes(), unset_fake_temporarily(), torch.device("cpu"), torch.enable_grad():
+    with real_tensors(), torch.enable_grad():
         for scale in _SCALES:
             try:
                 real = _Real(scale)

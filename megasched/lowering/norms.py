@@ -53,7 +53,7 @@ def _computes_rms_norm(module: nn.Module, eps: float) -> bool:
     small = small_copy(module, {"weight": (size,)})
 
     def norm(x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (size,), small.weight, eps)
+        return torch.rms_norm(x, (size,), small.weight, eps)
 
     return computes(small, norm, (4, size), (eps**0.5, 0.1 * eps**0.5), tolerance=1e-5)
 
