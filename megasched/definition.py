@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from packaging.specifiers import SpecifierSet
 
 from megasched.errors import ConfigError
 from megasched.objectives import CAUSAL_LM, Objective, set_objective
+from megasched.overrides import with_overrides
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,7 @@ def init_empty_weights() -> Iterator[None]:
 def load_config(
     hf_model: str | Path, overrides: Sequence[str] = (), *, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """The HF config of a folder, a ``config.json`` file or a hub id, with ``key=value`` overrides applied.
+    """The HF config of a folder, a ``config.json`` file or a hub id, as if ``key=value`` overrides stood in it.
 
     Args:
         hf_model: folder that holds ``config.json``, that file itself, or a hub id.
@@ -99,11 +99,11 @@ def load_config(
         trust_remote_code: run Python code that comes with the model; off unless the user asks for it.
 
     Raises:
-        ConfigError: the folder has no config, it can't be read, an override names no field of it, or the installed
-            transformers is not supported.
+        ConfigError: the folder has no config, it can't be read, an override names no field of it, changes nothing
+            or does not fit, or the installed transformers is not supported.
     """
     check_transformers()
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     path = Path(hf_model)
     if path.is_dir() and not (path / "config.json").is_file():
@@ -114,31 +114,10 @@ def load_config(
         config = AutoConfig.from_pretrained(str(hf_model), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"--hf-model {hf_model}: can't load the HF config: {error}") from error
-    for override in overrides:
-        apply_override(config, override)
-    return config
-
-
-def apply_override(config: PretrainedConfig, override: str) -> None:
-    """Sets one ``key=value`` on the config; the key must exist."""
-    key, separator, text = override.partition("=")
-    if not separator:
-        raise ConfigError(f"--hf-override {override!r}: expected key=value")
-    target: Any = config
-    *parents, field = key.strip().split(".")
-    for parent in parents:
-        target = target.get(parent) if isinstance(target, dict) else getattr(target, parent, None)
-    known = field in target if isinstance(target, dict) else hasattr(target, field)
-    if not known:
-        raise ConfigError(f"--hf-override {override!r}: {type(config).__name__} has no field {key.strip()!r}")
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = text
-    if isinstance(target, dict):
-        target[field] = value
-    else:
-        setattr(target, field, value)
+    if not overrides:
+        return config
+    file, _ = PretrainedConfig.get_config_dict(str(hf_model))
+    return with_overrides(config, file, overrides)
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:

@@ -15,7 +15,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from megasched import definition
 from megasched.definition import (
     SUPPORTED_TRANSFORMERS,
-    apply_override,
     build_definition,
     check_transformers,
     init_empty_weights,
@@ -198,12 +197,6 @@ def test_overrides_are_json_where_they_parse_and_text_otherwise(folder):
     assert config.hidden_act == "gelu"
     assert config.rope_parameters["rope_theta"] == 5000.0
     assert config.eos_token_id == [1, 2]
-
-
-def test_overrides_reach_nested_configs():
-    config = AutoConfig.for_model("gemma3")
-    apply_override(config, "text_config.num_hidden_layers=3")
-    assert config.text_config.num_hidden_layers == 3
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_all_that_is_wrong_stands_on_one_screen(lab, tmp_path):
             pytest.param(4, more, said, marks=pytest.mark.slow)
             for more, said in (
                 (("--global-batch-size", "3", "--micro-batch-size", "2"), "must be divisible by"),
-                (("--hf-override", "num_attention_heads=3"), "TP 2"),
+                (("--hf-override", "hidden_size=48", "num_attention_heads=3", "num_key_value_heads=3"), "TP 2"),
                 (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
             )
         ),
