@@ -24,6 +24,7 @@ from megasched.megatron.expert_flags import expert_arguments, expert_misfits
 from megasched.megatron.hang_watch import FLAG as HANG_FLAG
 from megasched.megatron.hang_watch import minutes
 from megasched.megatron.mixture_flags import is_mixture_flag, mixture_flags_asked, mixture_misfits
+from megasched.megatron.position_limit import remedy
 from megasched.megatron.refused_flags import REFUSED, REFUSED_VALUES
 from megasched.megatron.sft_flags import sft_misfits
 from megasched.megatron.te_flags import fp8_from_args, te_misfits
@@ -222,7 +223,7 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
     problems = [
         _report("Flags that contradict the HF config", _contradictions(derived, given), _CONTRADICTION_REMEDY),
         _report(_REFUSED_TITLE, _refusals(given)),
-        _report("Sizes that do not fit the model", _misfits(args, sequence, vocab, derived)),
+        _report("Sizes that do not fit the model", _misfits(args, config, sequence, vocab, derived)),
         _report("Flags of expert parallelism that do not fit", [*expert_misfits(args), *mixture_misfits(args)]),
         _report("Flags that Transformer Engine can't carry out here", te_misfits(args)),
         _report("Flags of fine-tuning that do not fit", sft_misfits(args)),
@@ -302,19 +303,23 @@ def _refusals(given: Mapping[str, GivenFlag]) -> list[str]:
 
 
 def _misfits(
-    args: argparse.Namespace, sequence: int | None, vocab: Derived, derived: Mapping[str, Derived]
+    args: argparse.Namespace,
+    config: PretrainedConfig,
+    sequence: int | None,
+    vocab: Derived,
+    derived: Mapping[str, Derived],
 ) -> list[str]:
     lines = []
     longest = derived["max_position_embeddings"]
     if sequence and longest.value and sequence > longest.value:
         field = longest.source.partition(" ")[0]
         learned = derived["position_embedding_type"].value == "learned_absolute"
-        remedy = (
+        way = (
             "the model has a learned table of positions, and no rows for more"
             if learned
-            else f"to train beyond, say --hf-override {field}={sequence}"
+            else remedy(config, field, sequence)
         )
-        lines.append(f"--seq-length {sequence}, but {longest.source}: {remedy}")
+        lines.append(f"--seq-length {sequence}, but {longest.source}: {way}")
     if args.tokenizer_type in NULL_TOKENIZERS and args.vocab_size and args.vocab_size > vocab.value:
         lines.append(f"--vocab-size {args.vocab_size} of the {args.tokenizer_type}, but {vocab.source}")
     return lines
