@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+from megasched.instances import real_tensors
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -28,7 +30,6 @@ def looks_up(module: nn.Module) -> bool:
 def _reads_no_table(module: nn.Embedding) -> bool:
     import torch
     from torch import nn
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     class Lookup(nn.Embedding):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -53,7 +54,7 @@ def _reads_no_table(module: nn.Embedding) -> bool:
     }
     alone.__class__ = type(cls.__name__, (cls, Lookup), {"__module__": cls.__module__})
     try:
-        with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
+        with real_tensors(), torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
             found = alone.forward(torch.zeros(2, 3, dtype=torch.long))
     except Exception:  # of whatever kind: the table is read, or it can't be called so
         return False

@@ -126,7 +126,7 @@ def _same(
         return False
     want = function(x)
     expected = [want, *_gradients(want, x, small)]
-    return all(_close(one, other, tolerance) for one, other in zip(found, expected, strict=True))
+    return all(close(one, other, tolerance) for one, other in zip(found, expected, strict=True))
 
 
 def _gradients(output: torch.Tensor, x: torch.Tensor, small: nn.Module) -> list[torch.Tensor | None]:
@@ -137,7 +137,9 @@ def _gradients(output: torch.Tensor, x: torch.Tensor, small: nn.Module) -> list[
     return list(torch.autograd.grad((output * weights).sum(), sources, allow_unused=True))
 
 
-def _close(one: torch.Tensor | None, other: torch.Tensor | None, tolerance: float) -> bool:
+def close(one: torch.Tensor | None, other: torch.Tensor | None, tolerance: float) -> bool:
+    """Whether two tensors are finite and equal, relative to the largest element wanted; no gradient is only like
+    none."""
     import torch
 
     if one is None or other is None:

@@ -8,7 +8,7 @@ model of the same config: types, what instances hold, and the code of classes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 # How an instance is made says nothing of how it runs; what it holds then is compared.
 _MAKING = frozenset(["__init__", "post_init", "init_weights", "_init_weights", "_initialize_weights", "__new__"])
-_CLASS = frozenset(["__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__qualname__"])
+_CLASS = frozenset(
+    ["__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__qualname__", "config_class"]
+)
 # Of a module of torch's: compared in ways of their own.
 _PARTS = frozenset(["_parameters", "_buffers", "_modules"])
 # Of a config: says how a run calls the model, not what the model computes.
@@ -41,8 +43,9 @@ def why_altered(model: Any, paths: Iterable[str], *, around: bool = False) -> st
     if isinstance(twin, str):
         return twin
     if twin is not model:
+        others = dict(twin.named_modules())
         for path in paths:
-            if reason := _unlike(model, twin, path):
+            if reason := _unlike(model, others, path):
                 return reason
         for path in outside:
             if reason := _overridden(type(model.get_submodule(path)), type(twin.get_submodule(path))):
@@ -76,10 +79,9 @@ def _parents(path: str) -> Iterator[str]:
     return (".".join(parts[:end]) for end in range(len(parts)))
 
 
-def _unlike(model: nn.Module, twin: nn.Module, path: str) -> str:
-    """In what a module, or one inside, differs from transformers'."""
-    own, others = model.get_submodule(path), dict(twin.named_modules())
-    for inner, module in own.named_modules():
+def _unlike(model: nn.Module, others: Mapping[str, nn.Module], path: str) -> str:
+    """In what a module, or one inside, differs from transformers', which are given by their paths."""
+    for inner, module in model.get_submodule(path).named_modules():
         place = f"{path}.{inner}" if inner else path
         other = others.get(place)
         if type(module) is not type(other):
@@ -132,7 +134,7 @@ def _overridden(own: type, other: type) -> str:
     for kind in own.__mro__[: own.__mro__.index(other)]:
         for name, value in vars(kind).items():
             called = callable(value) or hasattr(value, "__get__")
-            if called and name not in _MAKING | _CLASS and hasattr(other, name) and name != "config_class":
+            if called and name not in _MAKING | _CLASS and hasattr(other, name):
                 return f"{own.__name__}, which is around it, has a {name} of its own"
     return ""
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from megasched.lowering.propagate import recorded_calls
-from megasched.lowering.replay import Rank, divided, local_linears, replay
+from megasched.lowering.replay import PLACES, Rank, divided, local_linears, replay
 from megasched.roles import Cut
 from megasched.trial.labels import Label
 from megasched.trial.meta_call import call_hooks, meta_copy, run_on_meta, tensors_in
@@ -20,8 +20,6 @@ from megasched.trial.structure import Structure
 
 # So many attributes at most must be divided together.
 _AT_MOST = 3
-# Which layer a module is of, as HF calls it: no count, and other than that all layers may be the same.
-_PLACES = frozenset(["layer_idx", "layer_id", "layer_number", "block_idx"])
 
 
 def find_counts(
@@ -77,7 +75,7 @@ def _own_code(structure: Structure, path: str) -> bool:
 def _candidates(module: nn.Module) -> dict[str, int]:
     """Attributes that may count heads or features: integers of a module, and of its config."""
     numbers = {name: value for name, value in vars(module).items() if type(value) is int and value > 1}
-    own = {name: value for name, value in numbers.items() if name not in _PLACES}
+    own = {name: value for name, value in numbers.items() if name not in PLACES}
     config = vars(module).get("config")
     fields = vars(config) if config is not None else {}
     counted = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "hidden_size")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megasched.errors import ScheduleError
-from megasched.instances import real_tensors
+from megasched.instances import close, real_tensors
 from megasched.lowering import attention
 from megasched.objectives import objective_of
 from megasched.trial.meta_call import call_hooks, meta_copy, run_on_meta, to_meta
@@ -193,10 +193,8 @@ def _agree(function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...
             except Exception:  # of whatever kind: what can't be called so is something else
                 return False
             expected = real.run(attention.attention_forward, *given)
-            for one, other in zip(found, expected, strict=True):
-                largest = float(other.abs().max())
-                if one.shape != other.shape or not torch.allclose(one, other, _TOLERANCE, _TOLERANCE * largest):
-                    return False
+            if not all(close(one, other, _TOLERANCE) for one, other in zip(found, expected, strict=True)):
+                return False
     return True
 
 

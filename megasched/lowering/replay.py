@@ -23,6 +23,9 @@ from megasched.trial.dims import Along
 from megasched.trial.meta_call import DefaultScalars, call_hooks, tensors_in
 from megasched.trial.module_calls import SAME, ModuleCall, numbers_of
 
+# Which layer a module is of, as HF calls it: no count, and other than that layers may be the same.
+PLACES = frozenset(["layer_idx", "layer_id", "layer_number", "block_idx"])
+
 
 @dataclass(frozen=True)
 class Rank:

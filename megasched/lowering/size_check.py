@@ -8,12 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from megasched.lowering.replay import Rank, divided, join, local_linears, replay
+from megasched.lowering.replay import PLACES, Rank, divided, join, local_linears, replay
 from megasched.trial.module_calls import ModuleCall
 from megasched.trial.structure import Structure
-
-# Which layer a module is of, as HF calls it: other than that, layers may be the same.
-_PLACES = frozenset(["layer_idx", "layer_id", "layer_number", "block_idx"])
 
 
 def columns_of_unproven_sizes(
@@ -69,7 +66,7 @@ def _numbers(module: nn.Module) -> tuple[tuple[str, int], ...]:
         f"{inner}.{name}": value
         for inner, child in module.named_modules()
         for name, value in vars(child).items()
-        if type(value) is int and name not in _PLACES
+        if type(value) is int and name not in PLACES
     }
     return tuple(sorted(held.items()))
 
