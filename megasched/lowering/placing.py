@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,26 @@ def place(
         problems += _place_one(schedule, module, plan, record, vocab_multiple)
         _place_adapter(module, plan, record.path)
     return problems + _one_sided_ties(model, plan)
+
+
+def leave_whole(plan: Plan, reasons: Mapping[str, str]) -> None:
+    """Takes back what ``place`` did for these paths, for what is tied to them, and for their adapters.
+
+    Args:
+        reasons: path -> why it stays whole.
+    """
+    whole = {plan.canonical[f"{path}.weight"]: reason for path, reason in reasons.items()}
+    for path in list(plan.cuts):
+        reason = whole.get(plan.canonical[f"{path}.weight"])
+        if reason is None:
+            continue
+        plan.left_whole[path] = reason
+        for part in (path, f"{path}.{A}", f"{path}.{B}"):
+            plan.cuts.pop(part, None)
+            plan.replicated_heads.pop(part, None)
+            for name in {f"{part}.weight", f"{part}.bias"} & plan.canonical.keys():
+                placement = plan.placements[plan.canonical[name]]
+                plan.placements[placement.name] = Placement(placement.name, placement.shape)
 
 
 def _place_one(

@@ -25,6 +25,7 @@ class Plan:
         experts: paths of modules of experts (``megasched.experts``) that are shared out over EP.
         replicated_heads: path of a projection to k or v with fewer heads than TP ranks -> how its heads are
             replicated; such a projection stays whole.
+        left_whole: linears and embeddings that the schedule shards and that stay whole -> why.
         placements: canonical parameter name -> placement; total over the definition.
         canonical: every parameter name (ties have several) -> canonical name.
         structure: where the layers are; None for a model that is not a causal language model.
@@ -49,6 +50,7 @@ class Plan:
     cuts: dict[str, Cut] = field(default_factory=dict)
     experts: set[str] = field(default_factory=set)
     replicated_heads: dict[str, ReplicatedHeads] = field(default_factory=dict)
+    left_whole: dict[str, str] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)
     canonical: dict[str, str] = field(default_factory=dict)
     structure: Structure | None = None

@@ -22,7 +22,7 @@ from megasched.lowering.local_attributes import check_local_attributes, sharded_
 from megasched.lowering.packed_plan import one_sequence_a_row, plan_packed
 from megasched.lowering.pairs import take_pairs
 from megasched.lowering.parts import check_parts
-from megasched.lowering.placing import place
+from megasched.lowering.placing import leave_whole, place
 from megasched.lowering.plan import Plan
 from megasched.lowering.record_lowerings import is_lowered
 from megasched.lowering.replay import Rank
@@ -154,7 +154,7 @@ def _derive(
     except ScheduleError as error:
         return _with_sources(plan, error.problems)
     _mark_partial(plan)
-    found = [*problems, *plan.derived.problems, *check_parts(plan)]
+    found = [*problems, *plan.derived.problems, *check_parts(plan), *_experts_read_elsewhere(plan)]
     return _with_sources(plan, found) + check_syncs(plan)
 
 
@@ -235,10 +235,25 @@ def _propagate(
             "heads": {path: heads.of_components for path, heads in plan.replicated_heads.items()},
         }
         plan.derived = runs.propagate(model, inputs, asked)
+        elsewhere = plan.derived.read_elsewhere
+        if read := {path: elsewhere[path] for path in sorted(elsewhere.keys() & plan.cuts.keys())}:
+            leave_whole(plan, {path: _why_whole(reader) for path, reader in read.items()})
+            continue
         unproven = _unproven_sizes(plan, runs, asked, roles) - plan.derived.gather
         if not unproven:
             return
         gather |= unproven
+
+
+def _why_whole(reader: str) -> str:
+    return f"its weight is read by code other than its own, {f'of {reader}' if reader else 'of the model'}"
+
+
+def _experts_read_elsewhere(plan: Plan) -> list[Problem]:
+    """Of experts that are shared out a rank has a part, and no other code is made to know that."""
+    read = plan.derived.read_elsewhere
+    remedy = "leave --expert-model-parallel-size at 1"
+    return [Problem(_why_whole(read[path]), path, remedy=remedy) for path in sorted(plan.experts & read.keys())]
 
 
 def _unproven_sizes(plan: Plan, runs: KnownRuns, asked: Mapping[str, Any], roles: Roles) -> set[str]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from megasched.errors import Problem
 from megasched.roles import Cut
+from megasched.trial.backward_code import watched_backward
 from megasched.trial.entries import columns_that_share, find_entries
 from megasched.trial.labels import Derived, Label, Region
 from megasched.trial.meta_call import call_hooks, run_on_meta, tensors_in
@@ -62,8 +63,12 @@ def propagate(
         for tensor in tensors_in(dict(inputs)):
             # A float input is an activation; what is made of ids alone (masks, positions) carries no gradient.
             run._set(tensor, Label(fed=True, active=tensor.is_floating_point()))
-        with recorded_calls(model, run, takes_shards=loss_takes_shards), call_hooks(model, run.before, run.after):
-            output = run_on_meta(model, inputs, run)
+        with (
+            recorded_calls(model, run, takes_shards=loss_takes_shards),
+            call_hooks(model, run.before, run.after),
+            watched_backward(run.own_function, run.hooked),
+        ):
+            output = run_on_meta(model, inputs, run, autograd=True)
         if not loss_takes_shards:
             for tensor in tensors_in(output):
                 run.derived.gather |= run.label(tensor).columns

@@ -22,6 +22,7 @@ from megasched.lowering import attention
 from megasched.lowering.context_masks import context_masks, whole_sequence
 from megasched.lowering.given_positions import takes_counted_positions
 from megasched.lowering.zigzag import Zigzag
+from megasched.trial.backward_code import watched_backward
 from megasched.trial.dims import Along
 from megasched.trial.meta_call import call_hooks, meta_copy, run_on_meta, tensors_in
 from megasched.trial.recorded import change_leaves
@@ -94,8 +95,9 @@ class SequenceRun(SequenceFlow):
         hooks = call_hooks(self.model, self.before, self.after)
         masks = context_masks(zigzag, lambda part, along: self._resized(part, along, self.size), self._mask)
         try:
-            with attention.stand_in(self.attend), hooks, masks, self.open_regions:
-                output = run_on_meta(self.model, inputs, self)
+            backward = watched_backward(self.own_function, self.hooked)
+            with attention.stand_in(self.attend), hooks, masks, backward, self.open_regions:
+                output = run_on_meta(self.model, inputs, self, autograd=True)
         except ScheduleError as error:  # a mask for all keys, e.g., in attention code of its own
             if self.plan.problems:
                 return

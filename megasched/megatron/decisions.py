@@ -54,7 +54,8 @@ def decisions_of(session: Session, *, by_user: bool) -> list[Decision]:
         asked = f"schedule, {lines[module]}" if module in lines else roles.origin.get(module, "")
         decided = tied or (asked if placement.sharded or module in plan.cuts else "") or NOBODY
         # A bias that a row linear keeps whole was decided on with its weight; nothing of it is declined.
-        declined = "" if module in plan.cuts or module in plan.experts else _declined(roles, module)
+        done = module in plan.cuts or module in plan.experts
+        declined = plan.left_whole.get(module, "") or ("" if done else _declined(roles, module))
         made.append(
             Decision(
                 name,

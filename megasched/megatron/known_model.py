@@ -46,6 +46,13 @@ class KnownModel:
 
         return own_loss(self.definition, self.structure)
 
+    @cached_property
+    def why_not_stages(self) -> str:
+        """Why its layers can't be on several pipeline stages; empty where they can."""
+        from megasched.megatron.stage_trial import why_not_alone
+
+        return "" if self.structure is None else why_not_alone(self.definition, self.structure)
+
     def apply(self, layout: Layout) -> Schedule:
         """The schedule's records for a layout.
 

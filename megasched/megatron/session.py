@@ -24,8 +24,11 @@ from megasched.lowering.planning import make_plan
 from megasched.lowering.replacement import replace_modules
 from megasched.megatron.cut import balance, cuts_asked_for, layer_costs, layout_string
 from megasched.megatron.known_model import KnownModel, know_model
+from megasched.megatron.stage_trial import why_not_alone
 from megasched.objectives import CAUSAL_LM, objective_of
 from megasched.schedule import Schedule
+
+WITHOUT_STAGES = "run it without pipeline stages"
 
 if TYPE_CHECKING:
     import torch
@@ -91,8 +94,10 @@ class Session:
             what += "call of one and joins it after the last"
             raise ScheduleError(Problem(what, plan.structure.layers, remedy="run it without --sequence-parallel"))
         self._refuse_another_loss()
+        _refuse_changed_buffers(plan)
         if plan.layout.pp > 1:
             refuse_stages(plan, self.definition.config)
+            self._refuse_state_between_stages(plan)
         objective = objective_of(self.definition)
         if plan.layout.cp > 1 and objective is not CAUSAL_LM:
             what = f"context parallelism is for causal language models, and this is a {objective.model}"
@@ -112,6 +117,16 @@ class Session:
         if own.calls > 1 and max(layout.tp, layout.pp, layout.cp) > 1:
             what = f"its forward asks for {own.calls} losses, and model parallelism knows of the first alone"
             raise ScheduleError(Problem(what, remedy="run it with data parallelism alone"))
+
+    def _refuse_state_between_stages(self, plan: Plan) -> None:
+        """Of a model with modules replaced, what the user put there counts, too."""
+        if self.replaced is self.definition or plan.structure is None:
+            why_not = self.known.why_not_stages
+        else:
+            why_not = why_not_alone(self.replaced, plan.structure)
+        if why_not:
+            what = f"the layers can't be cut into pipeline stages: {why_not}"
+            raise ScheduleError(Problem(what, remedy=WITHOUT_STAGES))
 
     def forward_flops(self, sequence_length: int) -> ForwardFlops:
         """FLOPs of the forward of one sequence.
@@ -290,6 +305,14 @@ def _open(known: KnownModel, layout: Layout, make_vocab_size_divisible_by: int) 
     return Session(definition, root, replaced, renamed, vocab_multiple, known, structure)
 
 
+def _refuse_changed_buffers(plan: Plan) -> None:
+    changed = plan.structure.changed_buffers if plan.structure is not None else ()
+    if changed and max(plan.layout.data_parallel_size, plan.layout.cp) > 1:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        what = f"a forward changes buffers ({changed[0]}{more}), and each replica would come to others of its own"
+        raise ScheduleError(Problem(what, changed[0].rpartition(".")[0], remedy="run it without DP and CP"))
+
+
 def refuse_stages(plan: Plan, config: Any) -> None:
     """What no stage can do for the layers of others.
 
@@ -301,14 +324,14 @@ def refuse_stages(plan: Plan, config: Any) -> None:
         return
     if getattr(config, "is_encoder_decoder", False):
         what = "the layers of an encoder-decoder are two lists, and stages are made of one"
-        raise ScheduleError(Problem(what, structure.layers, remedy="run it without pipeline stages"))
+        raise ScheduleError(Problem(what, structure.layers, remedy=WITHOUT_STAGES))
     lost = [place.path for place, dim in plan.derived.sides.items() if dim is None]
     if lost:
         what = "later layers read what it makes, and how that is cut over TP could not be followed"
         raise ScheduleError(Problem(what, lost[0], remedy="run it without pipeline stages, or without TP"))
     if structure.uncuttable:
         what = f"the layers can't be cut into pipeline stages: {structure.uncuttable}"
-        raise ScheduleError(Problem(what, structure.layers, remedy="run it without pipeline stages"))
+        raise ScheduleError(Problem(what, structure.layers, remedy=WITHOUT_STAGES))
 
 
 _current: list[Session] = []

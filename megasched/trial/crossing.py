@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from megasched.trial.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
+from megasched.trial.operators import base_of, written
 
 if TYPE_CHECKING:
     from megasched.trial.slot import Slot
@@ -121,6 +122,7 @@ class FlowRun(DefaultScalars):
         found: every tensor with a place, in the order of their making; the first are the token ids.
         bare: module -> where others read its parameters: the number of layers for what comes after them, None for
             the model's own code before.
+        changed_buffers: those that a forward writes to: they are other ones after it.
         refused: why the model can't be cut into stages; empty where it can.
     """
 
@@ -146,6 +148,8 @@ class FlowRun(DefaultScalars):
         self._labels: dict[int, _Label] = {}
         self._numbers: dict[int, int] = {}
         self._kept: list[torch.Tensor] = []
+        self._made: set[int] = set()
+        self._state: dict[int, int] = {}  # id of a tensor that outlives a forward -> layer that wrote to it last
         self._entries: dict[tuple[Any, Any], int] = {}
         self._running: list[tuple[str, set[int]]] = []  # modules outside of the layers, or one layer
         self._calls: Counter[str] = Counter()
@@ -153,6 +157,7 @@ class FlowRun(DefaultScalars):
         self._done = 0
         self.found: list[Found] = []
         self.bare: dict[str, set[int | None]] = {}
+        self.changed_buffers: set[str] = set()
         self.refused = ""
 
     def run(self, inputs: Mapping[str, torch.Tensor], first_stage_only: str | None) -> None:
@@ -162,6 +167,9 @@ class FlowRun(DefaultScalars):
             inputs: arguments of the forward, on meta.
             first_stage_only: the one that later stages do not have.
         """
+        self._made.update(id(tensor) for tensor in tensors_in(dict(inputs)))
+        buffers = dict(self._model.named_buffers())
+        self._buffers = {id(buffer): name for name, buffer in buffers.items()}
         if first_stage_only is not None:
             ids = inputs[first_stage_only]
             self.found.append(Found(ids, BEFORE, places=[Place("")]))
@@ -169,6 +177,9 @@ class FlowRun(DefaultScalars):
             self._set(ids, frozenset([0]))
         with call_hooks(self._model, self._before, self._after):
             run_on_meta(self._model, inputs, self)
+        for name in self._model.state_dict(keep_vars=True).keys() & buffers.keys():
+            if self._model.get_buffer(name) is not buffers[name]:
+                self.changed_buffers.add(name)
         self._join_entries()
         for found in self.sides():
             where = found.places[0].path
@@ -208,9 +219,11 @@ class FlowRun(DefaultScalars):
         names = [self._parameters[id(tensor)] for tensor in operands if id(tensor) in self._parameters]
         label |= {_Inner(place, name) for name in names}
         self._note_bare(names, place)
+        self._note_state(operands, written(func, args, kwargs or {}), place)
         if str(func).startswith(_SHAPE_ONLY):
             label = _NOTHING
         for tensor in tensors_in(output):
+            self._made.add(id(tensor))
             number = self._numbers.get(id(tensor))
             if number is None:
                 self._set(tensor, label)
@@ -224,6 +237,23 @@ class FlowRun(DefaultScalars):
         for name in names:
             if not running & (self._owners[name] | self._order.keys()):
                 self.bare.setdefault(name.rpartition(".")[0], set()).add(place)
+
+    def _note_state(self, read: list[torch.Tensor], changed: list[torch.Tensor], place: int | None) -> None:
+        """Tensors that were there before this forward, and are after it: what a layer writes to one is on its
+        stage alone."""
+        for base in map(base_of, read):
+            layer = self._state.get(id(base))
+            if layer is not None and layer != place:
+                reader = "what comes after the layers" if place in (None, self._end) else f"layer {place}"
+                self._refuse(f"{reader} reads a tensor that layer {layer} wrote to, and was not handed it")
+        for base in map(base_of, changed):
+            if id(base) in self._made or id(base) in self._parameters:
+                continue
+            self._kept.append(base)
+            if id(base) in self._buffers:
+                self.changed_buffers.add(self._buffers[id(base)])
+            if place is not None:
+                self._state[id(base)] = place
 
     def _as_read(self, item: int | _Inner) -> int | _Inner:
         """What was recorded inside of a layer is there for what comes after the layers; until then it is that

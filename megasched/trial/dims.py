@@ -44,6 +44,20 @@ class Along:
         parts = self.heads or (0,) * len(lengths)
         return self.outer * sum(length // (part or tp) for length, part in zip(lengths, parts, strict=True))
 
+    def part(self, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+        """What one of ``ranks`` has of a tensor; its components are not replicated."""
+        lengths = self.components or (tensor.shape[self.dim] // self.outer,)
+        inner, places = sum(lengths), []
+        for outer in range(self.outer):
+            begin = outer * inner
+            for length in lengths:
+                size, rest = divmod(length, ranks)
+                if rest or any(self.heads):
+                    raise ValueError(f"{tuple(tensor.shape)} is not shared out evenly over {ranks}: {self}")
+                places += range(begin + rank * size, begin + (rank + 1) * size)
+                begin += length
+        return tensor.index_select(self.dim, torch.tensor(places))
+
 
 # What ``follow`` says of a component of one head: every rank has all of it.
 ON_ALL_RANKS = Along(-1)

@@ -12,18 +12,22 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem
+from megasched.experts import is_experts
 from megasched.lora import DROPOUT, A
 from megasched.roles import Cut
+from megasched.trial.backward_code import Function, FunctionTrials
 from megasched.trial.dims import ON_ALL_RANKS, Along, NeedsWhole, follow
 from megasched.trial.entries import ColumnCall
 from megasched.trial.labels import Derived, Label
 from megasched.trial.meta_call import DefaultScalars, tensors_in
-from megasched.trial.operators import draws, written
+from megasched.trial.operators import base_of, draws, written
 from megasched.trial.parts import Argument, Part, Parts
 from megasched.trial.structure import Structure
 
 # Give tensors of one value, from nothing or from such a tensor: each rank can make its own part of one.
 _ALIKE = frozenset(["zeros", "ones", "full", "detach"])
+# Beside what is pointwise: do the same to a part of a weight as to the whole, and ask nothing of it.
+_OF_ANY_PART = frozenset(["detach", "alias", "clone", "_to_copy", "t", "transpose"])
 
 
 class LabelRun(DefaultScalars):
@@ -78,14 +82,19 @@ class LabelRun(DefaultScalars):
         self.tokens = torch.Size((1, 1))
         self.alike: dict[int, int] = {}  # id of a tensor that has one value everywhere -> its number
         self.silent = 0
+        self.functions = FunctionTrials()
+        self.weights: dict[int, str] = {}  # id of a parameter, or what is made of it -> the module that it is of
         for name, parameter in model.named_parameters():
             self._set(parameter, Label(params=frozenset([name])))
+        for path, module in model.named_modules():
+            if path in cuts or is_experts(module):
+                self.weights.update((id(parameter), path) for parameter in module.parameters(recurse=False))
 
     # labels -----------------------------------------------------------------------------------------
 
     def label(self, tensor: torch.Tensor) -> Label:
         found = self.labels.get(id(tensor), Label())
-        if self.written and (written := self.written.get(id(_base(tensor)))) is not None:
+        if self.written and (written := self.written.get(id(base_of(tensor)))) is not None:
             return _joined(found, written)
         return found
 
@@ -117,16 +126,17 @@ class LabelRun(DefaultScalars):
             self.kept.append(tensor)
         changed = written(func, args, kwargs or {})
         for tensor in changed:
-            for held in (tensor, _base(tensor)):
+            for held in (tensor, base_of(tensor)):
                 if id(held) in self.cut_outputs:
                     self.derived.overwritten.add(self.cut_outputs[id(held)])
         outputs = tensors_in(output)
+        self._watch_weights(func, operands, outputs)
         if func.__name__.split(".")[0] in _ALIKE and all(id(tensor) in self.alike for tensor in operands):
             number = self.alike[id(operands[0])] if operands else len(self.kept)
             self.alike.update((id(tensor), number) for tensor in outputs)
         for tensor in changed:
             self.alike.pop(id(tensor), None)
-            self.alike.pop(id(_base(tensor)), None)
+            self.alike.pop(id(base_of(tensor)), None)
         for tensor, along in zip(outputs, self._follow(func, args, kwargs or {}, outputs, joined), strict=True):
             on_all = along == ON_ALL_RANKS
             self._set(tensor, replace(joined, region="P") if on_all else replace(joined, along=along))
@@ -157,9 +167,22 @@ class LabelRun(DefaultScalars):
                 self._need_sequence()
         return found or [None] * len(outputs)
 
+    def _watch_weights(self, func: Any, operands: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Of a weight that is cut a rank has a part: only its module's own code is made to know that."""
+        read = {self.weights[id(tensor)] for tensor in operands if id(tensor) in self.weights}
+        if not read:
+            return
+        alone = len({id(tensor) for tensor in operands}) == 1
+        if alone and (torch.Tag.pointwise in func.tags or func.overloadpacket.__name__ in _OF_ANY_PART):
+            self.weights.update((id(tensor), min(read)) for tensor in outputs)
+            return
+        running = [path for path, _, _ in self.stack]
+        for path in read.difference(running):
+            self.derived.read_elsewhere.setdefault(path, running[-1] if running else "")
+
     def _write_through(self, tensor: torch.Tensor) -> None:
         """What a view is given, the tensor has that it is a view of, and so have all its other views."""
-        base, given = _base(tensor), self.labels.get(id(tensor), Label())
+        base, given = base_of(tensor), self.labels.get(id(tensor), Label())
         if base is not tensor and (given.active or given.fed):
             before = self.written.get(id(base))
             self.written[id(base)] = given if before is None else _joined(before, given)
@@ -230,6 +253,40 @@ class LabelRun(DefaultScalars):
                 f'call sch["{path}"].fork_rng(), so that the ranks draw different ones',
             )
 
+    # the backward pass ------------------------------------------------------------------------------
+
+    def own_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
+        """A function with a backward of its own: its gradients may lie as its outputs do, or not."""
+        labels = [self.label(tensor) for tensor in tensors_in(output)]
+        regions = {label.region for label in labels} - {"R"}
+        if self.silent or not regions:
+            return
+        followed = all(label.along is not None for label in labels) or regions == {"P"}
+        if followed and self.functions.works_by_parts(function, args, output, lambda t: self.label(t).along):
+            return
+        if "T" in regions:
+            self.derived.gather |= frozenset().union(*(label.columns for label in labels))
+        if "S" in regions:
+            self._need_sequence()
+        if "P" in regions:
+            self._problem(
+                f"the backward of {function.__name__} does not take a part of a gradient",
+                "leave the linears around it whole",
+            )
+
+    def hooked(self, tensor: torch.Tensor) -> None:
+        """A hook sees the gradient of a tensor, which must be whole on each rank then."""
+        label = self.label(tensor)
+        self.derived.gather |= label.columns
+        # Nobody takes it over further up, where its gradient would not be summed yet.
+        self.other_uses[id(tensor)].update(entry[0] for entry in self.stack)
+        self.kept.append(tensor)
+        if label.region in ("S", "P") or label.params:
+            self._problem(
+                "a hook is handed a gradient of which each rank has a part",
+                "switch sequence parallelism off, or leave the linears around it whole",
+            )
+
     # regions ----------------------------------------------------------------------------------------
 
     def _around(self) -> str | None:
@@ -286,11 +343,6 @@ class LabelRun(DefaultScalars):
             yield
         finally:
             self.silent -= 1
-
-
-def _base(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that this is a view of, or itself."""
-    return tensor if tensor._base is None else tensor._base
 
 
 def _joined(own: Label, written: Label) -> Label:

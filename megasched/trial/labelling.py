@@ -48,6 +48,9 @@ class Labelling(LabelRun):
             self._as_if_region(output)
         elif path and self.structure is not None and self.structure.holds_layers(path):
             changed = self._leave_layers(output)
+        if module._backward_hooks or module._backward_pre_hooks:
+            for tensor in tensors_in((args, kwargs, output)):
+                self.hooked(tensor)
         self.stack.pop()
         handed = {id(tensor) for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(output):

@@ -79,6 +79,8 @@ class Derived:
         split_slots: layer path -> arguments beside the hidden state that come from before the layers, are made of
             the whole sequence, and are split along it.
         overwritten: what is cut and has its output changed in place.
+        read_elsewhere: what is cut, or has experts, and has its weights read by code other than its own -> the
+            module whose code that is.
         cut_sizes: column -> sizes of the dimensions along which what stems from it is cut; TP must divide them.
         by_heads: columns whose output is viewed as heads [b, s, heads, d] or turned: the module that does so reads
             the length of the sequence off its own input.
@@ -108,6 +110,7 @@ class Derived:
     rows_inside: set[str] = field(default_factory=set)
     split_slots: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
     overwritten: set[str] = field(default_factory=set)
+    read_elsewhere: dict[str, str] = field(default_factory=dict)
     cut_sizes: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     by_heads: set[str] = field(default_factory=set)
     shared: list[tuple[str, ...]] = field(default_factory=list)

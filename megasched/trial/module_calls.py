@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from megasched.trial.dims import Along
 from megasched.trial.labelling import Labelling
@@ -145,6 +146,8 @@ class RecordedCalls(Labelling):
 
     def _placed(self, tensor: torch.Tensor) -> Placed | None:
         """None where it is not known what a rank has."""
+        if id(tensor) in self.weights:
+            return None
         label = self.label(tensor)
         if label.region == "T":
             return None if label.along is None else Placed(tuple(tensor.shape), label.along)
@@ -179,5 +182,19 @@ def as_it_is(value: Any) -> Any:
         return {key: as_it_is(item) for key, item in value.items()}
     if type(value) in _PLAIN or isinstance(value, _SHARED):
         return value
-    copied = lambda leaf: leaf if isinstance(leaf, _SHARED) else copy.deepcopy(leaf)  # noqa: E731
+    copied = lambda leaf: leaf if isinstance(leaf, _SHARED) else _copy(leaf)  # noqa: E731
     return torch.utils._pytree.tree_map(copied, value)
+
+
+def _copy(value: Any) -> Any:
+    with _SharedTensors():
+        return copy.deepcopy(value)
+
+
+class _SharedTensors(TorchFunctionMode):
+    """In which a deep copy has the tensors of the original: one with a gradient can't be copied."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))

@@ -48,6 +48,11 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[to
     ]
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that this is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
 @cache
 def _may_draw(func: Any) -> bool:
     return isinstance(func, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in func.tags

@@ -12,12 +12,14 @@ from torch.nn import functional as F
 
 from megasched.errors import ScheduleError
 from megasched.objectives import Objective, objective_of
-from megasched.trial.meta_call import call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
 from megasched.trial.structure import Structure
 
 # Of the batch that is tried: enough labels for those that a loss may leave out.
 _BATCH, _LENGTH = 1, 16
 _TOLERANCE = 1e-5
+# Elements of parameters that a forward reads by itself, which are tried: 1 GiB.
+_LARGEST = 2**28
 
 
 class OwnLoss(NamedTuple):
@@ -42,8 +44,8 @@ def own_loss(model: Any, structure: Structure | None) -> OwnLoss:
     probe: Any = meta_copy(model)
     try:
         with _layers_once(probe, structure):
-            outputs = _outputs_of_modules(probe, objective)
-        trial = _Trial(probe, objective, outputs)
+            outputs, read = _outputs_of_modules(probe, objective)
+        trial = _Trial(probe, objective, outputs, _made_real(probe, model, read))
         own, given = trial.run(None)
     except Exception as error:  # of whatever kind: a meta tensor is read, or code fails on random numbers
         told = error.problems[0].what if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
@@ -53,8 +55,6 @@ def own_loss(model: Any, structure: Structure | None) -> OwnLoss:
         return OwnLoss(what)
     if own.loss is None:
         return OwnLoss(calls=0)
-    if own.loss.is_meta:
-        return OwnLoss(_why_not_by_reading(model, structure, "it reads parameters"))
     calls_loss = structure is not None and structure.calls_loss
     for labels, counted in trial.forms():
         try:
@@ -103,9 +103,29 @@ def _layers_once(probe: nn.Module, structure: Structure | None) -> Iterator[None
             del layer.forward
 
 
-def _outputs_of_modules(probe: Any, objective: Objective) -> list[tuple[str, Any]]:
+class _Reads(DefaultScalars):
+    """Notes what tensors the model's own code reads: operations while no module is taken for given."""
+
+    def __init__(self, given_whole: list[bool]) -> None:
+        super().__init__()
+        self.given_whole = given_whole
+        self.read: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not any(self.given_whole):
+            self.read.update((id(tensor), tensor) for tensor in tensors_in((args, kwargs or {})))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _outputs_of_modules(probe: Any, objective: Objective) -> tuple[list[tuple[str, Any]], set[int]]:
     """What the modules give that the forward calls, in their order: paths and outputs on meta. A module that is
-    handed the labels has a part in the loss; what it calls counts in its place."""
+    handed the labels has a part in the loss; what it calls counts in its place.
+
+    Returns:
+        Those outputs, and the ids of tensors that the forward reads by itself.
+    """
     outputs: list[tuple[str, Any]] = []
     given_whole: list[bool] = []  # of the modules that run: whether this one, or one around it, is taken for given
     inputs = objective.trial(probe.config, _BATCH, _LENGTH)
@@ -118,16 +138,54 @@ def _outputs_of_modules(probe: Any, objective: Objective) -> list[tuple[str, Any
         if given_whole.pop() and not any(given_whole):
             outputs.append((path, output))
 
+    reads = _Reads(given_whole)
     with call_hooks(probe, before, after):
-        run_on_meta(probe, {**inputs, **objective.constants})
-    return outputs
+        run_on_meta(probe, {**inputs, **objective.constants}, reads)
+    return outputs, set(reads.read)
+
+
+def _made_real(probe: nn.Module, model: nn.Module, read: set[int]) -> list[nn.Parameter]:
+    """Gives parameters and buffers that the forward reads by itself numbers: a buffer those that it has, where it
+    has them. Returns the parameters.
+
+    Raises:
+        RuntimeError: they are too large to be tried.
+    """
+    read_here = [tensor for tensor in (*probe.parameters(), *probe.buffers()) if id(tensor) in read]
+    if sum(tensor.numel() for tensor in read_here) > _LARGEST:
+        raise RuntimeError(f"it reads parameters of more than {_LARGEST} elements")
+    generator = torch.Generator().manual_seed(2)
+    real: dict[int, torch.Tensor] = {}
+    modules = dict(model.named_modules())
+    for path, module in probe.named_modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or id(tensor) not in read:
+                    continue
+                known = getattr(modules[path], name)
+                if id(tensor) not in real:
+                    real[id(tensor)] = _numbers_for(tensor, known, generator)
+                held[name] = real[id(tensor)]  # type: ignore[assignment]
+    return [tensor for tensor in real.values() if isinstance(tensor, nn.Parameter)]
+
+
+def _numbers_for(tensor: torch.Tensor, known: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if isinstance(tensor, nn.Parameter):
+        values = torch.randn(tensor.shape, generator=generator, device="cpu").to(tensor.dtype)
+        return nn.Parameter(values, requires_grad=tensor.requires_grad)
+    if not known.is_meta:
+        return known.detach().cpu().clone()
+    return torch.rand(tensor.shape, generator=generator, device="cpu").to(tensor.dtype)
 
 
 class _Trial:
     """Runs of a definition's forward in which the modules that it calls hand out the same random numbers."""
 
-    def __init__(self, probe: Any, objective: Objective, outputs: list[tuple[str, Any]]) -> None:
+    def __init__(
+        self, probe: Any, objective: Objective, outputs: list[tuple[str, Any]], read: list[nn.Parameter]
+    ) -> None:
         self.probe, self.objective, self.outputs, self.calls = probe, objective, outputs, 0
+        self.read = [parameter for parameter in read if parameter.requires_grad]
         classes, _ = objective.classes(probe.config)
         shape = objective.label_shape(probe.config, _BATCH, _LENGTH)
         generator = torch.Generator().manual_seed(0)
@@ -154,9 +212,10 @@ class _Trial:
             per_token: ``loss_function`` gives the loss of each label.
 
         Returns:
-            What the forward returns, and what the modules handed out.
+            What the forward returns, and what it is made of: parameters that the forward reads by itself, and
+            what the modules handed out.
         """
-        leaves: list[torch.Tensor] = []
+        leaves: list[torch.Tensor] = list(self.read)
         inputs = {
             name: torch.zeros(tensor.shape, dtype=tensor.dtype)
             for name, tensor in self.objective.trial_inputs(self.probe.config, _BATCH, _LENGTH).items()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem
+from megasched.trial.backward_code import Function, FunctionTrials
 from megasched.trial.dims import Along
 from megasched.trial.meta_call import DefaultScalars, tensors_in
 from megasched.trial.sequence_dims import CONSTANTS, follow_sequence
@@ -57,6 +58,7 @@ class SequenceFlow(DefaultScalars):
         self.inside: str | None = None
         self.open_regions = ExitStack()
         self.silent = 0
+        self.functions = FunctionTrials()
 
     def place(self, tensor: torch.Tensor) -> Along | None:
         """Where the sequence is in a tensor; None for one that is the same on all ranks."""
@@ -121,6 +123,22 @@ class SequenceFlow(DefaultScalars):
                 self._put(tensor, along)
                 if partly and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes():
                     self._spoil_all(name, [tensor], self._origin(f"{name.strip('_')} writes into a larger tensor"))
+
+    def own_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
+        """A function with a backward of its own, which may take other tokens' gradients than its own."""
+        outputs = tensors_in(output)
+        if self.silent or self.inside or not any(id(tensor) in self.places for tensor in outputs):
+            return
+        if not self.functions.works_by_parts(function, args, output, self.place):
+            origin = self._origin(f"the backward of {function.__name__} takes other tokens than its own")
+            self._spoil_all("", outputs, origin)
+
+    def hooked(self, tensor: torch.Tensor) -> None:
+        """A hook sees the gradient of a tensor, which must be whole on each rank then; a parameter's is not."""
+        of_part = id(tensor) in self.places or self._origin_of(tensor) is not None
+        if not self.silent and (of_part or isinstance(tensor, nn.Parameter)):
+            what = "context parallelism: a hook is handed a gradient of which each rank has a part"
+            self._problem(self.stack[-1].path if self.stack else "", what, REMEDY)
 
     def _made(self, name: str, outputs: list[torch.Tensor]) -> None:
         """Of no part of the sequence, and as long as one: constants are harmless, counted places are not."""

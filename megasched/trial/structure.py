@@ -57,6 +57,7 @@ class Structure:
         sides: what layers read of earlier ones beside the hidden state.
         recorded: what HF's hooks record inside of layers.
         bare: modules outside of the layers whose parameters the code of others reads.
+        changed_buffers: buffers that a forward writes to, and that are other ones after it.
         uncuttable: why there can be no pipeline stages; empty where there can.
     """
 
@@ -72,6 +73,7 @@ class Structure:
     sides: tuple[Side, ...] = ()
     recorded: tuple[Place, ...] = ()
     bare: tuple[str, ...] = ()
+    changed_buffers: tuple[str, ...] = ()
     uncuttable: str = ""
     repeated: bool = False
     calls: dict[str, int] = field(default_factory=dict)
@@ -265,6 +267,7 @@ def find_structure(model: nn.Module) -> Structure:
     elif not _in_autograd(probe, of_layers[0].path):
         found.uncuttable = "the model computes their gradients by a function of its own"
     found.bare = tuple(run.bare)
+    found.changed_buffers = tuple(sorted(run.changed_buffers))
     start, end = calls.index(of_layers[0]), of_layers[-1].end
     found.before = {call.path: None for call in calls[:start] if call.path in outside}
     found.after = tuple(dict.fromkeys(call.path for call in calls[end:] if call.path in outside))

@@ -12,6 +12,7 @@ class Layer(nn.Module):
     def __init__(self, index, form):
         super().__init__()
         self.linear, self.index, self.form = nn.Linear(8, 8), index, form
+        self.register_buffer("average", torch.zeros(8))
 
     def forward(self, x, read, shared):
         y = self.linear(x)
@@ -22,12 +23,19 @@ class Layer(nn.Module):
         if self.form == "attribute":
             KEPT[self.index] = y * 2
             y = y + KEPT.get(self.index - 2, 0)
+        if self.form == "counted":
+            COUNT.add_(1)
+            y = y * COUNT
+        if self.form == "averaged":
+            self.average.lerp_(y.mean((0, 1)).detach(), 0.1)
+            y = y - self.average
         if read is not None:
             y = y + read
         return (y, x.argmax(-1)) if self.form == "indices" else y
 
 
 KEPT = {}
+COUNT = torch.zeros((), device="meta")
 
 
 class Model(nn.Module):
@@ -113,11 +121,19 @@ def test_modules_between_layers_belong_to_the_next_one():
     [
         ("attribute", "layer 2 reads what layer 0 made of layers.0.linear.bias, and was not handed it"),
         ("own", "scale, which is in no layer, goes into what layer 2 reads"),
+        ("counted", "layer 1 reads a tensor that layer 0 wrote to, and was not handed it"),
         ("changed", "what layers.0 returns is changed in place by the model's own code, and read later"),
     ],
 )
 def test_what_cant_be_carried(form, why):
     assert find_structure(Model(form)).uncuttable == why
+
+
+def test_buffers_that_a_forward_changes():
+    structure = find_structure(Model("averaged"))
+    assert structure.changed_buffers == tuple(f"layers.{index}.average" for index in range(4))
+    assert structure.uncuttable == ""
+    assert find_structure(Model("nothing")).changed_buffers == ()
 
 
 def test_sides_are_measured_at_the_sizes_of_a_run():

@@ -66,6 +66,20 @@ class Capped(Llama):
         return self.made(logits, None if labels is None else self.of(logits, labels, None))
 
 
+class TiedByFunction(Llama):
+    """Logits by the table of the embedding, as some definitions' code has it."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
+        logits = F.linear(hidden, self.model.embed_tokens.weight)
+        return self.made(logits, None if labels is None else self.of(logits, labels, hidden))
+
+
+class AddsOfWeights(Llama):
+    def of(self, logits, labels, hidden):
+        return super().of(logits, labels, hidden) + 1e-3 * self.lm_head.weight.square().mean()
+
+
 class Twice(Llama):
     def of(self, logits, labels, hidden):
         return super().of(logits, labels, hidden) + 0.3 * super().of(self.lm_head(2 * hidden), labels, hidden)
@@ -155,6 +169,7 @@ def found(cls):
     ("cls", "calls"),
     [
         *((LlamaForCausalLM, 1), (Llama, 1), (AddsOfLogits, 1), (AddsOfHidden, 1), (Capped, 1), (Twice, 2)),
+        *((TiedByFunction, 1), (AddsOfWeights, 1)),
         *((ByHand, 0), (OfTheSamePlaces, 0), (NoLoss, 0)),
     ],
 )

@@ -1,0 +1,195 @@
+"""What a definition's own code does to gradients, and to weights that are cut, is done to whole ones."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from megasched.trial.backward_code import FunctionTrials
+from megasched.trial.dims import Along
+from megasched.verify.rank_pool import init_megatron
+from tests.lowering.models import Mlp, randomize
+from tests.lowering.parity import compare, scheduled_copy, too_far
+
+
+class Scaled(torch.autograd.Function):
+    """Elementwise both ways, though the backward is another function's: a straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (x.abs() < 1)
+
+
+class Root(torch.autograd.Function):
+    """Of positive numbers alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sqrt()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad / x.clip(min=1e-6).sqrt() / 2
+
+
+class Normed(torch.autograd.Function):
+    """The gradient of each token is divided by its norm."""
+
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (grad.norm(dim=-1, keepdim=True) + 1e-3)
+
+
+class Weighted(torch.autograd.Function):
+    """A weight with a gradient that is made by hand, a sum over all but the last dimension."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).flatten(0, -2).sum(0)
+
+
+kept = Normed.apply  # as a definition may keep it
+
+
+def normed_by_hook(h):
+    if h.requires_grad:
+        h.register_hook(lambda grad: grad / (grad.norm(dim=-1, keepdim=True) + 1e-3))
+    return h
+
+
+class Between(nn.Module):
+    """Something is done between a column and its row: [b, s, 8] -> [b, s, 8]."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.between = between
+
+    def forward(self, x):
+        return self.down(self.between(self.up(x)))
+
+
+class Hooked(Between):
+    """A module whose gradients a hook sees."""
+
+    def __init__(self):
+        super().__init__(nn.Tanh())
+        self.between.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_output[0] * 2,))
+
+
+class Ternary(nn.Module):
+    """BitNet by hand: a weight is scaled by its mean where it is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x):
+        for linear in (self.up, self.down):
+            scale = linear.weight.abs().mean()
+            rounded = (linear.weight / scale).round().clamp(-1, 1) * scale
+            x = F.linear(x, linear.weight + (rounded - linear.weight).detach())
+        return x
+
+
+class Penalized(Mlp):
+    """A term that is made of a weight: only that one is read."""
+
+    def forward(self, x):
+        return super().forward(x) + self.up.weight.square().mean()
+
+
+class Clipped(Mlp):
+    """Weights are clipped in place, which is the same on a part."""
+
+    def forward(self, x):
+        self.down.weight.data.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+def pair(sch):
+    sch["up"].shard("weight", axis=0)
+    sch["down"].shard("weight", axis=1)
+
+
+CASES = {
+    # name: (model, whether the pair stays cut, which of them are left whole)
+    "elementwise function": (lambda: Between(Scaled.apply), True, set()),
+    "gradient normed by a function": (lambda: Between(Normed.apply), False, set()),
+    "by a reference that was kept": (lambda: Between(kept), False, set()),
+    "by a hook": (lambda: Between(normed_by_hook), False, set()),
+    "by a module's hook": (Hooked, False, set()),
+    "weights scaled by their means": (Ternary, True, {"up", "down"}),
+    "a term of a weight": (Penalized, False, {"up"}),
+    "weights clipped": (Clipped, True, set()),
+}
+
+
+def _compared():
+    init_megatron(tp=2)
+    x = {"x": torch.linspace(-1, 1, 2 * 3 * 8).reshape(2, 3, 8)}
+    found = {}
+    for name, (make, _, _) in CASES.items():
+        _, plan, _ = scheduled_copy(randomize(make()), pair, x)
+        cut = not plan.derived.gather and not plan.derived.scatter
+        found[name] = cut, set(plan.left_whole), too_far(compare(randomize(make()), pair, x, x))
+    return found
+
+
+def test_at_tp2_output_and_every_gradient_are_the_unscheduled_models(ranks):
+    want = {name: (cut, whole, {}) for name, (_, cut, whole) in CASES.items()}
+    for found in ranks.run(2, _compared):
+        assert found == want
+
+
+def along(cuts):
+    return lambda tensor: cuts.get(id(tensor))
+
+
+@pytest.mark.parametrize(
+    ("function", "dim", "works"),
+    [(Scaled, 2, True), (Scaled, 1, True), (Root, 2, True), (Normed, 2, False), (Normed, 1, True)],
+)
+def test_a_function_is_tried_along_the_dimension_that_is_cut(function, dim, works):
+    x, output = (torch.empty(2, 4, 8, device="meta") for _ in range(2))
+    cuts = {id(x): Along(dim), id(output): Along(dim)}
+    assert FunctionTrials().works_by_parts(function, (x,), output, along(cuts)) is works
+
+
+def test_the_gradient_of_what_is_whole_adds_up():
+    x, output = (torch.empty(2, 4, 8, device="meta") for _ in range(2))
+    weight = torch.empty(8, device="meta")
+    tokens = {id(x): Along(1), id(output): Along(1)}
+    assert FunctionTrials().works_by_parts(Weighted, (x, weight), output, along(tokens))
+    features = {id(x): Along(2), id(output): Along(2)}
+    assert not FunctionTrials().works_by_parts(Weighted, (x, weight), output, along(features))
+    features[id(weight)] = Along(0)
+    assert FunctionTrials().works_by_parts(Weighted, (x, weight), output, along(features))
+
+
+def test_gradients_that_add_up_are_no_gradients_of_what_is_not_linear():
+    x, output = (torch.empty(2, 4, 8, device="meta") for _ in range(2))
+    assert FunctionTrials().works_by_parts(Scaled, (x,), output, along({}))
+    assert not FunctionTrials().works_by_parts(Normed, (x,), output, along({}))
