@@ -91,6 +91,24 @@ def window_of(sliding_window: int | None, length: int) -> tuple[int, int]:
     return (sliding_window - 1, 0)
 
 
+def in_memory_of_their_own(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The same values, each tensor contiguous, from the start of a storage that no other one shares.
+
+    TE guesses from strides, offsets and storages how q, k and v lie (``get_qkv_layout``), and its kernels go by
+    the guess alone. It does not see views of [b, heads, s, d] as such, and refuses strides that differ in a dim of
+    size 1, which ``contiguous()`` leaves as they are. What lies so already is not copied.
+    """
+    storages = [t.untyped_storage().data_ptr() for t in tensors]
+    found = []
+    for t, storage in zip(tensors, storages, strict=True):
+        flat = t.reshape(-1)  # strides of a view of it are canonical, those of dims of size 1 included
+        copied = flat.untyped_storage().data_ptr() != storage
+        if not copied and (t.storage_offset() or storages.count(storage) > 1):
+            flat = flat.clone()
+        found.append(flat.view(t.shape))
+    return found
+
+
 @dataclass(frozen=True)
 class TeContext:
     """What TE is told of context parallelism, under its own names.
@@ -188,7 +206,7 @@ class TeCore:
         core = self._made[form]
         if sinks is not None:  # TE's own parameter gives way to the definition's
             core.softmax_offset = sinks
-        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        q, k, v = in_memory_of_their_own(*(t.transpose(1, 2) for t in (query, key, value)))
         if packed is None:
             output = core(q, k, v)  # [b, s, heads * d]
         else:

@@ -165,6 +165,21 @@ def _grouped_linear(
     return (output, biases) if self.return_bias else output
 
 
+layouts: list[str] = []
+
+
+def _layout(qkv_format: str, *qkv: torch.Tensor) -> Any:
+    """How Transformer Engine takes q, k and v to lie, which is all that its kernels go by, and what they get."""
+    from transformer_engine.pytorch.attention.dot_product_attention.utils import get_qkv_layout
+
+    layout, *tensors, _, _ = get_qkv_layout(*qkv, qkv_format=qkv_format)
+    layouts.append(layout)
+    if layout == "_".join([qkv_format] * 3):
+        for t in tensors:
+            assert t.stride() == torch.empty(t.shape, device="meta").stride(), (layout, t.shape, t.stride())
+    return layout, *tensors
+
+
 def _attention(
     self: Any,
     query: torch.Tensor,
@@ -176,7 +191,7 @@ def _attention(
     **kwargs: Any,
 ) -> torch.Tensor:
     """Transformer Engine's own plain operations, which it takes where it has no kernel."""
-    layout = "_".join([qkv_format or self.qkv_format] * 3)
+    layout, query, key, value = _layout(qkv_format or self.qkv_format, query, key, value)
     sinks = None if self.softmax_offset is None else self.softmax_offset.reshape(1, -1, 1, 1).float()
     return self.unfused_attention(
         {},

@@ -46,6 +46,15 @@ def test_what_it_has_not_stays_with_torch_and_says_why(found, case):
     assert found[case]["distance"] == 0
 
 
+def test_transformer_engine_sees_how_queries_keys_and_values_lie(found):
+    """Its own guess, by strides, offsets and storages, of what its kernels are given; one head a rank included."""
+    cases = [found[name] for name in found["memory"]]
+    assert len(cases) == 25
+    for case in cases:
+        assert (case["layouts"], case["reasons"]) == (["bshd_bshd_bshd"], [])
+        assert case["distance"] < 1e-6
+
+
 def test_sinks_are_the_definitions_own_parameter(found):
     assert found["sinks"]["parameters"] == ["sinks"]
 
