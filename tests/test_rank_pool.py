@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from megasched.megatron.rehearsal import KERNELS
 from megasched.verify import rank_pool
 from megasched.verify.rank_pool import RankError, cache_folder, init_megatron
 from megasched.verify.trainer_run import train
@@ -248,6 +250,14 @@ def _runs(pid):
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def importable_kernels():
+    return [name for name in KERNELS if sys.modules.get(name, name) is not None]
+
+
+def test_ranks_can_import_no_kernels_for_gpus_where_they_are_installed(ranks):
+    assert ranks.run(1, importable_kernels) == [[]]
 
 
 def test_more_ranks_than_the_pool_has_are_refused(ranks):

@@ -25,7 +25,7 @@ from typing import NoReturn
 from megasched.errors import ConfigError, MegaschedError
 from megasched.imports import without_collections
 from megasched.megatron.arguments import AUTO_SCHEDULE, add_megasched_arguments, refuse_unsupported
-from megasched.megatron.rehearsal import rehearsal_flags, rehearsal_mode
+from megasched.megatron.rehearsal import rehearsal_flags, rehearsal_mode, without_kernel_packages
 from megasched.tracing.run_trace import check_trace_file
 
 BUILDER = "megasched.megatron.builder.ScheduledModelBuilder"
@@ -95,6 +95,7 @@ def _run(script: str, argv: list[str]) -> None:
     flags = rehearsal_flags(argv)
     if mode:
         _say(str(flags))
+        without_kernel_packages()
     arrange_process(path, bundled, mode)
     if mode:
         refuse_unsupported(argv)

@@ -8,6 +8,7 @@ included.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -94,6 +95,20 @@ DROPPED = {
     "--log-device-memory-used": _PROFILER,
     "--enable-ft-package": "its heartbeats belong to the cluster's launcher",
 }
+
+
+# Packages whose kernels need a GPU, and which Megatron takes for its optimizer, norms and clipping where they can
+# be imported.
+KERNELS = ("transformer_engine", "apex")
+
+
+def without_kernel_packages() -> None:
+    """Keeps this process from importing what has kernels for GPUs alone; to be called before Megatron is imported.
+
+    What was imported already stays.
+    """
+    for name in KERNELS:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as the import system has it: an ImportError
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,10 @@ def prepare() -> None:
     """The imports that cost, once for all ranks."""
     import torch
 
+    from megasched.megatron.rehearsal import without_kernel_packages
     from megasched.patches import apply, host_cuda
 
+    without_kernel_packages()
     torch.set_num_threads(1)
     host_cuda.install(force=True)
     for name in PATCHES:

@@ -260,6 +260,8 @@ def test_an_unmodified_script_in_a_rehearsal(tmp_path: Path, hf_model: str) -> N
     """A script in the shape of Megatron's own: modules beside it, its own parser, flags of its own."""
     path = script(tmp_path, INSPECT)
     (tmp_path / "neighbour.py").touch()
+    for kernels in ("transformer_engine", "apex"):  # they need a GPU, and Megatron takes them where they are
+        (tmp_path / f"{kernels}.py").write_text(f"raise RuntimeError('{kernels} was imported')")
     # Must not hide the installed Megatron: `python script.py` would not look here either.
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "megatron").mkdir(parents=True)
