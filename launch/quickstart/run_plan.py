@@ -24,15 +24,6 @@ MAX_DATA_PARALLEL_SIZE = 2
 # Ranks used on a machine without a GPU.
 HOST_RANKS = 4
 
-# Megatron's defaults on a GPU that it refuses where Transformer Engine (or apex) is missing.
-WITHOUT_TRANSFORMER_ENGINE = (
-    "--transformer-impl", "local",
-    "--no-gradient-accumulation-fusion",
-    "--no-persist-layer-norm",
-    "--no-masked-softmax-fusion",
-    "--no-rope-fusion",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -184,6 +175,4 @@ def _layout_flags(layout: Layout) -> list[str]:
 
 
 def _device_flags(plan: Plan) -> list[str]:
-    if not plan.on_gpus:
-        return ["--rehearse"]
-    return ["--bf16"] if plan.transformer_engine else ["--bf16", *WITHOUT_TRANSFORMER_ENGINE]
+    return ["--bf16"] if plan.on_gpus else ["--rehearse"]

@@ -15,6 +15,7 @@ from megasched.megatron.lora_run import tell_of_adapters, with_adapters
 from megasched.megatron.session import Session, open_session, set_session
 from megasched.megatron.sft_flags import settle_sft
 from megasched.megatron.shared import refuse_overlap
+from megasched.megatron.te_flags import settle_attention_backend, settle_without_te
 
 # Flags by which a user cuts the pipeline; Megatron's own rules hold where one is given.
 CUT_FLAGS = (
@@ -76,6 +77,8 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     tell_of_adapters(session.schedule, session.replaced, args.rank)
     _tell_of_16_bits(session, args.rank)
     _settle_accumulation(args)
+    settle_without_te(args)
+    settle_attention_backend(args)
     _settle_evaluation(args)
     settle_sft(args)
     set_session(session)

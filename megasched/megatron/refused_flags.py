@@ -4,6 +4,9 @@ from __future__ import annotations
 
 # Why a flag is refused -> Megatron's `args` attributes (shell patterns). The default value is never refused.
 _REASONS = {
+    "the loss of each token is computed in float32; only models of Megatron's own call these kernels": (
+        "cross_entropy_loss_fusion cross_entropy_fusion_impl"
+    ),
     "documents of a row see each other, as where the model was pretrained; --sft keeps sequences apart": (
         "reset_position_ids reset_attention_mask dataloader_inter_document_masking hybrid_context_parallel"
     ),

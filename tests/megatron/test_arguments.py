@@ -443,6 +443,8 @@ def test_legacy_rope_flag_contradicts_learned_positions(gpt2_model: str) -> None
         "--use-checkpoint-args",
         "--num-experts 8",
         "--attention-backend local",
+        "--cross-entropy-loss-fusion",
+        "--cross-entropy-fusion-impl te",
         "--yaml-cfg x.yaml",
         "--freeze-all-layers",
         "--apply-wd-to-qk-layernorm",
@@ -472,7 +474,7 @@ def test_flags_refused_under_a_schedule(hf_model: str, flag: str) -> None:
 
 
 def test_default_values_of_refused_flags_are_fine(hf_model: str) -> None:
-    flags = "--context-parallel-size 1 --expert-model-parallel-size 1 --fp8-margin 0 --attention-backend flash"
+    flags = "--context-parallel-size 1 --expert-model-parallel-size 1 --fp8-margin 0 --attention-backend auto"
     assert derived_args("--hf-model", hf_model, *flags.split()).context_parallel_size == 1
     refuse_unsupported(flags.split())
 

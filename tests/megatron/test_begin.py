@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 import pytest
+from megatron.core.transformer.enums import AttnBackend
 
 from megasched.errors import CheckpointError, ConfigError, ScheduleError
 from megasched.megatron.begin import begin_session
@@ -29,6 +30,12 @@ def arguments(folder, schedule="auto", **changes):
         "seed": 1234,
         "rank": 0,
         "gradient_accumulation_fusion": True,
+        "transformer_impl": "transformer_engine",
+        "apply_rope_fusion": True,
+        "no_persist_layer_norm": False,
+        "masked_softmax_fusion": True,
+        "attention_backend": AttnBackend.auto,
+        "flash_attention_version": None,
         "overlap_grad_reduce": False,
         "fp8": None,
         "tp_comm_overlap": False,
@@ -85,7 +92,10 @@ def test_a_fusion_without_its_kernel_is_off_and_said_so(llama, capsys):
     args = arguments(llama)
     begin_session(args, {})
     assert args.gradient_accumulation_fusion is False
-    assert "gradient accumulation fusion is off" in capsys.readouterr().out
+    assert args.apply_rope_fusion is False
+    said = capsys.readouterr().out
+    assert "gradient accumulation fusion is off" in said
+    assert "Transformer Engine is not installed" in said
 
 
 def test_without_an_interval_nothing_is_evaluated_as_megatron_says(llama, capsys):

@@ -73,7 +73,7 @@ def test_the_model_is_a_stock_llama_of_five_to_ten_million_parameters(tmp_path):
     [
         (0, True, 4, {"--rehearse"}),
         (1, True, 1, {"--bf16"}),
-        (2, False, 2, {"--bf16", "--transformer-impl"}),
+        (2, False, 2, {"--bf16"}),
         (8, True, 8, {"--bf16"}),
     ],
 )
@@ -83,7 +83,7 @@ def test_the_machine_decides_ranks_and_precision(monkeypatch, gpus, engine, rank
     plan = run_plan.detect_plan()
     words = command(plan)
     assert value(words, "--nproc-per-node") == str(ranks)
-    assert {"--bf16", "--rehearse", "--transformer-impl"}.intersection(words) == flags
+    assert {"--bf16", "--rehearse"}.intersection(words) == flags
     assert ("OMP_NUM_THREADS" in run_plan.rank_environment(plan)) == (gpus == 0)
 
 
