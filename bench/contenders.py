@@ -8,7 +8,8 @@ the model differs.
 
 Each contender has a process of its own; they take turns in changing order, and idle between. A turn is one step
 to warm up and ``--steps`` timed ones. A ratio is taken round by round. One that can't be built is left out of the
-ratios, with its reason in the results.
+ratios, with its reason in the results. A model of 1.2 billion parameters keeps 22 GB: ``--pairs native`` has the
+others come to that one by one, so that two are in memory at once.
 
 In a rehearsal all run under the same emulation of CUDA. What it costs is counted for each: the functions that it
 intercepts in a step, times the time of one interception (``emulation`` in the results). The compiled
@@ -17,7 +18,7 @@ contender runs its model outside of it.
     python bench/contenders.py --rehearse
     python bench/contenders.py --rehearse --bf16
     python bench/contenders.py --rehearse --shape moe
-    python bench/contenders.py --shape 1b --bf16 --steps 5 [--micro-batch-size 4] [--fp8]
+    python bench/contenders.py --shape 1b --bf16 --steps 5 --pairs native [--micro-batch-size 4] [--fp8]
 """
 
 from __future__ import annotations
@@ -126,49 +127,85 @@ def _tail(log: Path) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
+class Field:
+    """The contenders that are in memory, by name, and why others could not be built."""
+
+    def __init__(self, setting: trainer_side.Setting, folder: Path) -> None:
+        self.setting, self.folder = setting, folder
+        self.workers: dict[str, Worker] = {}
+        self.left_out: dict[str, str] = {}
+        self.emulation: dict[str, Any] = {}
+
+    def enter(self, name: str, contender: Contender) -> None:
+        """Starts its process, unless it is there or can't be built."""
+        if name in self.workers or name in self.left_out:
+            return
+        worker = Worker(name, contender, self.setting, self.folder)
+        state, reason = worker.receive()
+        if state == "ready":
+            self.workers[name] = worker
+            self.emulation[name] = worker.ask("emulation")
+            print(f"{name}: built", file=sys.stderr, flush=True)
+        else:
+            self.left_out[name] = reason
+            worker.close()
+            print(f"{name}: LEFT OUT, {reason}", file=sys.stderr, flush=True)
+
+    def leave(self, *names: str) -> None:
+        for name in names:
+            if name in self.workers:
+                self.workers.pop(name).close()
+
+
+def groups(names: Sequence[str], stays: str | None) -> list[list[str]]:
+    """Who are in memory together; ``stays`` is in every group of two, without it there is one of all."""
+    return [[stays, name] for name in names if name != stays] if stays is not None else [list(names)]
+
+
 def compare(
-    contenders: Mapping[str, Contender], setting: trainer_side.Setting, rounds: int, steps: int
+    contenders: Mapping[str, Contender],
+    setting: trainer_side.Setting,
+    rounds: int,
+    steps: int,
+    stays: str | None = None,
 ) -> dict[str, Any]:
-    """Builds the contenders one after the other and lets them step in turn."""
-    workers: dict[str, Worker] = {}
-    left_out: dict[str, str] = {}
+    """Builds the contenders one after the other and lets them step in turn.
+
+    Args:
+        stays: the contender to which each other one comes alone; None for all at once.
+    """
+    turns: list[dict[str, list[float]]] = []
+    peaks: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="contenders") as folder:
+        field = Field(setting, Path(folder))
         try:
-            for name, contender in contenders.items():
-                worker = Worker(name, contender, setting, Path(folder))
-                state, reason = worker.receive()
-                if state == "ready":
-                    workers[name] = worker
-                    print(f"{name}: built", file=sys.stderr, flush=True)
-                else:
-                    left_out[name] = reason
-                    worker.close()
-                    print(f"{name}: LEFT OUT, {reason}", file=sys.stderr, flush=True)
-            emulation = {name: worker.ask("emulation") for name, worker in workers.items()}
-            seconds, peaks = _in_turn(workers, rounds, steps)
+            for names in groups(list(contenders), stays):
+                for name in names:
+                    field.enter(name, contenders[name])
+                turns.append(_in_turn(field.workers, rounds, steps, peaks))
+                field.leave(*(name for name in names if name != stays))
         finally:
-            for worker in workers.values():
-                worker.close()
+            field.leave(*field.workers)
     return {
         "setting": asdict(setting),
-        **ratios.summary(seconds, setting.tokens, BASES),
+        **ratios.together([ratios.summary(seconds, setting.tokens, BASES) for seconds in turns]),
         "peak_bytes": peaks,
-        "emulation": emulation if setting.rehearse else {},
-        "left_out": left_out,
+        "emulation": field.emulation if setting.rehearse else {},
+        "left_out": field.left_out,
     }
 
 
 def _in_turn(
-    workers: Mapping[str, Worker], rounds: int, steps: int
-) -> tuple[dict[str, list[float]], dict[str, int]]:
+    workers: Mapping[str, Worker], rounds: int, steps: int, peaks: dict[str, int]
+) -> dict[str, list[float]]:
+    """Seconds of a step in each round, by name; ``peaks`` is filled in."""
     seconds: dict[str, list[float]] = {name: [] for name in workers}
-    peaks = dict.fromkeys(workers, 0)
     for number in range(rounds):
         for name in turn_order(list(workers), number):
             answer = workers[name].ask("steps", steps)
             seconds[name].append(sum(answer["seconds"]) / steps)
-            peaks[name] = max(peaks[name], answer["peak_bytes"])
-    return seconds, peaks
+            peaks[name] = max(peaks.get(name, 0), answer["peak_bytes"])
+    return seconds
 
 
 def turn_order(names: Sequence[str], number: int) -> list[str]:
@@ -188,11 +225,12 @@ def main() -> None:
     own.add_argument("--fp8", action="store_true", help=f"adds {' '.join(FP8)}; who refuses it is left out")
     own.add_argument("--rehearse", action="store_true")
     own.add_argument("--only", nargs="+", choices=all_contenders(), help="these contenders alone")
+    own.add_argument("--pairs", choices=BASES, help="this one stays in memory, the others come to it one by one")
     own.add_argument("--name", help="of the results file; made from the options otherwise")
     options = own.parse_args()
-    chosen = {n: c for n, c in all_contenders().items() if not options.only or n in options.only}
+    chosen = {n: c for n, c in all_contenders().items() if not options.only or n in (*options.only, options.pairs)}
     setting = trainer_side.setting_from(options, FP8 if options.fp8 else ())
-    data = compare(chosen, setting, options.rounds, options.steps)
+    data = compare(chosen, setting, options.rounds, options.steps, options.pairs)
     precision = "fp8" if options.fp8 else "bf16" if options.bf16 else "fp32"
     where = "cpu" if options.rehearse else "gpu"
     name = options.name or f"contenders_{options.shape.replace('.', '_')}_{precision}_{where}"

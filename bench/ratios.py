@@ -42,3 +42,17 @@ def summary(seconds: Mapping[str, Sequence[float]], tokens: int, bases: Sequence
         "speed_relative_to": {base: ratios_to(seconds, base) for base in bases},
         "rounds": {name: list(found) for name, found in seconds.items()},
     }
+
+
+def together(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several comparisons as one; of a name in more than one, the figures of the first, but for the ratios."""
+    found: dict[str, Any] = {}
+    for one in summaries:
+        for key, values in one.items():
+            kept = found.setdefault(key, {})
+            for name, figures in values.items():
+                if key == "speed_relative_to":
+                    kept.setdefault(name, {}).update(figures)
+                else:
+                    kept.setdefault(name, figures)
+    return found

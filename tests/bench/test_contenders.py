@@ -1,6 +1,7 @@
 """The comparison of contenders, but for their processes; and what a plain HF model is for Megatron's trainer."""
 
 import json
+from argparse import ArgumentParser
 from typing import Any
 
 import contender_worker
@@ -8,8 +9,10 @@ import contenders
 import pytest
 import torch
 import trainer_side
+from megatron.training.arguments import add_megatron_arguments
 
 from megasched.errors import Problem, ScheduleError
+from megasched.megatron.arguments import add_megasched_arguments
 from megasched.schedule_file import find_schedule
 
 
@@ -29,8 +32,13 @@ def test_every_level_is_a_schedule() -> None:
 class FakeWorker:
     """Answers as a worker does: ``broken`` can't be built, the others take their own time."""
 
+    alive = ()
+    together = ()
+
     def __init__(self, name: str, *given: Any) -> None:
         self.name = name
+        FakeWorker.alive = (*FakeWorker.alive, name)
+        FakeWorker.together = (*FakeWorker.together, FakeWorker.alive)
 
     def receive(self) -> Any:
         return ("failed", "no compiler") if self.name == "broken" else ("ready", None)
@@ -41,7 +49,7 @@ class FakeWorker:
         return {"seconds": [2.0 if self.name == "native" else 1.0] * values[0], "peak_bytes": 7}
 
     def close(self) -> None:
-        pass
+        FakeWorker.alive = tuple(name for name in FakeWorker.alive if name != self.name)
 
 
 def test_what_cannot_be_built_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +65,29 @@ def test_what_cannot_be_built_is_left_out_with_its_reason(monkeypatch: pytest.Mo
     assert data["tokens_per_second"]["ours"] == setting.tokens == 16
     json.dumps(data)
     assert "broken" in contenders.table(data)
+
+
+def test_of_pairs_no_more_than_two_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders, "Worker", FakeWorker)
+    monkeypatch.setattr(FakeWorker, "together", ())
+    chosen = dict.fromkeys(("ours", "native", "broken", "hf_eager"), contenders.Contender("builder"))
+    data = contenders.compare(chosen, trainer_side.Setting("tiny"), rounds=3, steps=2, stays="native")
+    assert FakeWorker.together == (("native",), ("native", "ours"), ("native", "broken"), ("native", "hf_eager"))
+    assert FakeWorker.alive == ()
+    assert data["left_out"] == {"broken": "no compiler"}
+    assert {name: one["median"] for name, one in data["speed_relative_to"]["native"].items()} == {
+        "ours": 2.0,
+        "hf_eager": 2.0,
+    }
+    assert data["peak_bytes"] == {"native": 7, "ours": 7, "hf_eager": 7}
+    assert contenders.table(data).count("2.000") == 2
+
+
+def test_a_step_on_a_gpu_needs_no_iterator_of_megatrons_own() -> None:
+    """Megatron asserts one in the first step, unless it is told not to look for faults."""
+    given = trainer_side.flags(trainer_side.Setting("tiny"))
+    args = add_megasched_arguments(add_megatron_arguments(ArgumentParser(allow_abbrev=False))).parse_args(given)
+    assert args.rerun_mode == "disabled"
 
 
 def test_the_reason_of_an_error_is_no_heading() -> None:
