@@ -8,6 +8,7 @@ from typing import Any, Literal
 from megasched.errors import ConfigError
 from megasched.patches import registry
 from megasched.report.apex import Apex, find_apex
+from megasched.report.cuda_headers import headers_problem
 from megasched.report.installation import Package, find_packages
 
 # The one patch that emulates; entry.py applies it only in a rehearsal.
@@ -97,6 +98,9 @@ def diagnose() -> Diagnosis:
             cuda, devices = _cuda()
         except (ImportError, OSError) as error:
             problems.append(f"torch {found['torch'].found} can't be imported: {error}")
+    if "transformer-engine" in found and cuda:
+        problem = headers_problem(found["transformer-engine"].found, cuda)
+        warnings += [problem] if problem else []
     patches = [_patch(patch) for patch in registry.available()]
     if not problems:  # a patch does not fit a missing or wrong package, which is said already
         problems += [f"patch {patch.name}: {patch.reason}" for patch in patches if patch.applied == "refused"]

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megasched.errors import ConfigError
 from megasched.patches import registry
-from megasched.report import doctor, installation
+from megasched.report import cuda_headers, doctor, installation
 from megasched.report.apex import PARTS, Apex
 from megasched.report.doctor_view import print_diagnosis
 
@@ -131,3 +131,40 @@ def test_devices_are_listed(diagnosis):
 
 def test_lines_fit_into_100_columns(diagnosis):
     assert max(len(line.rstrip()) for line in printed(diagnosis).splitlines()) <= 100
+
+
+@pytest.fixture
+def no_headers(monkeypatch, tmp_path):
+    for name in cuda_headers.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cuda_headers, "_nvidia_packages", lambda: [str(tmp_path / "nvidia")])
+    monkeypatch.setattr(cuda_headers, "TOOLKIT", tmp_path / "toolkit")
+    monkeypatch.setattr(doctor, "_cuda", lambda: ("13.0", []))
+
+
+def headers(folder):
+    folder.mkdir(parents=True)
+    (folder / "cuda_runtime.h").touch()
+
+
+def test_headers_that_transformer_engine_will_not_find_are_a_warning(monkeypatch, no_headers):
+    diagnosis = with_package(monkeypatch, name="transformer-engine", found="2.20.2")
+    (warning,) = diagnosis.warnings
+    assert warning.startswith(
+        "Transformer Engine 2.20.2 compiles its norms at their first call and finds no cuda_"
+    )
+    assert "NVTE_CUDA_INCLUDE_DIR" in warning
+    assert "NVTE_CUDA_INCLUDE_DIR" in printed(diagnosis)
+    assert diagnosis.runnable
+
+
+@pytest.mark.parametrize("place", ["nvidia/cu13/include", "nvidia/cu13", "toolkit/include", "home", "own/include"])
+def test_where_transformer_engine_looks_for_headers(monkeypatch, tmp_path, no_headers, place):
+    headers(tmp_path / place)
+    monkeypatch.setenv("NVTE_CUDA_INCLUDE_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    assert with_package(monkeypatch, name="transformer-engine", found="2.20.2").warnings == []
+
+
+def test_older_ones_bring_their_norms_compiled(monkeypatch, no_headers):
+    assert with_package(monkeypatch, name="transformer-engine", found="2.19.0").warnings == []
