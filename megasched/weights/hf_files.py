@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,19 +13,19 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-# Beside the config: by these names transformers looks for them.
-COPIED = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "*processor_config.json",
+# Names of weights, in whatever format (shell patterns, of names in lower case).
+WEIGHTS = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt*", "*.distcp"),
+    *("*.h5", "*.msgpack", "*.ot", "*.gguf", "*.onnx", "*.onnx_data*", "*.tflite", "*.nemo"),
 )
+# What is said of weights, and not true of those that are written: their files, adapters, how they are quantized.
+OF_WEIGHTS = (
+    "*.index.json",
+    "adapter_config.json",
+    *("hf_quant_config.json", "quant_config.json", "quantize_config.json"),
+)
+# What a model's page shows, and what is hidden.
+OTHERS = ("readme*", ".*", "__pycache__", "*.pyc")
 
 
 def write_hf_files(folder: Path, config: PretrainedConfig, source: Path) -> None:
@@ -42,23 +44,64 @@ def copy_hf_files(source: Path, folder: Path) -> None:
     """Copies what goes with a model beside its config and weights; code that comes with a model as well.
 
     Args:
-        source: an HF folder, or its ``config.json``; of what is neither (a hub id) nothing is copied.
+        source: an HF folder, or its ``config.json``, beside which no folder is looked into; of what is neither (a
+            hub id) nothing is copied.
     """
     if not source.exists():
         return
-    source = source if source.is_dir() else source.parent
-    for pattern in (*COPIED, "*.py"):
-        for path in sorted(source.glob(pattern)):
-            if path.is_file():
-                shutil.copyfile(path, folder / path.name)
+    deep, source = source.is_dir(), source if source.is_dir() else source.parent
+    for name in companions(source, folder, deep=deep):
+        path = source / name
+        if path.is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / name)
+
+
+def companions(source: Path, target: Path, *, deep: bool) -> list[Path]:
+    """Names of what goes with a model, relative to its folder.
+
+    A folder in it that holds weights of its own is passed over: the model in another format, a checkpoint.
+
+    Args:
+        target: where they will be copied to; not looked into, if it lies in ``source``.
+        deep: look into folders, too.
+    """
+    found = []
+    for folder, folders, files in source.walk():
+        if target.resolve().is_relative_to(folder.resolve()) and folder != source:
+            folders.clear()
+            continue
+        folders[:] = sorted(name for name in folders if not _is_any(name, OTHERS))
+        if folder == source:
+            folders[:] = [name for name in folders if deep and not _has_weights(source / name)]
+        kept = [name for name in files if not _is_any(name, (*WEIGHTS, *OF_WEIGHTS, *OTHERS))]
+        found += [(folder / name).relative_to(source) for name in sorted(kept)]
+    return [name for name in found if str(name) != "config.json"]  # it is written anew
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(_is_any(name, WEIGHTS) for _, _, files in folder.walk() for name in files)
+
+
+def _is_any(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name.lower(), pattern) for pattern in patterns)
 
 
 def config_of_export(config: PretrainedConfig, architecture: str, dtype: torch.dtype) -> PretrainedConfig:
-    """The config of an exported folder: it names its class and the dtype of its weights, none quantized."""
+    """The config of an exported folder: it names its class and the dtype of its weights, none quantized, and so do
+    the configs in it (of a text model, of a tower)."""
     exported = copy.deepcopy(config)
     exported.architectures = [architecture]
-    exported.dtype = dtype
-    # transformers copies it into the config of the decoder, and looks for it in both.
-    for part in (exported, exported.get_text_config(decoder=True)):
-        vars(part).pop("quantization_config", None)
+    for part in _with_nested(exported):
+        part.dtype = dtype
+        vars(part).pop("quantization_config", None)  # transformers copies it into the config of the decoder
     return exported
+
+
+def _with_nested(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    from transformers import PretrainedConfig as Config
+
+    yield config
+    for value in list(vars(config).values()):
+        if isinstance(value, Config):
+            yield from _with_nested(value)

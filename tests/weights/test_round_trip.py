@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from megasched.errors import CheckpointError, ConfigError
 from megasched.layout import Layout
+from megasched.weights import hf_files
 from megasched.weights.exporting import export_weights
+from megasched.weights.hf_files import config_of_export, copy_hf_files
 from megasched.weights.hf_folder import HFFolder
 from megasched.weights.importing import import_weights
 from megasched.weights.inspection import inspect_checkpoint
@@ -104,17 +106,69 @@ def test_models_of_other_objectives(tmp_path, objective):
 def test_what_lies_beside_the_weights_comes_along(tiny, trained, tmp_path):
     hf = tmp_path / "hf"
     trained(tiny("llama")).save_pretrained(hf)
-    beside = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"}
-    for name in beside | {"training_args.bin", "notes.txt"}:
+    beside = {"tokenizer.json", "chat_template.jinja", "merges.txt", "tekken.json", "LICENSE", "modeling_own.py"}
+    beside |= {"additional_chat_templates/tool_use.jinja", "1_Pooling/config.json", "voices/v2/first.npy"}
+    weights = {"training_args.bin", "model.safetensors.index.json", "original/params.json", "original/one.pth"}
+    other = {
+        "README.md",
+        ".gitattributes",
+        ".cache/huggingface/x.json",
+        "hf_quant_config.json",
+        "__pycache__/a.pyc",
+    }
+    for name in beside | weights | other:
+        (hf / name).parent.mkdir(parents=True, exist_ok=True)
         (hf / name).write_text(name)
     import_weights(hf, tmp_path / "ckpt", progress=quiet)
     shutil.rmtree(hf)
     export(tmp_path / "ckpt", tmp_path / "back")
-    found = {path.name for path in (tmp_path / "back").iterdir()}
+    files = [path for path in (tmp_path / "back").rglob("*") if path.is_file()]
+    found = {str(path.relative_to(tmp_path / "back")) for path in files}
     assert found == beside | {"config.json", "generation_config.json", "model.safetensors"}
-    assert (tmp_path / "back" / "merges.txt").read_text() == "merges.txt"
+    assert (tmp_path / "back" / "voices/v2/first.npy").read_text() == "voices/v2/first.npy"
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_omni"])
+def test_configs_in_the_config_have_the_dtype_of_the_weights(family):
+    config = transformers.AutoConfig.for_model(family, dtype="bfloat16")
+    parts = list(hf_files._with_nested(config))
+    assert len(parts) >= 3
+    for part in parts:
+        part.dtype, part.quantization_config = torch.bfloat16, {"quant_method": "fp8"}
+    written = json.loads(config_of_export(config, "Any", torch.float32).to_json_string(use_diff=False))
+    assert written["architectures"] == ["Any"]
+    for part in configs_in(written):
+        assert part["dtype"] == "float32"
+        assert "quantization_config" not in part
+
+
+def configs_in(config):
+    """A config as a dictionary, and those in it."""
+    yield config
+    for value in config.values():
+        if isinstance(value, dict) and "model_type" in value:
+            yield from configs_in(value)
+
+
+def test_a_checkpoint_inside_of_the_models_folder_does_not_copy_itself(tmp_path):
+    (tmp_path / "saved" / "logs").mkdir(parents=True)
+    (tmp_path / "saved" / "logs" / "first.txt").touch()
+    (tmp_path / "vocab.txt").touch()
+    target = tmp_path / "saved" / "iter_0000001" / "hf_model"
+    target.mkdir(parents=True)
+    copy_hf_files(tmp_path, target)
+    assert [path.name for path in target.iterdir()] == ["vocab.txt"]
+
+
+def test_beside_a_config_alone_no_folder_is_looked_into(tmp_path):
+    (tmp_path / "hf" / "more").mkdir(parents=True)
+    for name in ("config.json", "vocab.txt", "more/vocab.txt"):
+        (tmp_path / "hf" / name).touch()
+    (tmp_path / "copied").mkdir()
+    copy_hf_files(tmp_path / "hf" / "config.json", tmp_path / "copied")
+    assert [path.name for path in (tmp_path / "copied").rglob("*")] == ["vocab.txt"]
 
 
 def test_parameters_are_cast_and_what_transformers_keeps_in_float32_is_not(tiny, trained, tmp_path):
