@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Container
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megasched.certificate import require_certificate, subject_of
 from megasched.compatibility import refuse_unverified
@@ -16,6 +17,11 @@ from megasched.megatron.session import Session, open_session, set_session
 from megasched.megatron.sft_flags import settle_sft
 from megasched.megatron.shared import refuse_overlap
 from megasched.megatron.te_flags import settle_attention_backend, settle_without_te
+from megasched.weights.hf_folder import HFFolder
+from megasched.weights.names import of_passed_over
+
+if TYPE_CHECKING:
+    from megasched.weights.source import WeightSource
 
 # Flags by which a user cuts the pipeline; Megatron's own rules hold where one is given.
 CUT_FLAGS = (
@@ -58,7 +64,8 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         refuse_unverified(session.definition, plan.layout)
     refuse_overlap(plan, args.overlap_grad_reduce)
     session.hf_model = Path(args.hf_model)
-    session.source = with_adapters(weight_source(args, session.definition), session.schedule, args.seed)
+    source = weight_source(args, session.definition)
+    session.source = with_adapters(source, session.schedule, args.seed)
     session.batch_shape = args.micro_batch_size, args.seq_length
     session.source.check({placement.name for placement in plan.placements.values()})
     # Of an encoder-decoder's config HF reads the other stack's depth.
@@ -74,6 +81,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         if args.pipeline_model_parallel_layout is not None:  # says how many chunks there are, too
             args.num_layers_per_virtual_pipeline_stage = None
             args.num_virtual_stages_per_pipeline_rank = None
+    _tell_of_passed_over(source, session, args.rank)
     tell_of_adapters(session.schedule, session.replaced, args.rank)
     _tell_of_16_bits(session, args.rank)
     _settle_accumulation(args)
@@ -82,6 +90,13 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     _settle_evaluation(args)
     settle_sft(args)
     set_session(session)
+
+
+def _tell_of_passed_over(source: WeightSource, session: Session, rank: int) -> None:
+    """What is stored and not trained, because the class leaves it aside, is said."""
+    names = source.passed_over if isinstance(source, HFFolder) else []
+    if names and rank == 0:
+        print(f"megasched: {of_passed_over(type(session.definition).__name__, names)}")
 
 
 def _tell_of_16_bits(session: Session, rank: int) -> None:

@@ -12,11 +12,14 @@ from megasched.report.amounts import format_bytes, format_count
 from megasched.weights.exporting import Exported
 from megasched.weights.importing import Imported
 from megasched.weights.inspection import Inspection
+from megasched.weights.names import of_passed_over
 
 
 def print_imported(found: Imported, console: Console) -> None:
     """What was written, and how a run takes it."""
     console.print(f"{escape(str(found.checkpoint))}: {found.architecture}, {_weights(found.tensors, found.bytes)}")
+    if found.passed_over:
+        console.print(escape(of_passed_over(found.architecture, found.passed_over)), soft_wrap=True)
     console.print(f"a run starts from it with --load {escape(str(found.checkpoint))}", soft_wrap=True)
 
 
@@ -25,6 +28,9 @@ def print_exported(found: Exported, console: Console) -> None:
     kind = "LoRA adapter of " if found.adapter else ""
     weights = f"{kind}{found.architecture} in {found.dtype}, {_weights(found.tensors, found.bytes)}"
     console.print(f"{escape(str(found.output))}: {weights}, of iteration {found.iteration}", soft_wrap=True)
+    for count in found.absent:
+        left = f"{count} in the config is 0 in the exported one: {found.architecture} has no such layers"
+        console.print(escape(left), soft_wrap=True)
     loader = "PeftModel.from_pretrained(model, " if found.adapter else f"{found.architecture}.from_pretrained("
     console.print(f'{loader}"{escape(str(found.output))}") loads it', soft_wrap=True)
 

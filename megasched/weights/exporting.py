@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from megasched.errors import CheckpointError, ConfigError
 from megasched.files import check_room, whole_folder
 from megasched.lora import A, B, Lora
 from megasched.objectives import find_objective
+from megasched.weights.absent_layers import without_absent_layers
 from megasched.weights.conversions import Conversions
 from megasched.weights.hf_files import config_of_export, copy_hf_files
 from megasched.weights.hf_writer import Output, write_weights
@@ -48,6 +50,8 @@ class Exported:
         architecture: class of the model.
         adapter: it is a LoRA adapter alone.
         tensors, bytes: of the weights.
+        absent: counts of layers that the config had and the class has not, e.g. ``num_nextn_predict_layers = 1``;
+            they are 0 in the exported one.
     """
 
     checkpoint: Path
@@ -58,6 +62,7 @@ class Exported:
     tensors: int
     bytes: int
     adapter: bool = False
+    absent: tuple[str, ...] = ()
 
 
 def export_weights(
@@ -92,7 +97,8 @@ def export_weights(
     files = _hf_files(checkpoint.folder, hf_model)
     config = load_config(files, trust_remote_code=trust_remote_code)
     trained_for = objective or getattr(checkpoint.common.get("args"), "objective", None)
-    definition = build_definition(config, find_objective(trained_for), trust_remote_code=trust_remote_code)
+    build = partial(build_definition, objective=find_objective(trained_for), trust_remote_code=trust_remote_code)
+    definition = build(config)
     config_of_lora = _lora_config(checkpoint.folder)
     adapters = read_adapter_config(config_of_lora) if config_of_lora else {}
     tensors = definition_tensors(checkpoint, definition, adapters)
@@ -103,12 +109,14 @@ def export_weights(
     with whole_folder(target) as folder:
         check_room(folder, size)
         written = dtype or _usual_dtype(outputs)
-        exported = config_of_export(config, type(definition).__name__, written)
+        counted, absent = without_absent_layers(config, definition, build)
+        exported = config_of_export(counted, type(definition).__name__, written)
         (folder / "config.json").write_text(exported.to_json_string(use_diff=True))
         copy_hf_files(files, folder)
         with progress(size) as advance:
             write_weights(folder, outputs, max_shard_size, advance)
-    return _exported(checkpoint, target, type(definition).__name__, written, len(outputs), size)
+    found = _exported(checkpoint, target, type(definition).__name__, written, len(outputs), size)
+    return replace(found, absent=absent)
 
 
 def definition_tensors(

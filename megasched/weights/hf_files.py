@@ -92,16 +92,17 @@ def config_of_export(config: PretrainedConfig, architecture: str, dtype: torch.d
     the configs in it (of a text model, of a tower)."""
     exported = copy.deepcopy(config)
     exported.architectures = [architecture]
-    for part in _with_nested(exported):
+    for part in with_nested(exported):
         part.dtype = dtype
         vars(part).pop("quantization_config", None)  # transformers copies it into the config of the decoder
     return exported
 
 
-def _with_nested(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+def with_nested(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """The config, and all that are in it."""
     from transformers import PretrainedConfig as Config
 
     yield config
     for value in list(vars(config).values()):
         if isinstance(value, Config):
-            yield from _with_nested(value)
+            yield from with_nested(value)

@@ -64,6 +64,15 @@ class HFFolder:
         """Persistent buffers that the folder has."""
         return [name for name in self._buffers if name in self._tensors]
 
+    @property
+    def passed_over(self) -> list[str]:
+        """Stored names of what the class itself leaves aside (layers for later tokens, another model's parts); not
+        buffers that it computes."""
+        return [k for k in self._unknown if self._ignores(k) and not k.endswith(COMPUTED_BUFFERS)]
+
+    def _ignores(self, key: str) -> bool:
+        return any(pattern.search(key) for pattern in self._ignored)
+
     def tensor(self, name: str) -> LazyTensor:
         """What the folder has for a parameter (a tie by its first name) or a persistent buffer.
 
@@ -94,7 +103,7 @@ class HFFolder:
         """See ``WeightSource.check``; unexpected names are given as the files have them."""
         wanted = set(names)
         missing = wanted - set(self._tensors)
-        unexpected = [key for key in self._unknown if not any(p.search(key) for p in self._ignored)]
+        unexpected = [key for key in self._unknown if not self._ignores(key)]
         for name, tensors in self._tensors.items():
             if name not in wanted and name not in self._buffers:
                 unexpected += [leaf.key for tensor in tensors for leaf in tensor.leaves()]

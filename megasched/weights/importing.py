@@ -31,6 +31,7 @@ class Imported:
     Attributes:
         checkpoint: for ``--load``.
         tensors, bytes: of the weights.
+        passed_over: stored names that the class leaves aside.
     """
 
     hf_model: Path
@@ -38,6 +39,7 @@ class Imported:
     architecture: str
     tensors: int
     bytes: int
+    passed_over: tuple[str, ...] = ()
 
 
 def import_weights(
@@ -101,4 +103,5 @@ def import_weights(
                 writer.add(name, tensor, written[name])
             writer.finish({"checkpoint_version": 3.0, "iteration": 0})
     write_whole(save / TRACKER, [RELEASE])
-    return Imported(Path(hf_model), save, type(definition).__name__, len(tensors), size)
+    passed_over = tuple(source.passed_over)
+    return Imported(Path(hf_model), save, type(definition).__name__, len(tensors), size, passed_over)

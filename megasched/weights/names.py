@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from megasched.errors import CheckpointError
+from megasched.errors import NAMED_MODULES, CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -38,3 +38,17 @@ def compare_names(holder: str, missing: Collection[str], unexpected: Collection[
             lines += [f"  {title} ({len(names)}):", *(f"    {name}" for name in sorted(names))]
     lines.append("  remedy: the config and the weights must be of the same model, under the definition's names")
     raise CheckpointError("\n".join(lines))
+
+
+def of_passed_over(architecture: str, names: Sequence[str]) -> str:
+    """A line that says which stored tensors are left aside.
+
+    Args:
+        architecture: the class that leaves them aside.
+        names: one at least.
+    """
+    more = f" and {len(names) - NAMED_MODULES} more" if len(names) > NAMED_MODULES else ""
+    return (
+        f"not taken, as {architecture} does not take them: {', '.join(names[:NAMED_MODULES])}{more}; no "
+        "checkpoint of a run has them, and no export"
+    )

@@ -6,6 +6,7 @@ from argparse import Namespace
 
 import pytest
 from megatron.core.transformer.enums import AttnBackend
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megasched.errors import CheckpointError, ConfigError, ScheduleError
 from megasched.megatron.begin import begin_session
@@ -96,6 +97,19 @@ def test_a_fusion_without_its_kernel_is_off_and_said_so(llama, capsys):
     said = capsys.readouterr().out
     assert "gradient accumulation fusion is off" in said
     assert "Transformer Engine is not installed" in said
+
+
+def test_tensors_that_the_class_leaves_aside_are_said(llama, capsys, monkeypatch):
+    later = [f"model.layers.46.{name}" for name in "abcd"]
+    monkeypatch.setattr("megasched.weights.hf_folder.HFFolder.passed_over", later)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(llama)).save_pretrained(llama)
+    begin_session(arguments(llama, hf_random_init=False), {})
+    assert (
+        "megasched: not taken, as LlamaForCausalLM does not take them: model.layers.46.a"
+        in capsys.readouterr().out
+    )
+    begin_session(arguments(llama, hf_random_init=True), {})
+    assert "not taken" not in capsys.readouterr().out
 
 
 def test_without_an_interval_nothing_is_evaluated_as_megatron_says(llama, capsys):

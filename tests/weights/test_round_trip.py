@@ -7,6 +7,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,15 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megasched.errors import CheckpointError, ConfigError
 from megasched.layout import Layout
+from megasched.report.weights_view import print_exported, print_imported
 from megasched.weights import hf_files
+from megasched.weights.absent_layers import without_absent_layers
 from megasched.weights.exporting import export_weights
 from megasched.weights.hf_files import config_of_export, copy_hf_files
 from megasched.weights.hf_folder import HFFolder
@@ -28,6 +32,7 @@ from megasched.weights.inspection import inspect_checkpoint
 from megasched.weights.lazy import whole
 from megasched.weights.torch_dist import RELEASE, TRACKER, TorchDist
 from megasched.weights.torch_dist_writer import TorchDistWriter
+from tests.weights.conftest import COMMON, tiny_config
 from tests.weights.test_noted import InMemory
 
 GIGABYTE = 10**9
@@ -133,7 +138,7 @@ def test_what_lies_beside_the_weights_comes_along(tiny, trained, tmp_path):
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_omni"])
 def test_configs_in_the_config_have_the_dtype_of_the_weights(family):
     config = transformers.AutoConfig.for_model(family, dtype="bfloat16")
-    parts = list(hf_files._with_nested(config))
+    parts = list(hf_files.with_nested(config))
     assert len(parts) >= 3
     for part in parts:
         part.dtype, part.quantization_config = torch.bfloat16, {"quant_method": "fp8"}
@@ -150,6 +155,40 @@ def configs_in(config):
     for value in config.values():
         if isinstance(value, dict) and "model_type" in value:
             yield from configs_in(value)
+
+
+def test_layers_for_later_tokens_that_the_class_leaves_aside_are_told_and_not_counted(tmp_path, trained):
+    sizes = {"num_nextn_predict_layers": 1, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1}
+    config = transformers.AutoConfig.for_model("glm4_moe", **COMMON, **sizes)
+    trained(config).save_pretrained(tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    later = {f"model.layers.46.{name}.weight" for name in ("eh_proj", "enorm", "mlp.experts.0.gate_proj", "hnorm")}
+    weights |= {name: torch.ones(2, 2) for name in later}
+    save_file(weights, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    imported = import_weights(tmp_path / "hf", tmp_path / "ckpt", progress=quiet)
+    assert set(imported.passed_over) == later
+    exported = export(tmp_path / "ckpt", tmp_path / "back")
+    assert exported.absent == ("num_nextn_predict_layers = 1",)
+    assert stored(tmp_path / "back").keys() == weights.keys() - later
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert written["num_nextn_predict_layers"] == 0
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    print_imported(imported, console := Console(file=StringIO(), width=200))
+    print_exported(exported, console)
+    said = console.file.getvalue()
+    assert "not taken, as Glm4MoeForCausalLM does not take them: model.layers.46." in said
+    assert " and 1 more; no checkpoint of a run has them, and no export" in said
+    assert "num_nextn_predict_layers = 1 in the config is 0 in the exported one: Glm4MoeForCausalLM has no" in said
+
+
+def test_counts_of_layers_that_the_class_has_stay():
+    """A definition of someone's own may have them, under the same name."""
+    config = tiny_config("llama", num_nextn_predict_layers=2)
+
+    def build(config):
+        return torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(config.num_nextn_predict_layers))
+
+    assert without_absent_layers(config, build(config), build) == (config, ())
 
 
 def test_a_checkpoint_inside_of_the_models_folder_does_not_copy_itself(tmp_path):
