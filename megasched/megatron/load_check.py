@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megasched.errors import CheckpointError, MegaschedError
 from megasched.lora import A, B
 from megasched.megatron.buffers import persistent_buffers
+from megasched.megatron.weights_of_run import loaded_folder
 from megasched.weights.padding import padded_lengths
 from megasched.weights.torch_dist import RELEASE, TRACKER, TorchDist, checkpoint_folder
 
@@ -45,13 +46,14 @@ def loaded(
     Raises:
         CheckpointError: on every rank, if the checkpoint is not complete, is damaged, or does not fit the model.
     """
-    folder = _folder(args, load_arg)
-    if folder is None:
+    found_in = loaded_folder(args, load_arg)
+    folder = None if found_in is None else _checkpoint(args, found_in[0])
+    if found_in is None or folder is None:
         return load()
     found: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
         try:
-            found = [check(folder, session, starts_anew=bool(args.finetune))]
+            found = [check(folder, session, starts_anew=found_in[1])]
         except MegaschedError as error:
             found = [error]
     torch.distributed.broadcast_object_list(found, src=0)
@@ -106,17 +108,12 @@ def _refusal(folder: Path, why: list[str]) -> CheckpointError:
     return CheckpointError("\n    ".join([f"{folder}: the checkpoint can't be loaded:", *why]))
 
 
-def _folder(args: Namespace, load_arg: str) -> Path | None:
-    """The ``--save`` folder, or the checkpoint, that Megatron will look into; None where it starts without one."""
-    given = [getattr(args, load_arg), getattr(args, "pretrained_checkpoint", None)]
-    for load in (Path(path) for path in given if path is not None and "://" not in str(path)):
-        tracker = load / TRACKER
-        if tracker.is_file():
-            step = getattr(args, "ckpt_step", None)
-            folder = load / f"iter_{step:07d}" if step else load
-            last = load / RELEASE if tracker.read_text().strip() == RELEASE else folder
-            return None if any(last.glob("**/mp_rank_*")) else folder  # of Megatron's older format
-    return None
+def _checkpoint(args: Namespace, load: Path) -> Path | None:
+    """The ``--save`` folder, or the checkpoint in it, that Megatron will look into; None of its older format."""
+    step = getattr(args, "ckpt_step", None)
+    folder = load / f"iter_{step:07d}" if step else load
+    last = load / RELEASE if (load / TRACKER).read_text().strip() == RELEASE else folder
+    return None if any(last.glob("**/mp_rank_*")) else folder
 
 
 def check(load: Path, session: Session, *, starts_anew: bool) -> frozenset[str]:

@@ -24,6 +24,22 @@ if TYPE_CHECKING:
     from megasched.weights.source import WeightSource
 
 
+def loaded_folder(args: Namespace, load_arg: str = "load") -> tuple[Path, bool] | None:
+    """The ``--save`` folder that Megatron loads from, and whether a run begins anew from it; None without one.
+
+    ``--pretrained-checkpoint`` is for a run that has no checkpoint of its own yet: Megatron then takes the weights
+    and begins at iteration 0 (``training/checkpointing.py:2096``).
+
+    Args:
+        load_arg: name of the argument that says from where.
+    """
+    own, pretrained = getattr(args, load_arg), args.pretrained_checkpoint
+    for folder, anew in ((own, bool(args.finetune)), (pretrained, True)):
+        if folder is not None and "://" not in str(folder) and (Path(folder) / TRACKER).is_file():
+            return Path(folder), anew
+    return None
+
+
 def weight_source(args: Namespace, definition: PreTrainedModel) -> WeightSource:
     """Where the run's weights come from: its checkpoint, the HF folder, or an initialisation when asked for.
 
@@ -35,7 +51,7 @@ def weight_source(args: Namespace, definition: PreTrainedModel) -> WeightSource:
     from megasched.weights.random_init import RandomInit
     from megasched.weights.safetensors_files import has_weights
 
-    if args.ckpt_format == "torch_dist" and args.load is not None and (Path(args.load) / TRACKER).is_file():
+    if args.ckpt_format == "torch_dist" and loaded_folder(args) is not None:
         return ToBeLoaded()
     if args.hf_random_init:
         return RandomInit(definition, args.seed)

@@ -12,6 +12,7 @@ from megasched.errors import CheckpointError, ConfigError, ScheduleError
 from megasched.megatron.begin import begin_session
 from megasched.megatron.mixture_flags import NOTHING_ASKED
 from megasched.megatron.session import get_session
+from megasched.megatron.weights_of_run import ToBeLoaded, loaded_folder
 from tests import tiny
 
 
@@ -22,6 +23,8 @@ def arguments(folder, schedule="auto", **changes):
         "hf_override": [],
         "hf_random_init": True,
         "load": None,
+        "pretrained_checkpoint": None,
+        "finetune": False,
         "ckpt_format": "torch_dist",
         "trust_remote_code": False,
         "objective": None,
@@ -244,3 +247,28 @@ def test_options_of_the_schedule_reach_its_function(tmp_path):
     given = arguments(model, str(schedule), schedule_option=["ratio=0.5"])
     with pytest.raises(ScheduleError, match=r"ValueError: ratio 0\.5"):
         begin_session(given, {})
+
+
+def test_the_checkpoint_that_megatron_loads_and_whether_a_run_begins_anew_from_it(tmp_path):
+    """A run's own checkpoint comes before the one that it was begun with."""
+    for name in ("own", "before"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "latest_checkpointed_iteration.txt").write_text("3")
+    own, before, missing = (str(tmp_path / name) for name in ("own", "before", "missing"))
+
+    def found(load, pretrained, finetune=False):
+        args = Namespace(load=load, pretrained_checkpoint=pretrained, finetune=finetune)
+        return loaded_folder(args)
+
+    assert found(None, None) is None
+    assert found(missing, None) is None
+    assert found(own, None) == (tmp_path / "own", False)
+    assert found(own, before) == (tmp_path / "own", False)
+    assert found(own, before, finetune=True) == (tmp_path / "own", True)
+    assert found(missing, before) == found(None, before) == (tmp_path / "before", True)
+
+
+def test_a_run_with_a_pretrained_checkpoint_needs_no_weights_beside_the_config(llama, tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    begin_session(arguments(llama, hf_random_init=False, pretrained_checkpoint=str(tmp_path)), {})
+    assert isinstance(get_session().source, ToBeLoaded)

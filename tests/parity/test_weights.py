@@ -73,7 +73,8 @@ def test_weights_come_out_as_they_went_in(ranks, folder, tmp_path, family, layou
         *(world, train, str(given), [*flags, "--save", str(tmp_path / "a")]), iterations=1, random_init=False
     )
     kept = str(tmp_path / "imported" / "release" / "hf_model")  # config alone: the weights are in the checkpoint
-    loading = ["--load", str(tmp_path / "imported"), "--save", str(tmp_path / "b")]
+    where = "--pretrained-checkpoint" if layout is ONE else "--load"
+    loading = [where, str(tmp_path / "imported"), "--save", str(tmp_path / "b")]
     from_import = ranks.run(world, train, kept, [*flags, *loading], iterations=1, random_init=False)
     assert losses(from_import) == losses(from_folder)
     for name in "ab":
