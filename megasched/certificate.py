@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
+from megasched.schedule_file import split_file
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -33,12 +34,12 @@ def subject_of(schedule: str, config: PretrainedConfig, layout: Layout) -> dict[
         schedule: what ``--model-schedule`` says; a file counts by its contents.
         config: of the model as it is trained, overrides made.
     """
-    file, _, name = schedule.partition(":")
-    text = Path(file).read_bytes() if file.endswith(".py") else b""
+    file, name = split_file(schedule)
+    text = b"" if file is None else file.read_bytes()
     values = {key: value for key, value in config.to_dict().items() if key not in _IGNORED}
     return {
         "versions": {package: version(package) for package in PACKAGES},
-        "schedule": {"name": name or (file if not text else ""), "sha256": _hash(text)},
+        "schedule": {"name": name, "sha256": _hash(text)},
         "model": {"type": config.model_type, "sha256": _hash(json.dumps(values, sort_keys=True).encode())},
         "parallelism": _kinds(layout),
     }

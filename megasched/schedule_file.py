@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megasched.schedule import Schedule
 
 GROUP = "megasched.schedules"
+_SUFFIX = ".py"
 ScheduleFunction = Callable[..., None]  # of a Schedule, a Layout, and its options
 _REGISTERED: dict[str, ScheduleFunction] = {}
 
@@ -56,9 +57,23 @@ def find_schedule(name: str) -> ScheduleFunction:
         ConfigError: there is none, the file can't be read, or it does not take these options.
         ScheduleError: the file fails when it is imported; names the line.
     """
-    name, options = _split_options(name)
-    function = _find(name)
-    return _with_options(function, name, options) if options else function
+    file, chosen, options = _parts(name)
+    function = _find(chosen) if file is None else _from_file(file, chosen)
+    head = ":".join(filter(None, [str(file or ""), chosen]))
+    return _with_options(function, head, options) if options else function
+
+
+def split_file(name: str) -> tuple[Path | None, str]:
+    """The file that a schedule is named by, and what follows its colon; None and the whole name without one.
+
+    A path may have colons in it: of several ends in ``.py``, the first that is a file counts.
+    """
+    ends = [at + len(_SUFFIX) for at in range(len(name)) if name.startswith(_SUFFIX, at)]
+    ends = [end for end in ends if name[end : end + 1] in ("", ":")]
+    if not ends:
+        return None, name
+    end = next((end for end in ends if Path(name[:end]).is_file()), ends[0])
+    return Path(name[:end]), name[end + 1 :]
 
 
 def add_options(name: str, options: Sequence[str]) -> str:
@@ -74,23 +89,25 @@ def add_options(name: str, options: Sequence[str]) -> str:
         key, equals, value = option.partition("=")
         if not equals or not key.isidentifier() or set(value) & set(",:"):
             raise ConfigError(f"--schedule-option {option}: write KEY=VALUE; no comma or colon in the value")
-    name, given = _split_options(name)
+    file, chosen, given = _parts(name)
     given |= dict(option.split("=", 1) for option in options)
-    return ":".join([name, ",".join(f"{key}={value}" for key, value in given.items())] if given else [name])
+    told = ",".join(f"{key}={value}" for key, value in given.items())
+    return ":".join(filter(None, [str(file or ""), chosen, told]))
 
 
-def _split_options(name: str) -> tuple[str, dict[str, str]]:
-    """``FILE:name`` without its options, and these."""
-    head, _, last = name.rpartition(":")
-    if not head or "=" not in last:
-        return name, {}
+def _parts(name: str) -> tuple[Path | None, str, dict[str, str]]:
+    """File, name in it (or the registered one), and options of ``FILE:name:KEY=VALUE,KEY=VALUE``."""
+    file, rest = split_file(name)
+    head, _, last = rest.rpartition(":")
+    if "=" not in last or (file is None and not head):
+        return file, rest, {}
     options = {}
     for option in last.split(","):
         key, equals, value = option.partition("=")
         if not equals or not key.isidentifier():
             raise ConfigError(f"--model-schedule {name}: {option!r} is no option; write KEY=VALUE,KEY=VALUE")
         options[key] = value
-    return head, options
+    return file, head, options
 
 
 def _with_options(function: ScheduleFunction, name: str, options: Mapping[str, str]) -> ScheduleFunction:
@@ -122,9 +139,6 @@ def _find(name: str) -> ScheduleFunction:
         from megasched.model_adapters.default_schedule import schedule
 
         return schedule
-    file, _, chosen = name.partition(":")
-    if file.endswith(".py"):
-        return _from_file(Path(file), chosen)
     found = _registered().get(name)
     if found is None:
         known = ", ".join(sorted(_registered())) or "none"

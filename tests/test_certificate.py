@@ -1,5 +1,6 @@
 """What a certificate speaks for, and what is said where it does not."""
 
+import hashlib
 import json
 
 import pytest
@@ -82,3 +83,15 @@ def test_what_is_no_certificate_is_refused(tmp_path, text, words):
 def test_one_that_cannot_be_written_is_an_error_that_says_so(tmp_path, schedule):
     with pytest.raises(ConfigError, match="it can't be written"):
         certified(tmp_path / "missing", schedule)
+
+
+def test_a_schedule_counts_by_its_file_and_a_name_by_all_that_it_says(tmp_path):
+    (tmp_path / "a:b").mkdir()
+    file = tmp_path / "a:b" / "my.py"
+    file.write_text("text")
+    told = {
+        name: subject_of(name, LlamaConfig(), SMALL)["schedule"] for name in (f"{file}:one", "auto:a=1", "x:a=1")
+    }
+    assert told[f"{file}:one"]["name"] == "one"
+    assert told[f"{file}:one"]["sha256"] == hashlib.sha256(b"text").hexdigest()
+    assert (told["auto:a=1"]["name"], told["x:a=1"]["name"]) == ("auto:a=1", "x:a=1")

@@ -8,7 +8,7 @@ from torch import nn
 
 import megasched
 from megasched import ConfigError, Layout, ScheduleError, schedule_file
-from megasched.schedule_file import add_options, apply_schedule, find_schedule
+from megasched.schedule_file import add_options, apply_schedule, find_schedule, split_file
 
 
 @pytest.fixture(autouse=True)
@@ -277,3 +277,22 @@ def test_options_are_added_to_a_name():
     for wrong in ("x", "=1", "x=1,y=2", "a b=1"):
         with pytest.raises(ConfigError, match="write KEY=VALUE"):
             add_options("a.py", [wrong])
+
+
+@pytest.mark.parametrize("rest", ["", ":other", ":ratio=2", ":other:ratio=2"])
+@pytest.mark.parametrize("folder", ["plain", "at:12:30", "run:lr=0.1", "x.py:y"])
+def test_a_path_may_have_colons(tmp_path, sch, folder, rest):
+    (tmp_path / folder).mkdir()
+    file = tmp_path / folder / "my.py"
+    file.write_text("def schedule(sch, layout, ratio=1): print(ratio)\nother = schedule\n")
+    assert split_file(f"{file}{rest}") == (file, rest[1:])
+    find_schedule(f"{file}{rest}")
+    assert add_options(f"{file}{rest}", ["ratio=3"]) == f"{file}{':other' if 'other' in rest else ''}:ratio=3"
+
+
+def test_of_a_missing_file_the_path_ends_at_the_first_suffix(tmp_path):
+    file = tmp_path / "a:b" / "my.py"
+    assert split_file(f"{file}:where=x.py") == (file, "where=x.py")
+    with pytest.raises(ConfigError, match=f"{file}: no such file"):
+        find_schedule(f"{file}:name")
+    assert split_file("auto:level=block") == (None, "auto:level=block")

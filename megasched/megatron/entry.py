@@ -26,6 +26,7 @@ from megasched.errors import ConfigError, MegaschedError
 from megasched.imports import without_collections
 from megasched.megatron.arguments import AUTO_SCHEDULE, add_megasched_arguments, refuse_unsupported
 from megasched.megatron.rehearsal import rehearsal_flags, rehearsal_mode, without_kernel_packages
+from megasched.schedule_file import split_file
 from megasched.tracing.run_trace import check_trace_file
 
 BUILDER = "megasched.megatron.builder.ScheduledModelBuilder"
@@ -151,9 +152,10 @@ def check_inputs(script: str, own: argparse.Namespace) -> None:
             f"{script}: there is no --model-schedule. Pass `--model-schedule auto` for the schedule that "
             f"megasched derives, or run the script itself (python {script} ...) for plain Megatron"
         )
-    schedule = Path(own.model_schedule.partition(":")[0])  # FILE:name chooses one of several in a file
-    is_path = schedule.suffix == ".py" or len(schedule.parts) > 1
-    if own.model_schedule != AUTO_SCHEDULE and is_path and not schedule.is_file():
+    schedule, rest = split_file(own.model_schedule)
+    if schedule is None and len(Path(rest).parts) > 1:
+        schedule = Path(rest)
+    if own.model_schedule != AUTO_SCHEDULE and schedule is not None and not schedule.is_file():
         raise ConfigError(f"--model-schedule {own.model_schedule}: no such file")
     if not own.hf_model:
         raise ConfigError(

@@ -15,6 +15,7 @@ from megasched.certificate import subject_of, write_certificate
 from megasched.definition import load_config
 from megasched.errors import ConfigError
 from megasched.layout import Layout
+from megasched.schedule_file import split_file
 from megasched.verify.checks import Check
 from megasched.verify.steps import Steps
 from megasched.verify.subject import make_subject
@@ -102,8 +103,8 @@ def verify_schedule(
 
     _check_size(layout)
     started = time.monotonic()
-    file, colon, name = schedule.partition(":")
-    path = f"{Path(file).resolve()}{colon}{name}" if file.endswith(".py") else schedule
+    file, rest = split_file(schedule)
+    path = ":".join(filter(None, [str(file.resolve()), rest])) if file is not None else schedule
     with tempfile.TemporaryDirectory(prefix="verify") as folder:
         subject = make_subject(
             hf_model,

@@ -86,6 +86,11 @@ def script(folder: Path, text: str) -> str:
             "--model-schedule absent_schedule.py --hf-model {hf}",
             "--model-schedule absent_schedule.py: no such file",
         ),
+        (
+            "pretrain.py",
+            "--model-schedule absent:1/sched.py:name --hf-model {hf}",
+            "--model-schedule absent:1/sched.py:name: no such file",
+        ),
         ("pretrain.py", "--model-schedule auto", "--model-schedule needs --hf-model"),
         (
             "pretrain.py",
