@@ -1,0 +1,45 @@
+"""``--eval-micro-batch-size`` under tensor parallelism: every rank makes room for the rows that are sent."""
+
+from __future__ import annotations
+
+import inspect
+from functools import wraps
+from typing import Any
+
+from megasched.patches.attributes import Undo, resolve, set_attribute
+from megasched.patches.registry import Patch
+
+_TARGET = "megatron.core.utils:get_batch_on_this_tp_rank"
+
+
+def _change() -> Undo:
+    real = resolve(_TARGET)
+    signature = inspect.signature(real)
+
+    @wraps(real)
+    def get_batch_on_this_tp_rank(*given: Any, **named: Any) -> Any:
+        import torch
+        from megatron.training.global_vars import get_args
+
+        call = signature.bind(*given, **named)
+        args = get_args()
+        # Megatron's `evaluate` is what calls it without gradients; scripts give the size of training everywhere.
+        if not torch.is_grad_enabled() and call.arguments["micro_batch_size"] == args.micro_batch_size:
+            call.arguments["micro_batch_size"] = args.eval_micro_batch_size
+        return real(*call.args, **call.kwargs)
+
+    return set_attribute(_TARGET, get_batch_on_this_tp_rank, rebind=("megatron", "megasched"))
+
+
+PATCH = Patch(
+    name="eval_batch",
+    targets=(_TARGET,),
+    versions={"megatron-core": ">=0.19,<0.20"},
+    why=(
+        "pretrain_gpt.py of 0.19 has megatron/core/utils.py:2119 make room for --micro-batch-size rows, in "
+        "validation as well; with another --eval-micro-batch-size the TP ranks beside the first have room for too "
+        "few, or wait for more, and the run ends"
+    ),
+    change=_change,
+    signature={_TARGET: ("micro_batch_size",)},
+)

@@ -1,0 +1,38 @@
+"""Validation in micro-batches of another size than in training, where ranks send batches to each other."""
+
+import pytest
+
+from megasched.verify.trainer_run import train
+from tests import tiny
+
+VALIDATION = "--eval-iters 2 --eval-interval 1 --split 50,50,0 --eval-micro-batch-size"
+TP2 = "--tensor-model-parallel-size 2"
+
+
+def validate(model, flags):
+    """The loss of each validation, where it is known."""
+    from megatron.training import training
+
+    found, real = [], training.evaluate
+
+    def evaluate(*given, **named):
+        result = real(*given, **named)
+        found.extend(float(loss) for loss in (result[0] or {}).values())
+        return result
+
+    training.evaluate = evaluate
+    try:
+        train(model, flags, iterations=1)
+    finally:
+        training.evaluate = real
+    return found
+
+
+@pytest.mark.parametrize("size", ["1", "4"])
+def test_validation_loss_does_not_depend_on_the_micro_batch(ranks, tmp_path, size):
+    model = tiny.save("llama", tmp_path / "llama")
+    expected = ranks.run(1, validate, model, [*VALIDATION.split(), "2"])[0]
+    found = ranks.run(2, validate, model, [*TP2.split(), *VALIDATION.split(), size])
+    assert len(expected) >= 1
+    for of_rank in found:
+        assert of_rank == pytest.approx(expected, rel=1e-6)
