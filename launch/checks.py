@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,8 +14,11 @@ from typing import Any
 
 from megasched.errors import ConfigError
 from megasched.planner.hardware import GIB, Hardware, load_hardware
+from megasched.reading.files import Expected
+from megasched.reading.json_file import read_json
 
 SECONDS = 600
+FOUND = Expected("what the check of a job has found")
 # Megatron writes a checkpoint before it removes an older one.
 CHECKPOINTS = 2
 
@@ -95,7 +97,7 @@ def _run(script: str, flags: Sequence[str], world_size: int) -> dict[str, Any]:
                 f"the check of the command ended with status {done.returncode} and without a result; --no-check "
                 f"starts it without. The last it said:\n{_last_lines(done.stderr)}"
             )
-        found = json.loads(out.read_text(encoding="utf-8"))
+        found = read_json(out, FOUND, {"problems": [str], "warnings": [str]})
     found["problems"] = [problem or _usage_error(done.stderr) for problem in found["problems"]]
     return found
 

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 from megasched.errors import ConfigError
 from megasched.files import write_whole
 from megasched.launch.run_folder import RunFolder
+from megasched.reading.files import Expected, read_bytes
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 FOLDER = Path(__file__).parent
+SCRIPT = Expected("the script of an earlier job of this run")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 # How a run begins that a restart must not begin again with: flag -> whether a value follows.
 START_FLAGS = {
@@ -124,7 +126,7 @@ def write_script(path: Path, text: str, job: DataclassInstance, facts: Mapping[s
         facts: what the check of the job has found.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and path.read_text(encoding="utf-8") != text:
+    if path.exists() and read_bytes(path, SCRIPT) != text.encode():
         number = 1 + sum(1 for _ in path.parent.glob(f"{path.name}.*"))
         path.rename(path.with_name(f"{path.name}.{number}"))
     write_whole(path, [text])

@@ -9,7 +9,6 @@ sets; run plainly, it trains Megatron's own GPT.
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -37,11 +36,15 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from megasched.errors import ConfigError
 from megasched.launch.sft import PACKED_FIELDS, packed_seq_params
+from megasched.reading.files import Expected
+from megasched.reading.json_file import read_json
 
 Batch = dict[str, torch.Tensor | None]
 LossReport = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 BATCH_FIELDS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
+
+SEQUENCES = Expected("sequences and documents of each data set by its path", flag="--per-dataset-sequences-path")
 
 # Made once: Megatron's class has one object, and each call of the class switches it off again.
 straggler = StragglerDetector()
@@ -92,8 +95,7 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     sequences_per_dataset = None
     if args.per_dataset_sequences_path is not None:
-        with open(args.per_dataset_sequences_path) as file:
-            sequences_per_dataset = json.load(file)
+        sequences_per_dataset = read_json(args.per_dataset_sequences_path, SEQUENCES, {str: [int]})
     return GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,

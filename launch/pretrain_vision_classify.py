@@ -16,15 +16,17 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from megasched.errors import ConfigError
 from megasched.launch.pretraining import mock_sets, train
 from megasched.megatron.arguments import load_hf_config
 from megasched.objectives import IMAGE_CLASSIFICATION
 from megasched.objectives.image_classification import image_shape
+from megasched.reading.files import Expected
+from megasched.reading.safetensors_file import open_safetensors
 
 # Megatron wants a tokenizer; images need none.
+IMAGES = Expected("safetensors with pixel_values and labels", flag="--data-path")
 DEFAULTS = {"tokenizer_type": "NullTokenizer"}
 
 
@@ -45,7 +47,7 @@ class ImageFile(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         row = self.start + index % self.count
-        with safe_open(self.file, "pt") as tensors:
+        with open_safetensors(self.file, expected=IMAGES) as tensors:
             image, label = (tensors.get_slice(name)[row : row + 1][0] for name in ("pixel_values", "labels"))
         return _sample(image.float(), label.long())
 
@@ -76,7 +78,7 @@ def check_file(file: str, shape: Sequence[int], classes: int) -> int:
     Raises:
         ConfigError: they are not what the model takes.
     """
-    with safe_open(file, "pt") as tensors:
+    with open_safetensors(file, expected=IMAGES) as tensors:
         if not {"pixel_values", "labels"} <= set(tensors.keys()):
             raise ConfigError(f"--data-path {file}: no tensors pixel_values and labels in it")
         found, labels = tensors.get_slice("pixel_values").get_shape(), tensors.get_tensor("labels")

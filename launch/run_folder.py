@@ -16,6 +16,7 @@ from 0.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,8 +25,11 @@ from typing import Any
 
 from megasched.errors import ConfigError
 from megasched.files import write_whole
+from megasched.reading.files import Expected, is_regular
+from megasched.reading.json_file import read_json
 
 ATTEMPT = re.compile(r"(?P<name>.+)-(?P<restart>\d+)")
+DESCRIPTION = Expected("what the launcher of a run knew, in JSON; status works without the file")
 NODE = re.compile(r"node-(?P<node>\d+)\.log")
 # What people call the output of a job: --output of their own, and sbatch's slurm-<jobid>.out.
 SUFFIXES = (".log", ".out")
@@ -73,15 +77,9 @@ class RunFolder:
 
     def described(self) -> dict[str, Any]:
         """What the launcher knew; nothing where no launcher has made the folder."""
-        if not self.description.is_file():
+        if not os.path.lexists(self.description):
             return {}
-        try:
-            found = json.loads(self.description.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(
-                f"{self.description}: it is no JSON: {error}; status works without the file"
-            ) from error
-        return found if isinstance(found, dict) else {}
+        return read_json(self.description, DESCRIPTION, {"jobs?": [str | int]})
 
     @property
     def logs(self) -> Path:
@@ -117,7 +115,10 @@ class RunFolder:
         found = []
         for folder in self.logs.glob("*-*/"):
             match = ATTEMPT.fullmatch(folder.name)
-            logs = sorted((path for path in folder.glob("node-*.log") if NODE.fullmatch(path.name)), key=_node)
+            logs = sorted(
+                (path for path in folder.glob("node-*.log") if NODE.fullmatch(path.name) and is_regular(path)),
+                key=_node,
+            )
             if match and logs:
                 found.append(Attempt(match["name"], int(match["restart"]), tuple(logs)))
         written = {each.name: 0.0 for each in found}
@@ -155,7 +156,7 @@ def find_logs(path: Path) -> RunLogs:
     Raises:
         ConfigError: there are none.
     """
-    if path.is_file():
+    if is_regular(path):
         return RunLogs(path, (Attempt(path.stem, 0, (path,)),))
     if not path.is_dir():
         raise ConfigError(f"{path}: no such file or folder; name a run's folder, one of its logs, or a Slurm job")
@@ -175,7 +176,7 @@ def find_logs(path: Path) -> RunLogs:
 
 
 def _logs_in(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("*") if path.suffix in SUFFIXES and path.is_file()]
+    return [path for path in folder.glob("*") if path.suffix in SUFFIXES and is_regular(path)]
 
 
 def _node(path: Path) -> int:

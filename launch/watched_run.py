@@ -12,6 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from megasched.reading.log_lines import log_lines
+
 # torchrun itself waits 30 s for its ranks before it kills them; killed earlier, it would leave them running.
 SECONDS_TO_STOP = 40
 
@@ -84,8 +86,7 @@ def stop(process: subprocess.Popen[str]) -> None:
 
 def tail(path: Path, lines: int = 40) -> str:
     """The last lines of a file."""
-    with path.open(errors="replace") as file:
-        return "".join(deque(file, maxlen=lines)).rstrip("\n")
+    return "".join(deque(log_lines(path), maxlen=lines)).rstrip("\n")
 
 
 def _discard(process: subprocess.Popen[str]) -> None:

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
-from megasched.schedule_file import split_file
+from megasched.reading.files import Expected, read_bytes
+from megasched.reading.forms import misfit
+from megasched.reading.json_file import read_json
+from megasched.schedule_file import SCHEDULE, split_file
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
     from megasched.layout import Layout
 
 FORMAT = 1
+FLAG = "--require-certificate"
+CERTIFICATE = Expected(f"a certificate of format {FORMAT}, which `megasched verify` writes", flag=FLAG)
+_KNOWN = {"versions": {str: str}, "schedule": {}, "model": {}, "parallelism": {str: bool}, "found": {}}
 PACKAGES = ("megasched", "megatron-core", "transformers", "torch")
 # Of a config: what says nothing about the model.
 _IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
@@ -35,7 +41,7 @@ def subject_of(schedule: str, config: PretrainedConfig, layout: Layout) -> dict[
         config: of the model as it is trained, overrides made.
     """
     file, name = split_file(schedule)
-    text = b"" if file is None else file.read_bytes()
+    text = b"" if file is None else read_bytes(file, SCHEDULE)
     values = {key: value for key, value in config.to_dict().items() if key not in _IGNORED}
     return {
         "versions": {package: version(package) for package in PACKAGES},
@@ -89,16 +95,11 @@ def read_certificate(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, or it is none that this version reads.
     """
-    try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"--require-certificate {path}: {error.strerror}; `megasched verify` writes one"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"--require-certificate {path}: it is no JSON: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ConfigError(f"--require-certificate {path}: it is no certificate of format {FORMAT}")
+    found: dict[str, Any] = read_json(path, CERTIFICATE, {"format": int})
+    if found["format"] != FORMAT:
+        raise CERTIFICATE.refusal(path, f"it is of format {found['format']}")
+    if why := misfit(found, _KNOWN):
+        raise CERTIFICATE.refusal(path, why)
     return found
 
 
@@ -112,17 +113,17 @@ def require_certificate(path: Path, subject: Mapping[str, Any]) -> None:
     """
     held = read_certificate(path)
     wrong = []
-    verdict = held.get("found", {}).get("verdict")
+    verdict = held["found"].get("verdict")
     if verdict != "equal":
         wrong.append(f"its verdict is {verdict!r}")
     for package, wanted in subject["versions"].items():
-        other = held.get("versions", {}).get(package)
+        other = held["versions"].get(package)
         if other != wanted:
             wrong.append(f"{package} is {wanted} here, and was {other}")
     for what in ("schedule", "model"):
         if held.get(what) != subject[what]:
             wrong.append(f"the {what} is another one")
-    known = held.get("parallelism", {})
+    known = held["parallelism"]
     missing = [kind for kind, used in subject["parallelism"].items() if used and not known.get(kind)]
     if missing:
         wrong.append(f"it was made without {', '.join(missing)}")
@@ -130,4 +131,4 @@ def require_certificate(path: Path, subject: Mapping[str, Any]) -> None:
         wrong.append("it was made with SP, and the run is without")
     if wrong:
         lines = "\n  - ".join(["it does not speak for this run:", *wrong])
-        raise ConfigError(f"--require-certificate {path}: {lines}\n`megasched verify` makes a new one")
+        raise ConfigError(f"{FLAG} {path}: {lines}\n`megasched verify` makes a new one")

@@ -7,11 +7,12 @@ imported, when it needs it.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -23,6 +24,7 @@ from megasched.cli_search import plan, tune
 from megasched.cli_weights import export, import_, inspect
 from megasched.errors import MegaschedError
 from megasched.json_output import nothing_but_json, print_json
+from megasched.reading.files import printable
 
 # Set to 1, the traceback of an error is printed too; entry.py reads it for the runs of scripts.
 TRACEBACK = "MEGASCHED_TRACEBACK"
@@ -46,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: the arguments after the program's name; the process's own by default.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    print_anything()
     if arguments and arguments[0].endswith(".py"):
         from megasched.megatron.entry import run_script
 
@@ -54,10 +57,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         app(_one_value_an_option(arguments), prog_name="megasched")
     except MegaschedError as error:
-        if os.environ.get(TRACEBACK) == "1":
-            traceback.print_exception(error)
-        print(f"megasched: error: {error}", file=sys.stderr)
-        sys.exit(1)
+        _end_with(str(error))
+    except OSError as error:  # of a path: not there, not to be written, a name that no file can have
+        if error.filename is None:
+            raise
+        _end_with(f"{error.filename}: {error.strerror}")
+
+
+def _end_with(message: str) -> NoReturn:
+    if os.environ.get(TRACEBACK) == "1":
+        traceback.print_exc()
+    print(f"megasched: error: {printable(message)}", file=sys.stderr)
+    sys.exit(1)
+
+
+def print_anything() -> None:
+    """Names of files may have no text in UTF-8; printed, such bytes are escaped."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a notebook or a test puts something else there
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _one_value_an_option(arguments: list[str]) -> list[str]:

@@ -6,18 +6,20 @@ says otherwise.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
 from megasched.layout import Layout
 from megasched.objectives import CAUSAL_LM, objective_of
+from megasched.reading.files import Expected, is_regular
+from megasched.reading.json_file import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DATA = Path(__file__).with_name("compatibility.json")
+MATRIX = Expected("the results of `make matrix`")
 
 # The matrix is of causal language models. Others are checked by tests/families: objective -> model types.
 OTHER_OBJECTIVES = {
@@ -42,7 +44,7 @@ def load_matrix(path: Path = DATA) -> dict[str, Any]:
         ``older``: model type -> versions, of those that have not been checked with these.
     """
     empty: dict[str, Any] = {"versions": {}, "types": {}, "older": {}}
-    return empty | (json.loads(path.read_text()) if path.is_file() else {})
+    return empty | (read_json(path, MATRIX, {f"{key}?": {} for key in empty}) if is_regular(path) else {})
 
 
 def checks_for(layout: Layout) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -13,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 
-from megasched.errors import ConfigError
+from megasched.config_check import config_fault, refuse_odd_config
+from megasched.errors import ConfigError, MegaschedError
 from megasched.objectives import CAUSAL_LM, Objective, set_objective
 from megasched.overrides import with_overrides
 
@@ -106,14 +109,19 @@ def load_config(
     from transformers import AutoConfig, PretrainedConfig
 
     path = Path(hf_model)
-    if path.is_dir() and not (path / "config.json").is_file():
+    there, is_folder = os.path.lexists(path), os.path.isdir(path)
+    if is_folder and not os.path.lexists(path / "config.json"):
         raise ConfigError(f"--hf-model {hf_model}: the folder has no config.json")
-    if not path.exists() and (str(hf_model).startswith((".", "/", "~")) or str(hf_model).endswith(".json")):
+    if not there and (str(hf_model).startswith((".", "/", "~")) or str(hf_model).endswith(".json")):
         raise ConfigError(f"--hf-model {hf_model}: no such file or folder")
+    if there:
+        refuse_odd_config(path / "config.json" if is_folder else path)
     try:
         config = AutoConfig.from_pretrained(str(hf_model), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--hf-model {hf_model}: can't load the HF config: {error}") from error
+    except Exception as error:  # each class validates in its own way
+        raise ConfigError(
+            f"--hf-model {hf_model}: can't load the HF config: {config_fault(path, error)}"
+        ) from error
     if not overrides:
         return config
     file, _ = PretrainedConfig.get_config_dict(str(hf_model))
@@ -153,12 +161,24 @@ def build_definition(
         except ImportError as error:  # transformers says which package, and how to install it
             reason = " ".join(str(error).split())
             raise ConfigError(f"transformers can't make this {objective.model}: {reason}") from error
+        except MegaschedError:
+            raise
+        except Exception as error:  # a size or a value that some module in it does not take
+            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.600}"
+            what = f"the class of {type(config).__name__} can't be made of this config"
+            raise ConfigError(f"{what}: {reason} ({_place(error)})") from error
     for module in model.modules():  # the two stacks of an encoder-decoder have configs of their own
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False
     set_objective(model, objective)
     buffers_following_dtype(model)  # notes them, while the model is as its class makes it
     return model
+
+
+def _place(error: Exception) -> str:
+    """``file:line`` that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
 def kept_in_float32(definition: PreTrainedModel, dtype: torch.dtype, names: Iterable[str]) -> frozenset[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,12 +23,15 @@ from megasched.config_file import (
     without_derived,
 )
 from megasched.errors import ConfigError
+from megasched.reading.forms import unsound_text
+from megasched.reading.json_file import NoJson, parse_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FLAG = "--hf-override"
 ROPE = "rope_parameters"
+LONGEST = 200  # characters of an override in a message
 # Where config files had it before there were `rope_parameters`; classes still read them, and save none.
 OLD_ROPE = ("rope_scaling", "rope_theta", "partial_rotary_factor")
 # Fields that a class makes of another one only where they are not given.
@@ -80,14 +82,19 @@ def with_overrides(config: PretrainedConfig, file: Mapping[str, Any], texts: Seq
 
 
 def _parsed(text: str) -> Override:
+    if why := unsound_text(text):
+        raise ConfigError(f"{FLAG}: {why}")
     key, separator, value = text.partition("=")
     if not separator:
         raise ConfigError(f"{FLAG} {text!r}: expected key=value")
     try:
-        parsed = json.loads(value)
-    except json.JSONDecodeError:
+        parsed = parse_json(value)
+    except NoJson:
         parsed = value
-    return Override(text, tuple(key.strip().split(".")), parsed)
+    except ValueError as error:
+        raise ConfigError(f"{FLAG} {text:.80}: {error}") from error
+    shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return Override(shown, tuple(key.strip().split(".")), parsed)
 
 
 def _placed(config: PretrainedConfig, override: Override) -> Override:
@@ -171,7 +178,9 @@ def _fields(target: PretrainedConfig) -> set[str]:
 
 
 def _no_field(config: PretrainedConfig, override: Override) -> ConfigError:
-    return ConfigError(f"{FLAG} {override.text!r}: {type(config).__name__} has no field {override.key!r}")
+    return ConfigError(
+        f"{FLAG} {override.text!r}: {type(config).__name__} has no field {override.key[:LONGEST]!r}"
+    )
 
 
 def _made_or_refused(
@@ -182,7 +191,9 @@ def _made_or_refused(
     except Exception as error:  # each class validates in its own way
         asked = " ".join(override.text for override in overrides)
         why = " ".join(str(error).split())
-        raise ConfigError(f"{FLAG} {asked}: {type(config).__name__} can't be made with that: {why}") from error
+        raise ConfigError(
+            f"{FLAG} {asked}: {type(config).__name__} can't be made with that: {why:.600}"
+        ) from error
 
 
 def _with_overridden(
@@ -278,7 +289,7 @@ def _refuse_without_effect(
         kept = value_at(made, override.path)
         raise ConfigError(
             f"{FLAG} {override.text!r} changes nothing: as its other fields are, {type(config).__name__} makes "
-            f"{override.key} = {kept!r} of it"
+            f"{override.key} = {kept!r:.200} of it"
         )
 
 

@@ -16,10 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from megasched.errors import ConfigError
+from megasched.reading.files import Expected
+from megasched.reading.json_file import read_json
 
 _LIBRARY = str(Path(__file__).parent) + os.sep
 # Where adapters are once installed; a schedule in there is who asked, not the machinery that carries it.
 _ADAPTERS = _LIBRARY + "model_adapters" + os.sep
+RECORDS = Expected("the records of a schedule, as `save_records` writes them")
+_FORM = [{"primitive": str, "path": str, "arguments": {}, "source": str}]
 
 
 def caller_source() -> str:
@@ -84,10 +88,14 @@ def load_records(path: str | Path) -> list[Record]:
     """Reads what ``save_records`` wrote, equal to what was saved; named functions are imported again.
 
     Raises:
-        ConfigError: a function or class is no longer where it was.
+        ConfigError: the file can't be read, is none of records, or names a function or class that is no longer
+            where it was.
     """
-    rows = json.loads(Path(path).read_text())
-    return [Record(row["primitive"], row["path"], _decode(row["arguments"]), row["source"]) for row in rows]
+    rows = read_json(path, RECORDS, _FORM)
+    try:
+        return [Record(row["primitive"], row["path"], _decode(row["arguments"]), row["source"]) for row in rows]
+    except ValueError as error:
+        raise RECORDS.refusal(path, str(error)) from error
 
 
 def _encode(value: Any, record: Record) -> Any:
@@ -111,9 +119,11 @@ def _encode(value: Any, record: Record) -> Any:
 def _decode(value: Any) -> Any:
     if isinstance(value, Mapping):
         if set(value) == {"$tuple"}:
+            if not isinstance(value["$tuple"], list):
+                raise ValueError(f"$tuple is {value['$tuple']!r:.60}, a list is due")
             return tuple(_decode(item) for item in value["$tuple"])
         if set(value) == {"$function"}:
-            found = _found(value["$function"])
+            found = _found(value["$function"]) if isinstance(value["$function"], str) else None
             if found is None:
                 raise ConfigError(f"the saved schedule uses {value['$function']}, which can't be imported")
             return found
@@ -132,6 +142,6 @@ def _found(name: str) -> Any:
         found: Any = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError):
+    except Exception:  # a module may fail in any way while it is imported
         return None
     return found

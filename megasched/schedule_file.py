@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +21,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError, Problem, ScheduleError
+from megasched.reading.files import MIB, Expected, read_bytes
+from megasched.reading.forms import unsound_text
+from megasched.reading.json_file import NoJson, parse_json
 
 if TYPE_CHECKING:
     from megasched.layout import Layout
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 GROUP = "megasched.schedules"
 _SUFFIX = ".py"
+SCHEDULE = Expected("a schedule, a Python file with `def schedule(sch, layout)`", most=16 * MIB)
 ScheduleFunction = Callable[..., None]  # of a Schedule, a Layout, and its options
 _REGISTERED: dict[str, ScheduleFunction] = {}
 
@@ -118,7 +122,7 @@ def _with_options(function: ScheduleFunction, name: str, options: Mapping[str, s
     if unknown and len(known) == len(parameters):
         takes = f"it takes {', '.join(known)}" if known else "it takes none: it has no parameter after the layout"
         raise ConfigError(f"--model-schedule {name}: the schedule has no option {', '.join(unknown)}; {takes}")
-    values = {key: _value(text) for key, text in options.items()}
+    values = {key: _value(key, text) for key, text in options.items()}
 
     @functools.wraps(function)
     def bound(sch: Schedule, layout: Layout) -> None:
@@ -127,11 +131,20 @@ def _with_options(function: ScheduleFunction, name: str, options: Mapping[str, s
     return bound
 
 
-def _value(text: str) -> Any:
+def _value(key: str, text: str) -> Any:
+    """What an option is: JSON where it is such, else the text.
+
+    Raises:
+        ConfigError: JSON that no program can use: nested too deep, numbers of a thousand digits.
+    """
+    if why := unsound_text(text):
+        raise ConfigError(f"--schedule-option {key}: {why}")
     try:
-        return json.loads(text)
-    except ValueError:
+        return parse_json(text)
+    except NoJson:
         return text
+    except ValueError as error:
+        raise ConfigError(f"--schedule-option {key}={text:.60}: {error}") from error
 
 
 def _find(name: str) -> ScheduleFunction:
@@ -166,7 +179,7 @@ def apply_schedule(sch: Schedule, function: ScheduleFunction) -> Schedule:
 
 
 def _from_file(path: Path, chosen: str) -> ScheduleFunction:
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ConfigError(f"--model-schedule {path}: no such file")
     module = _import(path)
     if chosen:
@@ -182,15 +195,16 @@ def _from_file(path: Path, chosen: str) -> ScheduleFunction:
 
 def _import(path: Path) -> ModuleType:
     """Runs the file as a module of its own name; a failure names the line in it."""
+    text = read_bytes(path, SCHEDULE.named_by("--model-schedule"))
     module = ModuleType(f"megasched_schedule_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses look their module up there
     try:
-        code = compile(path.read_text(), str(path), "exec", dont_inherit=True)
+        code = compile(text, str(path), "exec", dont_inherit=True)
         exec(code, module.__dict__)  # the user's own file, named on the command line
     except SyntaxError as error:
         what = f"the schedule file has a syntax error: {error.msg}"
-        raise ScheduleError(Problem(what, source=f"{error.filename}:{error.lineno}")) from error
+        raise ScheduleError(Problem(what, source=f"{path}:{error.lineno or 1}")) from error
     except ScheduleError:
         raise
     except Exception as error:

@@ -197,7 +197,7 @@ def test_show_writes_a_page(run, schedule, llama, tmp_path):
     assert "<dt>Micro-batches in a step</dt><dd>6</dd>" in text
     assert "mysched.py:2" in text
     status, _, err = run(*words, "--trace", schedule)
-    assert (status, "mysched.py: it is no trace: no JSON" in err) == (1, True)
+    assert (status, "mysched.py: line 1, column 1: it is no JSON" in err) == (1, True)
     assert path.read_text() == text
 
 

@@ -242,10 +242,21 @@ def test_a_path_that_is_not_there(tmp_path, name):
         load_config(tmp_path / name)
 
 
-@pytest.mark.parametrize("text", ["{", json.dumps({"model_type": "no_such_type"}), json.dumps({"hidden_size": 3})])
-def test_a_config_that_can_not_be_read(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"config\.json: line 1, column 2: it is no JSON"),
+        (json.dumps({"model_type": "no_such_type"}), "can't load the HF config"),
+        (json.dumps({"hidden_size": 3}), "can't load the HF config"),
+        (json.dumps({"model_type": "llama", "vocab_size": "x"}), r"without the field vocab_size \('x'\)"),
+        (json.dumps({"model_type": "llama", "num_hidden_layers": 10**9}), "num_hidden_layers is 1000000000; more"),
+        (json.dumps({"model_type": "llama", "hidden_size": 2**40}), f"hidden_size is {2**40}; no size of a model"),
+        (json.dumps({"model_type": "llama", "hidden_size": 2**30, "vocab_size": 2**30}), "which no memory holds"),
+    ],
+)
+def test_a_config_that_can_not_be_read(tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match="can't load the HF config"):
+    with pytest.raises(ConfigError, match=message):
         load_config(tmp_path)
 
 

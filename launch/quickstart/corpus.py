@@ -11,10 +11,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megasched.errors import ConfigError
+from megasched.reading.files import Expected, read_bytes
+from megasched.reading.json_file import read_json
 
 EOD = 256
 EOD_TOKEN = "<|endoftext|>"
 VOCAB_SIZE = 257
+COUNTS = Expected("the counts of a corpus; remove the folder, and it is made anew")
+SOURCE = Expected("the source of a module of Python")
 
 # Tests and vendored packages are no part of the library that people import.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -70,7 +74,7 @@ def source_files(root: Path) -> list[Path]:
 def documents(root: Path) -> Iterator[bytes]:
     """The content of each source file, in order; what is empty or not UTF-8 is left out."""
     for path in source_files(root):
-        content = path.read_bytes()
+        content = read_bytes(path, SOURCE)
         if content and _is_utf8(content):
             yield content
 
@@ -98,7 +102,7 @@ def prepare_corpus(folder: Path, root: Path | None = None) -> Corpus:
         with TemporaryDirectory(dir=folder, prefix="unfinished-") as unfinished:
             _write_corpus(Path(unfinished, "corpus"), root)
             Path(unfinished, "corpus").rename(home)
-    counts = json.loads((home / "corpus.json").read_text())
+    counts = read_json(home / "corpus.json", COUNTS, {"documents": int, "tokens": int})
     return Corpus(folder=home, documents=counts["documents"], tokens=counts["tokens"])
 
 

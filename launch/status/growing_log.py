@@ -6,13 +6,14 @@ few marks, which is 10 times as fast as taking each line in hand.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megasched.launch.status import failure_log, training_log
 from megasched.launch.status.failure_log import FailureLog
 from megasched.launch.status.training_log import TrainingLog
+from megasched.reading.files import open_regular
+from megasched.reading.log_lines import LOG, LONGEST
 
 BLOCK_BYTES = 2**20
 # What ended a run stands at the end of its log; that much of what is there at the first look is searched for it.
@@ -49,10 +50,13 @@ class GrowingLog:
         if found.st_size == self._offset:
             return
         search_from = max(self._offset, found.st_size - FAILURE_BYTES)
-        with self.path.open("rb") as file:
+        with open_regular(self.path, LOG) as file:
             file.seek(self._offset)
-            while block := file.read(BLOCK_BYTES) + file.readline():
+            while block := file.read(BLOCK_BYTES) + file.readline(LONGEST):
                 lines = block[: block.rfind(b"\n") + 1]
+                if not lines and len(block) >= BLOCK_BYTES + LONGEST:  # a line that is none of a run's
+                    self._offset += len(block)
+                    continue
                 self._offset += len(lines)
                 self._read(lines, failures=self._offset > search_from)
                 if len(lines) < len(block):  # the last line is being written
@@ -61,7 +65,7 @@ class GrowingLog:
     def _read(self, lines: bytes, *, failures: bool) -> None:
         marks = training_log.MARKS + (failure_log.MARKS if failures else ())
         for found in _lines_with(lines, marks):
-            line = os.fsdecode(found)
+            line = found.decode(errors="replace")
             starts = len(self.training.starts)
             if self.training.read(line) is not None or len(self.training.starts) > starts:
                 self.failure = FailureLog()

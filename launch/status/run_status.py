@@ -21,6 +21,8 @@ from megasched.launch.status.training_log import Checkpoint, Iteration, RankTime
 # Speed is a mean over so many lines.
 RECENT_LINES = 20
 TREND_POINTS = 60
+# Of what is longer nobody knows the end: some 30 years.
+MOST_SECONDS_LEFT = 1e9
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,8 @@ def _seconds_left(steps: Sequence[Iteration]) -> float | None:
         return None
     made = steps[-1].iteration - steps[0].iteration
     each = (steps[-1].time - steps[0].time).total_seconds() / made if made else steps[-1].seconds
-    return each * (steps[-1].last - steps[-1].iteration)
+    left = each * (steps[-1].last - steps[-1].iteration)
+    return left if 0 <= left < MOST_SECONDS_LEFT else None
 
 
 def _trend(steps: Sequence[Iteration]) -> tuple[tuple[int, float], ...]:

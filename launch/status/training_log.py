@@ -10,24 +10,29 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
-TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?"
-ITERATION = re.compile(rf"\[(?P<time>{TIME})\] iteration\s+(?P<iteration>\d+)/\s*(?P<last>\d+) \|(?P<fields>.*)")
+# Of more digits nothing is counted: they are two lines that were written into one.
+WHOLE = r"[0-9]{1,15}"
+MOST = 1e15  # of seconds, FLOP/s and losses; sums of more overflow
+TIME = r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,6})?"
+ITERATION = re.compile(
+    rf"\[(?P<time>{TIME})\] iteration\s+(?P<iteration>{WHOLE})/\s*(?P<last>{WHOLE}) \|(?P<fields>.*)"
+)
 VALIDATION = re.compile(
-    r"validation loss at iteration (?P<iteration>\d+)( on validation set)? \|"
+    rf"validation loss at iteration (?P<iteration>{WHOLE})( on validation set)? \|"
     r" [\w ]*loss value: (?P<value>\S+) \|"
 )
 SAVED = re.compile(
     rf"\[(?P<time>{TIME})\] (?P<what>saving|successfully saved)( local)? checkpoint (?:at|from) iteration\s+"
-    r"(?P<iteration>\d+)(?: to (?P<where>.*?))?(?: \[ t .*| in \w+ format)?$"
+    rf"(?P<iteration>{WHOLE})(?: to (?P<where>.*?))?(?: \[ t .*| in \w+ format)?$"
 )
 MILESTONE = re.compile(rf"\[(?P<what>[^\]]+)\] datetime: (?P<time>{TIME})")
 RANK_TIMES = re.compile(
-    rf"\[(?P<time>{TIME})\] \| MnRtt/Rnk: (?P<least>[\d.]+)ms/(?P<fastest>\d+)"
-    r" \| MxRtt/Rnk: (?P<most>[\d.]+)ms/(?P<slowest>\d+) \|"
+    rf"\[(?P<time>{TIME})\] \| MnRtt/Rnk: (?P<least>[\d.]+)ms/(?P<fastest>{WHOLE})"
+    rf" \| MxRtt/Rnk: (?P<most>[\d.]+)ms/(?P<slowest>{WHOLE}) \|"
 )
 # Ranks that share a pipe may write between another's message and its line end: one line has both then.
 MESSAGE = re.compile(rf"(?=\[{TIME}\] )|(?=\[[^\[\]]+\] datetime: )|(?=validation loss at iteration )")
-ARGUMENT = re.compile(r"  (?P<name>seq_length|world_size) \.+ (?P<value>\d+)$")
+ARGUMENT = re.compile(r"  (?P<name>seq_length|world_size) \.+ (?P<value>[0-9]{1,15})$")
 
 # What is trained on, by the names that Megatron's scripts print; routers and heads have losses too.
 LOSSES = ("lm loss", "loss")
@@ -131,10 +136,16 @@ class TrainingLog:
         return next((step for step in reversed(found) if step), None)
 
     def _read_message(self, line: str) -> Iteration | None:
+        try:
+            return self._take_message(line)
+        except ValueError:  # a number or a date that is none: another rank has written into the line
+            return None
+
+    def _take_message(self, line: str) -> Iteration | None:
         if step := _iteration(line):
             return self._take(step)
         if found := VALIDATION.search(line):
-            self.validation[int(found["iteration"])] = float(found["value"])
+            self.validation[int(found["iteration"])] = _loss(found["value"])
         elif found := SAVED.search(line.rstrip()):
             into = self.saving if found["what"] == "saving" else self.saved
             into.append(Checkpoint(int(found["iteration"]), _time(found["time"]), found["where"] or ""))
@@ -145,7 +156,7 @@ class TrainingLog:
                 self.ends.append(Milestone(_time(found["time"]), found["what"]))
         elif found := RANK_TIMES.search(line):
             slowest, fastest = int(found["slowest"]), int(found["fastest"])
-            most, least = float(found["most"]) / 1000.0, float(found["least"]) / 1000.0
+            most, least = _seconds(found["most"]), _seconds(found["least"])
             self.rank_times.append(RankTimes(_time(found["time"]), slowest, most, fastest, least))
         elif found := ARGUMENT.search(line.rstrip()):
             self.arguments[found["name"]] = int(found["value"])
@@ -230,28 +241,54 @@ def _iteration(line: str) -> Iteration | None:
     try:
         fields = dict(part.rsplit(": ", 1) for part in told.strip(" |\r\n").split(" | "))
         name = next((name for name in LOSSES if name in fields), None)
-        skipped = int(fields.get("number of skipped iterations", 0))
-        loss = float(fields[name]) if name else math.nan
+        skipped = _count(fields.get("number of skipped iterations", "0"))
+        loss = _loss(fields[name]) if name else math.nan
         grad_norm, tflops = fields.get("grad norm"), fields.get("throughput per GPU (TFLOP/s/GPU)")
         return Iteration(
             int(iteration),
             # Where all iterations were skipped, the mean of none is printed as 0.
             loss if loss or not skipped else math.nan,
-            float(fields["elapsed time per iteration (ms)"]) / 1000.0,
+            _seconds(fields["elapsed time per iteration (ms)"]),
             int(last),
             _time(time),
-            int(fields.get("global batch size", 0)),
+            _count(fields.get("global batch size", "0")),
             None if grad_norm is None else float(grad_norm),
-            None if tflops is None else float(tflops),
+            None if tflops is None else _amount(tflops),
             skipped,
-            int(fields.get("number of nan iterations", 0)),
+            _count(fields.get("number of nan iterations", "0")),
         )
     except (KeyError, ValueError):
         return None
 
 
 def _time(text: str) -> datetime:
-    return datetime.fromisoformat(text)
+    """ValueError for a time at which nobody trained: differences of such have no end."""
+    found = datetime.fromisoformat(text)
+    if not 2000 <= found.year < 2200:
+        raise ValueError(text)
+    return found
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(WHOLE, text.strip()):
+        raise ValueError(text)
+    return int(text)
+
+
+def _amount(text: str) -> float:
+    found = float(text)
+    if not 0 <= found < MOST:  # NaN is neither
+        raise ValueError(text)
+    return found
+
+
+def _seconds(milliseconds: str) -> float:
+    return _amount(milliseconds) / 1000.0
+
+
+def _loss(text: str) -> float:
+    found = float(text)
+    return found if not abs(found) >= MOST else math.copysign(math.inf, found)
 
 
 def _begins(before: Iteration, step: Iteration, starts: list[datetime]) -> bool:

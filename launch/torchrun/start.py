@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 
+from megasched.errors import CheckpointError
 from megasched.launch.job_script import write_script
 from megasched.launch.prepared import Prepared, look_over
 from megasched.launch.run_folder import RunFolder
@@ -23,6 +24,7 @@ from megasched.launch.status.failure_log import ENDED_BY
 from megasched.launch.torchrun.nodes import CERTAIN, Nodes
 from megasched.launch.torchrun.script import TorchrunJob, render
 from megasched.launch.watched_run import INTERRUPTED, sigterm_as_interrupt, tail
+from megasched.weights.tracker import has_tracker, read_tracker
 
 NAME = "torchrun"
 # A host that has gone is noticed after three of ServerAliveInterval.
@@ -183,8 +185,9 @@ class Supervisor:
         if self.job.save is None:
             return ""
         try:
-            return (self.job.save / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8").strip()
-        except OSError:
+            return read_tracker(self.job.save) if has_tracker(self.job.save) else ""
+        except CheckpointError as error:
+            self._say(f"warning: {error}")
             return ""
 
     def _say(self, text: str) -> None:

@@ -22,7 +22,8 @@ from megasched.lora import A, B
 from megasched.megatron.buffers import persistent_buffers
 from megasched.megatron.weights_of_run import loaded_folder
 from megasched.weights.padding import padded_lengths
-from megasched.weights.torch_dist import RELEASE, TRACKER, TorchDist, checkpoint_folder
+from megasched.weights.torch_dist import TorchDist, checkpoint_folder
+from megasched.weights.tracker import RELEASE, read_tracker
 
 if TYPE_CHECKING:
     from megasched.megatron.session import Session
@@ -112,7 +113,7 @@ def _checkpoint(args: Namespace, load: Path) -> Path | None:
     """The ``--save`` folder, or the checkpoint in it, that Megatron will look into; None of its older format."""
     step = getattr(args, "ckpt_step", None)
     folder = load / f"iter_{step:07d}" if step else load
-    last = load / RELEASE if (load / TRACKER).read_text().strip() == RELEASE else folder
+    last = load / RELEASE if read_tracker(load) == RELEASE else folder
     return None if any(last.glob("**/mp_rank_*")) else folder
 
 

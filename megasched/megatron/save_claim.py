@@ -20,6 +20,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import uuid
 from dataclasses import asdict, dataclass
@@ -27,11 +28,16 @@ from pathlib import Path
 
 from megasched.errors import CheckpointError, ConfigError
 from megasched.files import write_whole
+from megasched.reading.files import MIB, Expected
+from megasched.reading.json_file import read_json
 
 FOLDER = ".megasched"
 CLAIM, ASIDE, GONE = "claim-", "aside-", "gone-"
 OWNER = "owner.json"
 REPLACED = "replaced-"
+OWNER_FILE = Expected("which run has claimed the folder, in JSON", most=MIB)
+OWNER_FORM = {"job": str, "restart": int, "host": str, "pid": int, "since": float}
+REPLACED_NAME = Expected("the name of a checkpoint that was being replaced, in JSON", most=MIB)
 SECONDS_FOR_SQUEUE = 20
 
 
@@ -111,6 +117,7 @@ class SaveClaim:
     def __init__(self, save: Path, owner: Owner | None = None) -> None:
         self.save, self.owner = save.absolute(), owner or Owner.this_process()
         self.inside = self.save / FOLDER
+        self._warned: set[str] = set()
         # A name that nobody had before: what an earlier run still has open can't be ours.
         self.name = f"{self.owner.job or self.owner.host}-{self.owner.restart}-{uuid.uuid4().hex[:12]}"
         self.folder, self.aside = self.inside / f"{CLAIM}{self.name}", self.inside / f"{ASIDE}{self.name}"
@@ -139,9 +146,10 @@ class SaveClaim:
         for folder in self.inside.glob(f"{CLAIM}*"):
             if folder != self.folder:
                 try:
-                    found.append(Owner(**json.loads((folder / OWNER).read_text(encoding="utf-8"))))
-                except FileNotFoundError:
-                    continue  # given up meanwhile
+                    found.append(Owner(**read_json(folder / OWNER, OWNER_FILE, OWNER_FORM)))
+                except ConfigError as error:
+                    if folder.exists():  # else given up meanwhile
+                        self._warn(f"{error}. A loss of power leaves such a file; the claim is taken over")
         return found
 
     def _take_over(self) -> None:
@@ -154,8 +162,13 @@ class SaveClaim:
                     continue
         for gone in self.inside.glob(f"{GONE}*"):
             for replaced in gone.glob(f"{REPLACED}*"):
-                public = self.save / json.loads((gone / f"to-{replaced.name}").read_text(encoding="utf-8"))
-                if not public.exists():
+                try:
+                    name = read_json(gone / f"to-{replaced.name}", REPLACED_NAME, str)
+                except ConfigError as error:
+                    self._warn(f"{error}. The checkpoint that it names is not put back")
+                    continue
+                public = self.save / name
+                if not public.exists() and public.resolve().is_relative_to(self.save.resolve()):
                     replaced.rename(public)
             shutil.rmtree(gone, ignore_errors=True)
             # The old run may write on there: what is left goes when the next one takes over.
@@ -164,6 +177,11 @@ class SaveClaim:
         for aside in self.inside.glob(f"{ASIDE}*"):
             if aside.name.removeprefix(ASIDE) not in claims:
                 shutil.rmtree(aside, ignore_errors=True)
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            print(f"megasched: warning: {text}", file=sys.stderr, flush=True)
 
     def release(self) -> None:
         """Gives the folder free; nothing happens if another run has taken it over."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
-from megasched.weights.torch_dist import HF_FILES, TRACKER
+from megasched.weights.torch_dist import HF_FILES
+from megasched.weights.tracker import has_tracker
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ def loaded_folder(args: Namespace, load_arg: str = "load") -> tuple[Path, bool] 
     """
     own, pretrained = getattr(args, load_arg), args.pretrained_checkpoint
     for folder, anew in ((own, bool(args.finetune)), (pretrained, True)):
-        if folder is not None and "://" not in str(folder) and (Path(folder) / TRACKER).is_file():
+        if folder is not None and "://" not in str(folder) and has_tracker(folder):
             return Path(folder), anew
     return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import tomllib
+import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from importlib.resources import files
@@ -11,11 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
+from megasched.reading.files import MIB, Expected
+from megasched.reading.toml_file import read_toml
 
 if TYPE_CHECKING:  # it takes torch, and who asks what a GPU has does not
     from megasched.planner.work import Product, Work
 
 GIB = 1 << 30
+HARDWARE = Expected(
+    "a GPU and the cluster around it, in TOML like those of megasched/planner/gpus", flag="--gpu", most=MIB
+)
+_LINK = {"gpus?": int, "gbytes_per_s?": float, "efficiency?": float, "latency_us?": float}
+_FORM = {"name?": str, "tile?": [int], "node?": _LINK, "network?": _LINK}
+MOST = 1e15  # of any figure
 # Bytes that a rank sends of a tensor, in parts of it; n ranks (ring algorithms).
 _SENT = {"allreduce": 2.0}
 
@@ -145,17 +153,13 @@ def load_hardware(name: str) -> Hardware:
     """
     if name.endswith(".toml"):
         path: Any = Path(name)
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise ConfigError(f"--gpu {name}: no such file")
     elif name in known_hardware():
         path = files("megasched.planner") / "gpus" / f"{name}.toml"
     else:
         raise ConfigError(f"--gpu {name}: known are {', '.join(known_hardware())}; or name a TOML file")
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"--gpu {name}: {error}") from error
-    return _read(found, name)
+    return _read(read_toml(path, HARDWARE, _FORM), name)
 
 
 def _read(found: dict[str, Any], name: str) -> Hardware:
@@ -165,6 +169,8 @@ def _read(found: dict[str, Any], name: str) -> Hardware:
         _check(link, Link, f"--gpu {name}: [{key}]")
         found[key] = Link(**link)
     _check(found, Hardware, f"--gpu {name}")
+    if len(found["tile"]) != 2 or not all(0 < size < MOST for size in found["tile"]):
+        raise ConfigError(f"--gpu {name}: tile is {found['tile']!r:.60}; it must be two whole numbers above 0")
     found["tile"] = tuple(found["tile"])
     return Hardware(**found)
 
@@ -182,6 +188,6 @@ def _check(found: Mapping[str, Any], kind: type, where: str) -> None:
         ]
         raise ConfigError(f"{where} {' and '.join(parts)}")
     for key, value in found.items():
-        numeric = isinstance(value, int | float) and not isinstance(value, bool)
+        numeric = isinstance(value, int | float) and not isinstance(value, bool) and value < MOST
         if key not in ("name", "tile", "node", "network") and not (numeric and value > 0):
-            raise ConfigError(f"{where}: {key} is {value!r}; it must be a number above 0")
+            raise ConfigError(f"{where}: {key} is {value!r}; it must be a number above 0 and below {MOST:.0e}")

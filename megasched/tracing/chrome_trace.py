@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megasched.errors import ConfigError
+from megasched.reading.files import Expected
+from megasched.reading.json_file import read_json
 from megasched.timeline import Kind, Span
 
 FORMAT = 1
+TRACE = Expected(f"a trace of format {FORMAT}, which --megasched-trace of a run writes", most=1 << 30)
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MICROSECONDS = 1e6
 MOST = 2**53  # of any number in a file: past it floats have no whole numbers
@@ -108,15 +111,10 @@ def read_trace(path: Path) -> Trace:
     Raises:
         ConfigError: it can't be read, or is no such file.
     """
-    try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: it is no trace: no JSON ({error})") from error
-    about = found.get("otherData") if isinstance(found, dict) else None
-    if not isinstance(about, dict) or about.get("format") != FORMAT or not isinstance(about.get("ranks"), dict):
-        raise ConfigError(f"{path}: it is no trace of format {FORMAT}, which --megasched-trace of a run writes")
+    found = read_json(path, TRACE, {"otherData": {"format": int, "ranks": {str: {}}}})
+    about = found["otherData"]
+    if about["format"] != FORMAT:
+        raise TRACE.refusal(path, f"it is of format {about['format']}")
     try:
         return _trace(found, about)
     except _Wrong as wrong:
@@ -131,7 +129,7 @@ def _trace(found: dict[str, Any], about: dict[str, Any]) -> Trace:
     places = {}
     for rank, values in about["ranks"].items():
         where = f"otherData: ranks: {rank!r:.40}"
-        if not rank.isdecimal() or not isinstance(values, dict):
+        if not (rank.isascii() and rank.isdecimal() and len(rank) < 10) or not isinstance(values, dict):
             raise _Wrong(f"{where}: a rank's number and its place are due")
         places[int(rank)] = Place(**{name: _count(values, name, where) for name in ("pp", "tp", "dp", "cp")})
     events = found.get("traceEvents")

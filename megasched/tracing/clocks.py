@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
+from megasched.reading.files import Expected, read_text
+
+BOOT_ID = Expected("Linux's number of this start of the machine")
 # Passed at the start, the first only to set the communicator up.
 BARRIERS = 8
 
@@ -74,7 +76,7 @@ def start_clock() -> tuple[Clock, list[float]]:
 
 def host() -> str:
     """Tells machines apart by their last start: since then their clock counts, which all processes share."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return read_text("/proc/sys/kernel/random/boot_id", BOOT_ID).strip()
 
 
 def offset(left: Sequence[float], left_there: Sequence[float]) -> tuple[float, float]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megasched.files import write_whole
+from megasched.reading.files import Expected
+from megasched.reading.json_file import read_json
 from megasched.timeline import Span
 from megasched.tracing.chrome_trace import Place, trace_pieces
 from megasched.tracing.clocks import offset
@@ -17,6 +19,8 @@ from megasched.tracing.clocks import offset
 # How long rank 0 waits for the parts of the others; the next step waits for rank 0 as long.
 WAIT_SECONDS = 60.0
 POLL_SECONDS = 0.05
+PART = Expected("what one rank has recorded of this run", most=1 << 30)
+_FORM = {"rank": int, "place": {str: int}, "host": str, "barriers": [float], "iterations": {str: [{}]}}
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,18 @@ class Part:
         return json.dumps({**asdict(self), "place": asdict(self.place)})
 
     @classmethod
-    def from_json(cls, text: str) -> Part:
-        found: dict[str, Any] = json.loads(text)
-        iterations = {int(i): [Span(**span) for span in spans] for i, spans in found["iterations"].items()}
-        return cls(found["rank"], Place(**found["place"]), found["host"], found["barriers"], iterations)
+    def read(cls, path: Path) -> Part:
+        """
+        Raises:
+            ConfigError: there is no such file, or something else has changed it.
+        """
+        found = read_json(path, PART, _FORM)
+        try:
+            iterations = {int(i): [Span(**span) for span in spans] for i, spans in found["iterations"].items()}
+            place = Place(**found["place"])
+        except (TypeError, ValueError) as error:
+            raise PART.refusal(path, str(error)) from error
+        return cls(found["rank"], place, found["host"], found["barriers"], iterations)
 
 
 def part_path(file: Path, rank: int) -> Path:
@@ -93,7 +105,7 @@ def _on_one_clock(
     """The parts, one after the other; times count from the last barrier on the first one's clock."""
     first: Part | None = None
     for rank in ranks:
-        part = Part.from_json(part_path(file, rank).read_text())
+        part = Part.read(part_path(file, rank))
         first = first or part
         same = part.host == first.host
         ahead, error = (0.0, 0.0) if same else offset(part.barriers, first.barriers)

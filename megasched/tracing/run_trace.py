@@ -104,7 +104,7 @@ class RunTrace:
                     named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
                     _say(f"{FLAG}: {len(missing)} of {world_size} ranks have written nothing: {named}")
                 _say(f"{FLAG}: wrote {self.file}")
-        except (OSError, ValueError) as error:  # ValueError: a part that something else has changed
+        except (OSError, ConfigError) as error:  # ConfigError: a part that something else has changed
             _say(f"{FLAG}: no trace from this rank: {error}", rank)
         self.recorder = None
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from megasched.errors import ConfigError
 from megasched.launch.watched_run import SECONDS_TO_STOP
+from megasched.reading.files import is_regular
+from megasched.reading.log_lines import log_lines
 from megasched.tuner.command_line import point_words, trial_words
 from megasched.tuner.outcome import Result, RunLog
 from megasched.tuner.space import Space
@@ -74,10 +76,9 @@ class SubprocessRunner(CommandRunner):
 def read_run(path: Path) -> RunLog:
     """What a log says; of a file that is not there, nothing."""
     log = RunLog()
-    if path.is_file():
-        with path.open(errors="replace") as file:
-            for line in file:
-                log.read(line)
+    if is_regular(path):
+        for line in log_lines(path):
+            log.read(line)
     return log
 
 

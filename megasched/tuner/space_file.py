@@ -7,7 +7,10 @@ from pathlib import Path
 from types import ModuleType
 
 from megasched.errors import ConfigError
+from megasched.reading.files import MIB, Expected, read_bytes
 from megasched.tuner.space import Space
+
+SPACE = Expected("a space, a Python file with `def space(space)`", most=16 * MIB)
 
 
 def load_space(path: Path) -> Space:
@@ -16,13 +19,12 @@ def load_space(path: Path) -> Space:
     Raises:
         ConfigError: there is no such file or function, it fails (with the line), or the space is empty.
     """
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; a space is a Python file with `def space(space)`")
+    text = read_bytes(path, SPACE)
     module = ModuleType(f"megasched_space_{path.stem}")
     module.__file__ = str(path)
     space = Space()
     try:
-        code = compile(path.read_text(), str(path), "exec", dont_inherit=True)
+        code = compile(text, str(path), "exec", dont_inherit=True)
         exec(code, module.__dict__)  # the user's own file, named on the command line
         function = getattr(module, "space", None)
         if not callable(function):
@@ -30,7 +32,7 @@ def load_space(path: Path) -> Space:
         function(space)
         assert space.points  # made here, so that what its conditions can't compute names the file
     except SyntaxError as error:
-        raise ConfigError(f"{path}:{error.lineno}: syntax error: {error.msg}") from error
+        raise ConfigError(f"{path}:{error.lineno or 1}: syntax error: {error.msg}") from error
     except ConfigError as error:
         raise ConfigError(f"{_line(error, path)}: {error}") from error
     except Exception as error:

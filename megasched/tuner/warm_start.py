@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megasched.errors import ConfigError
+from megasched.reading.files import Expected
+from megasched.reading.json_file import read_json
 from megasched.tuner.space import Space, Symbol
 
 FORM = '{"layouts": [{"flags": {"tensor_model_parallel_size": 8, ...}}, ...]}'
+WARM_START = Expected(f"JSON of the form {FORM}", flag="--warm-start")
 
 
 def read_warm_start(path: Path, space: Space) -> list[int]:
@@ -21,20 +24,16 @@ def read_warm_start(path: Path, space: Space) -> list[int]:
     Raises:
         ConfigError: the file can't be read, or none of its layouts is in the space.
     """
-    try:
-        layouts = [layout["flags"] for layout in json.loads(path.read_text())["layouts"]]
-    except OSError as error:
-        raise ConfigError(f"--warm-start {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--warm-start {path}: it is not of the form {FORM}") from error
-    found = [place for flags in layouts if (place := _place(flags, space)) is not None]
-    if not found:
+    found = read_json(path, WARM_START, {"layouts": [{"flags": {}}]})
+    layouts = [layout["flags"] for layout in found["layouts"]]
+    places = [place for flags in layouts if (place := _place(flags, space)) is not None]
+    if not places:
         first = f", e.g. {json.dumps(layouts[0])}" if layouts else ""
         names = ", ".join(_flag_name(symbol) for symbol in space.symbols.values())
         raise ConfigError(
             f"--warm-start {path}: no layout of it is a point of the space{first}; the space is of {names}"
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(places))
 
 
 def _place(flags: Mapping[str, Any], space: Space) -> int | None:

@@ -31,6 +31,8 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasched.reading.log_lines import read_log
+
 if TYPE_CHECKING:
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -80,7 +82,7 @@ class Template:
         theirs.close()
         if not self.control.poll(START_SECONDS) or _receive(self.control) != "ready":
             self.process.kill()
-            raise RankError(f"the ranks' template did not start:\n{self.log.read_text()[-OUTPUT_CHARS:]}")
+            raise RankError(f"the ranks' template did not start:\n{read_log(self.log)[-OUTPUT_CHARS:]}")
 
     def fork(self, descriptor: int, *details: object) -> int:
         """Process id of a new rank that talks over ``descriptor``."""
@@ -118,13 +120,13 @@ class Rank:
         found, deadline = "", time.monotonic() + STACK_SECONDS
         while time.monotonic() < deadline:
             time.sleep(0.1)
-            before, found = found, self.stacks.read_text()
+            before, found = found, read_log(self.stacks)
             if found and found == before:  # they are written line by line
                 break
         return found
 
     def output(self) -> str:
-        return self.log.read_text(errors="replace")[-OUTPUT_CHARS:]
+        return read_log(self.log)[-OUTPUT_CHARS:]
 
     def end(self) -> int:
         """Kills it if it still lives; its exit code."""

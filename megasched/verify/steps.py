@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasched.config_check import CONFIG
 from megasched.definition import load_config
 from megasched.layout import Layout
+from megasched.reading.files import read_bytes
 from megasched.verify.dropouts import switch_on
 from megasched.verify.subject import Subject
 
@@ -73,7 +75,7 @@ class Steps:
     def with_dropout(self, schedule: str) -> list[RankReport]:
         """``scheduled`` with every dropout of the config on."""
         config, file = self._config(), Path(self.subject.folder) / "config.json"
-        before = file.read_bytes()
+        before = read_bytes(file, CONFIG)
         switch_on(config)
         config.save_pretrained(file.parent)
         try:

@@ -6,7 +6,7 @@ but what transformers itself converts when it saves. The definition is built on 
 
 from __future__ import annotations
 
-import json
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -20,6 +20,8 @@ from megasched.errors import CheckpointError, ConfigError
 from megasched.files import check_room, whole_folder
 from megasched.lora import A, B, Lora
 from megasched.objectives import find_objective
+from megasched.reading.files import MIB, Expected, is_regular
+from megasched.reading.json_file import read_json
 from megasched.weights.absent_layers import without_absent_layers
 from megasched.weights.conversions import Conversions
 from megasched.weights.hf_files import config_of_export, copy_hf_files
@@ -36,6 +38,17 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+ADAPTER_CONFIG = Expected("PEFT's config of the adapters", CheckpointError, most=16 * MIB)
+ADAPTER_FORM = {
+    "r": int,
+    "lora_alpha": float,
+    "lora_dropout": float,
+    "use_rslora": bool,
+    "fan_in_fan_out": bool,
+    "target_modules": [str],
+    "rank_pattern": {str: int},
+    "alpha_pattern": {str: float},
+}
 # Told how many bytes there will be, it gives a function that is told how many more were written.
 Progress = Callable[[int], AbstractContextManager[Callable[[int], Any]]]
 
@@ -162,10 +175,7 @@ def definition_tensors(
 def _lora_config(checkpoint: Path) -> dict[str, Any] | None:
     """PEFT's config of the run that wrote the checkpoint; None where it adapted nothing."""
     path = checkpoint / HF_FILES / LORA_CONFIG
-    try:
-        return json.loads(path.read_text()) if path.is_file() else None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: can't be read as PEFT's config of the adapters: {error}") from error
+    return read_json(path, ADAPTER_CONFIG, ADAPTER_FORM) if os.path.lexists(path) else None
 
 
 def _export_adapter(
@@ -220,6 +230,6 @@ def _usual_dtype(outputs: list[Output]) -> torch.dtype:
 
 def _hf_files(checkpoint: Path, hf_model: str | Path | None) -> Path:
     files = Path(hf_model) if hf_model is not None else checkpoint / HF_FILES
-    if hf_model is None and not (files / "config.json").is_file():
+    if hf_model is None and not is_regular(files / "config.json"):
         raise ConfigError(f"{checkpoint}: no HF config was kept in it; name its HF folder with --hf-model")
     return files

@@ -15,8 +15,9 @@ from megasched.weights.hf_files import write_hf_files
 from megasched.weights.hf_folder import HFFolder
 from megasched.weights.hub import local_folder
 from megasched.weights.names import canonical_names
-from megasched.weights.torch_dist import HF_FILES, RELEASE, TRACKER
+from megasched.weights.torch_dist import HF_FILES
 from megasched.weights.torch_dist_writer import TorchDistWriter
+from megasched.weights.tracker import RELEASE, TRACKER
 
 if TYPE_CHECKING:
     import torch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import json
 import re
 from argparse import Namespace
 from collections import defaultdict
@@ -11,6 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megasched.config_check import CONFIG
+from megasched.errors import ConfigError
+from megasched.reading.json_file import read_json
 from megasched.weights.torch_dist import HF_FILES, OPTIMIZER, CheckpointTensor, TorchDist, checkpoint_folder
 
 # Of the arguments of the run that wrote it, those that say at which layout.
@@ -143,8 +145,8 @@ def _optimizer(checkpoint: TorchDist, model: dict[str, CheckpointTensor]) -> dic
 
 def _model_type(folder: Path) -> str:
     try:
-        return str(json.loads((folder / HF_FILES / "config.json").read_text())["model_type"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_json(folder / HF_FILES / "config.json", CONFIG, {"model_type": str})["model_type"]
+    except ConfigError:
         return ""  # of another tool, or written by an older release
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megasched.errors import CheckpointError
-from megasched.weights.safetensors_files import describe, opened
+from megasched.reading.safetensors_file import open_safetensors
+from megasched.weights.safetensors_files import describe
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +146,7 @@ class Stored:
         ]
         while slices and slices[-1] == slice(None):
             slices.pop()
-        with opened(self.path, self.key) as file:
+        with open_safetensors(self.path, self.key) as file:
             values = file.get_slice(self.key)[tuple(slices)] if slices else file.get_tensor(self.key)
         refuse_nan(values, self.where)
         return values

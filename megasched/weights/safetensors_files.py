@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megasched.errors import CheckpointError
+from megasched.reading.files import Expected, is_regular, open_regular
+from megasched.reading.json_file import read_json
+from megasched.reading.safetensors_file import SAFETENSORS, open_safetensors
 
 if TYPE_CHECKING:
     import torch
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+INDEX_FILE = Expected("JSON with a weight_map from tensor to file", CheckpointError, most=1 << 28)
 # Weights in formats that are not read. Trainers leave other .bin and .pt files around: those are no weights.
 OTHER_FORMATS = ("pytorch_model*", "consolidated*", "tf_model*.h5", "flax_model*.msgpack", "*.gguf")
 
@@ -35,10 +37,10 @@ def list_tensors(folder: str | Path) -> dict[str, Path]:
         CheckpointError: there are no safetensors weights, the index is damaged, or a shard is missing.
     """
     folder = Path(folder)
-    if (folder / SINGLE).is_file():
-        with opened(folder / SINGLE) as file:
+    if os.path.lexists(folder / SINGLE):
+        with open_safetensors(folder / SINGLE) as file:
             return dict.fromkeys(file.keys(), folder / SINGLE)
-    if (folder / INDEX).is_file():
+    if os.path.lexists(folder / INDEX):
         return _read_index(folder / INDEX)
     others = sorted(path.name for pattern in ("*.safetensors", *OTHER_FORMATS) for path in folder.glob(pattern))
     found = f"it has {', '.join(others)}" if others else "it has no weights"
@@ -75,9 +77,9 @@ def describe(path: Path, key: str) -> tuple[tuple[int, ...], torch.dtype]:
     Raises:
         CheckpointError: the file can't be read, or has no such tensor.
     """
-    with _named(path, key):
-        status = path.stat()
-        header = _header(path, status.st_mtime_ns, status.st_size)
+    with open_regular(path, SAFETENSORS) as file:
+        status = os.fstat(file.fileno())
+    header = _header(path, status.st_mtime_ns, status.st_size)
     if key not in header:
         raise CheckpointError(f"{path}, tensor {key}: the file has no tensor of this name")
     shape, dtype = header[key]
@@ -87,56 +89,21 @@ def describe(path: Path, key: str) -> tuple[tuple[int, ...], torch.dtype]:
     return shape, torch_dtype
 
 
-@contextmanager
-def opened(path: Path, key: str = "") -> Iterator[Any]:
-    """The safetensors file, open; what goes wrong inside is a CheckpointError that names file and tensor."""
-    from safetensors import safe_open
-
-    with _named(path, key), safe_open(path, framework="pt") as file:
-        yield file
-
-
-@contextmanager
-def _named(path: Path, key: str) -> Iterator[None]:
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        about = f", tensor {key}" if key else ""
-        raise CheckpointError(f"{path}{about}: can't be read as safetensors: {error}") from error
-
-
 @lru_cache(maxsize=1024)
 def _header(path: Path, changed: int, size: int) -> dict[str, tuple[tuple[int, ...], str]]:
     """Tensor name -> shape and safetensors' name of the dtype, of the file as it was changed last."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
+    with open_safetensors(path) as file:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         return {key: (tuple(part.get_shape()), part.get_dtype()) for key, part in slices.items()}
 
 
 def _read_index(path: Path) -> dict[str, Path]:
-    try:
-        names = json.loads(path.read_text(), object_pairs_hook=_without_doubles)["weight_map"]
-        files = {key: path.parent / name for key, name in names.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: expected JSON with a weight_map from tensor to file: {error!r}") from error
+    names = read_json(path, INDEX_FILE, {"weight_map": {str: str}}, unique=True)["weight_map"]
+    files = {key: path.parent / name for key, name in names.items()}
     outside = sorted(name for name in set(names.values()) if Path(name).name != name)
     if outside:
         raise CheckpointError(f"{path}: names files outside of the folder: {', '.join(outside)}")
-    missing = sorted({file.name for file in files.values() if not file.is_file()})
+    missing = sorted({file.name for file in files.values() if not is_regular(file)})
     if missing:
         raise CheckpointError(f"{path}: files that it names are missing: {', '.join(missing)}")
     return files
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """What JSON makes of an object; ValueError where it has a key twice, of which the last would count."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        doubles = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"named twice: {', '.join(doubles)}")
-    return found

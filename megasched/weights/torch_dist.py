@@ -8,11 +8,9 @@ is unpickled but plain values (``megasched/weights/unpickling.py``).
 from __future__ import annotations
 
 import io
-import json
 import os
-import pickle
 import re
-import zipfile
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,20 +21,23 @@ from typing import Any
 import torch
 
 from megasched.errors import CheckpointError
+from megasched.reading.files import MIB, Expected, is_regular
+from megasched.reading.json_file import read_json
+from megasched.reading.pickled import read_pickled
 from megasched.weights.lazy import Box, Leaf, refuse_nan
+from megasched.weights.tracker import TRACKER, has_tracker, last_folder
 from megasched.weights.unpickling import InertPickle, Unpickler
 
-TRACKER = "latest_checkpointed_iteration.txt"
-RELEASE = "release"
 COMMON = "common_state/shard_0_1"
 # What comes before the states of an optimizer; where experts are shared out there are two, chained.
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 # Folder in a checkpoint: config and tokenizer of the model, as HF has them.
 HF_FILES = "hf_model"
 
-# What reading a damaged file raises.
-_DAMAGED = (OSError, EOFError, RuntimeError, ValueError, TypeError, AttributeError, LookupError)
-_DAMAGED += (pickle.UnpicklingError, zipfile.BadZipFile)
+FORMAT_FILE = Expected("JSON with a sharded_backend, as Megatron writes it", CheckpointError, most=MIB)
+METADATA = Expected("the metadata of a torch_dist checkpoint", CheckpointError, most=1 << 32)
+VALUES = Expected("values as the checkpoint's metadata describe them", CheckpointError)
+_MOST = 1 << 62  # of sizes and places, which are numbers of 64 bits
 
 
 def checkpoint_folder(load: str | Path) -> Path:
@@ -46,24 +47,16 @@ def checkpoint_folder(load: str | Path) -> Path:
         CheckpointError: there is no complete ``torch_dist`` checkpoint.
     """
     folder = Path(load)
-    if (folder / TRACKER).is_file():
-        last = (folder / TRACKER).read_text().strip()
-        if last != RELEASE and not last.isdigit():
-            raise CheckpointError(f"{folder / TRACKER}: expected an iteration or `{RELEASE}`, found {last[:40]!r}")
-        folder /= RELEASE if last == RELEASE else f"iter_{int(last):07d}"
-    if not (folder / "metadata.json").is_file():
+    if has_tracker(folder):
+        folder = last_folder(folder)
+    if not os.path.lexists(folder / "metadata.json"):
         there = sorted(path.name for path in folder.glob("*"))[:5] if folder.is_dir() else []
         found = f"it has {', '.join(there)}" if there else "there is nothing"
         raise CheckpointError(
             f"{folder}: no complete checkpoint: metadata.json, which Megatron writes last, is missing ({found}); "
             f"name a --save folder (with {TRACKER}) or one of its iter_* folders"
         )
-    try:
-        backend = json.loads((folder / "metadata.json").read_text())["sharded_backend"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{folder / 'metadata.json'}: expected JSON with a sharded_backend: {error!r}"
-        ) from error
+    backend = read_json(folder / "metadata.json", FORMAT_FILE, {"sharded_backend": str})["sharded_backend"]
     if backend != "torch_dist":
         raise CheckpointError(f"{folder}: written with --ckpt-format {backend}; only torch_dist is read")
     return folder
@@ -152,13 +145,13 @@ class CheckpointTensor:
 
     def _read(self, chunk: Chunk, box: Box) -> torch.Tensor:
         """A box of a chunk."""
-        try:
-            with chunk.path.open("rb") as file:
-                saved = torch.load(_Slice(file, chunk), map_location="meta", weights_only=True)
-                self._check(chunk, saved)
-                return _values(file, chunk, saved, box)
-        except _DAMAGED as error:
-            raise CheckpointError(f"{chunk.path}, tensor {self.key}: can't be read: {error}") from error
+
+        def load(file: Any) -> torch.Tensor:
+            saved = torch.load(_Slice(file, chunk), map_location="meta", weights_only=True)
+            self._check(chunk, saved)
+            return _values(file, chunk, saved, box)
+
+        return read_pickled(chunk.path, VALUES, load, f"tensor {self.key}")
 
     def _check(self, chunk: Chunk, saved: Any) -> None:
         if not isinstance(saved, torch.Tensor) or tuple(saved.shape) != chunk.size or saved.dtype != self.dtype:
@@ -188,20 +181,14 @@ class TorchDist:
         self.objects: list[str] = []
         self._places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
         self._ends: dict[Path, int] = {}
-        path = self.folder / ".metadata"
-        try:
-            with path.open("rb") as file:
-                self._take(Unpickler(file).load())
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from error
-        except _DAMAGED as error:
-            raise CheckpointError(f"{path}: can't be read as the metadata of a checkpoint: {error!r}") from error
+        read_pickled(self.folder / ".metadata", METADATA, lambda file: self._take(Unpickler(file).load()))
 
     def _take(self, metadata: Any) -> None:
         """Makes sense of ``.metadata``; where it is damaged, any of its parts may be missing or another type's."""
         for index, info in metadata.storage_data.items():
             self._places[index.fqn, _start(index)] = info
             path = self._inside(info.relative_path)
+            _refuse_no_sizes(f"where {index.fqn:.80} lies", (info.offset, info.length))
             self._ends[path] = max(self._ends.get(path, 0), info.offset + info.length)
         for key, value in metadata.state_dict_metadata.items():
             if hasattr(value, "chunks"):
@@ -218,7 +205,7 @@ class TorchDist:
         """What of the files that the metadata names is missing or cut short, a line each."""
         found = []
         for path, end in sorted(self._ends.items()):
-            if not path.is_file():
+            if not is_regular(path):
                 found.append(f"{path} is missing")
             elif path.stat().st_size < end:
                 found.append(f"{path} has {path.stat().st_size} bytes, expected at least {end}")
@@ -254,24 +241,28 @@ class TorchDist:
         if info is None:
             return {}
         chunk = Chunk((), (), self._inside(info.relative_path), info.offset, info.length)
-        try:
-            with chunk.path.open("rb") as file:
-                # weights_only goes with torch's own unpickler; this one lets less through.
-                states = torch.load(_Slice(file, chunk), "cpu", pickle_module=InertPickle, weights_only=False)
-                return states[0]
-        except _DAMAGED as error:
-            raise CheckpointError(f"{chunk.path}, object {COMMON}: can't be read: {error}") from error
+
+        def load(file: Any) -> dict[str, Any]:
+            # weights_only goes with torch's own unpickler; this one lets less through.
+            states = torch.load(_Slice(file, chunk), "cpu", pickle_module=InertPickle, weights_only=False)
+            return _checked_common(states[0])
+
+        return read_pickled(chunk.path, VALUES, load, f"object {COMMON}")
 
     def _tensor(self, key: str, described: Any) -> CheckpointTensor:
         chunks = []
         for chunk in described.chunks:
             start = tuple(chunk.offsets)
+            _refuse_no_sizes(f"a part of {key:.80}", (*start, *chunk.sizes))
             info = self._places.get((key, start))
             if info is None:
                 raise CheckpointError(f"no file for {key} at {list(start)}")
             path = self._inside(info.relative_path)
             chunks.append(Chunk(start, tuple(chunk.sizes), path, info.offset, info.length))
         shape, dtype = tuple(described.size), described.properties.dtype
+        _refuse_no_sizes(f"the shape of {key:.80}", (*shape, prod(shape)))
+        if not isinstance(dtype, torch.dtype) or any(len(chunk.size) != len(shape) for chunk in chunks):
+            raise CheckpointError(f"{key:.80}: its parts do not describe a tensor of shape {list(shape)}")
         return CheckpointTensor(self.folder, key, shape, dtype, tuple(chunks))
 
     def _inside(self, relative: str) -> Path:
@@ -333,6 +324,25 @@ def _values(file: Any, chunk: Chunk, saved: torch.Tensor, box: Box) -> torch.Ten
         return stretch[0]
     cut = stretch[(slice(None), *(slice(a, b) for a, b in box[fixed + 1 :]))]
     return cut[(None,) * fixed]
+
+
+def _refuse_no_sizes(what: str, numbers: tuple[Any, ...]) -> None:
+    if not all(type(number) is int and 0 <= number < _MOST for number in numbers):
+        raise CheckpointError(f"{what} is {numbers!s:.60}; whole numbers of at least 0 are due")
+
+
+def _checked_common(common: Any) -> dict[str, Any]:
+    """
+    Raises:
+        TypeError: what all ranks share is no dictionary, or what is read of it is of another type.
+    """
+    if not isinstance(common, dict) or not all(isinstance(key, str) for key in common):
+        raise TypeError(f"{type(common).__name__} is there, a dictionary is due")
+    if not isinstance(common.get("args", Namespace()), Namespace):
+        raise TypeError(f"args is {common['args']!r:.60}, a Namespace is due")
+    if type(common.get("iteration", 0)) is not int or not 0 <= common.get("iteration", 0) < _MOST:
+        raise TypeError(f"iteration is {common['iteration']!r:.60}, a whole number is due")
+    return common
 
 
 def _start(index: Any) -> tuple[int, ...] | None:

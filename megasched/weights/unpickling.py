@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import pickle
 from argparse import Namespace
 from collections import OrderedDict
 from pathlib import PurePosixPath
@@ -17,6 +16,7 @@ from typing import IO, Any
 import torch
 
 from megasched.errors import CheckpointError
+from megasched.reading import pickled
 
 # Classes of these modules describe a checkpoint (``.metadata``): data classes and enumerations alone are taken.
 _METADATA_MODULES = ("metadata", "filesystem", "planner")
@@ -38,7 +38,7 @@ class StandIn:
         return f"{self.name}({', '.join(map(repr, self.made_of))})"
 
 
-class Unpickler(pickle.Unpickler):
+class Unpickler(pickled.Unpickler):
     """Builds plain values, tensors and what describes a checkpoint.
 
     Raises:

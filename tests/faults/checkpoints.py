@@ -12,8 +12,9 @@ import torch
 from megasched.weights.exporting import export_weights
 from megasched.weights.importing import import_weights
 from megasched.weights.lazy import LazyTensor
-from megasched.weights.torch_dist import RELEASE, TRACKER, TorchDist
+from megasched.weights.torch_dist import TorchDist
 from megasched.weights.torch_dist_writer import TorchDistWriter
+from megasched.weights.tracker import RELEASE, TRACKER
 from tests import tiny
 
 Tensors = dict[str, LazyTensor]

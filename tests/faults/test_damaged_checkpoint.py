@@ -13,7 +13,8 @@ from megasched.layout import Layout
 from megasched.megatron.load_check import check
 from megasched.megatron.session import open_session
 from megasched.weights.lazy import Narrowed
-from megasched.weights.torch_dist import RELEASE, TRACKER, TorchDist, checkpoint_folder
+from megasched.weights.torch_dist import TorchDist, checkpoint_folder
+from megasched.weights.tracker import RELEASE, TRACKER
 from tests.faults.checkpoints import changed_bytes, exported, flipped, imported, rewritten, weights
 from tests.weights.test_noted import InMemory
 
@@ -71,10 +72,14 @@ def test_a_good_one_is_taken(good, session, model, tmp_path):
     ("file", "change", "said"),
     [
         (f"{RELEASE}/{FILE}", lambda content: content[:-100], f"{FILE} has "),
-        (f"{RELEASE}/.metadata", lambda content: content[:-100], ".metadata: can't be read as the metadata"),
-        (f"{RELEASE}/.metadata", lambda content: b"", ".metadata: can't be read as the metadata"),
-        (f"{RELEASE}/metadata.json", lambda content: content[:-1], "metadata.json: expected JSON"),
-        (TRACKER, lambda content: b"1x", f"{TRACKER}: expected an iteration or `{RELEASE}`, found '1x'"),
+        (
+            f"{RELEASE}/.metadata",
+            lambda content: content[:-100],
+            "expected the metadata of a torch_dist checkpoint",
+        ),
+        (f"{RELEASE}/.metadata", lambda content: b"", ".metadata: can't be read: EOFError; expected the metadata"),
+        (f"{RELEASE}/metadata.json", lambda content: content[:-1], "; expected JSON with a sharded_backend"),
+        (TRACKER, lambda content: b"1x", f"{TRACKER}: found '1x'; expected an iteration or `{RELEASE}`"),
         (TRACKER, lambda content: b"7", "iter_0000007: no complete checkpoint: metadata.json"),
     ],
 )

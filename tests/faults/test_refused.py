@@ -13,7 +13,8 @@ import torch
 from megasched.errors import CheckpointError
 from megasched.verify.rank_pool import RankError
 from megasched.verify.trainer_run import train
-from megasched.weights.torch_dist import RELEASE, TorchDist
+from megasched.weights.torch_dist import TorchDist
+from megasched.weights.tracker import RELEASE
 from tests.faults.checkpoints import changed_bytes, flipped, imported, rewritten, weights
 from tests.faults.runs import ENDED_WITH_ANOTHER, PP2, SAVING, TP2, run
 from tests.weights.test_noted import InMemory

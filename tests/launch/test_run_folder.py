@@ -32,7 +32,9 @@ def test_what_the_launcher_knew(tmp_path):
     run.describe({"jobs": ["7"]})
     assert run.described() == {"jobs": ["7"]}
     run.description.write_text("{")
-    with pytest.raises(ConfigError, match=r"job\.json: it is no JSON:"):
+    with pytest.raises(
+        ConfigError, match=r"job\.json: line 1, column 2: it is no JSON: .*status works without the file"
+    ):
         run.described()
 
 

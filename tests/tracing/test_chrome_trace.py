@@ -68,14 +68,17 @@ def file(*events, **about):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "it is no trace: no JSON"),
-        ("[" * 100_000, "it is no trace: no JSON"),
-        ("[]", "it is no trace of format 1, which --megasched-trace of a run writes"),
-        (file(event(), format=2), "it is no trace of format 1"),
+        ("{", "line 1, column 2: it is no JSON"),
+        ("[" * 100_000, "it is nested too deep; expected a trace of format 1"),
+        (
+            "[]",
+            "is a list, an object is due; expected a trace of format 1, which --megasched-trace of a run writes",
+        ),
+        (file(event(), format=2), "it is of format 2; expected a trace of format 1"),
         (file(), "it has no spans"),
         (file(event(ts=-1)), "event 0: `ts` is -1; a number of at least 0 is due"),
         (file(event(), event(ts=float("nan"))), "event 1: `ts` is nan"),
-        (file(event(ts=10**400)), "event 0: `ts` is 1000000"),
+        (file(event(ts=10**400)), "line 1: a whole number of 401 digits"),
         (file(event(dur="long")), "event 0: `dur` is 'long'"),
         (file(event(dur=True)), "event 0: `dur` is True"),
         (file(event(pid=1)), "event 0: `pid` 1 is no rank of this trace"),
@@ -85,7 +88,7 @@ def file(*events, **about):
         (file(event(args={"iteration": 1.5, "microbatch": 0, "chunk": 0})), "event 0: `iteration` is 1.5"),
         (file(event(), ranks={"x": {}}), "otherData: ranks: 'x': a rank's number and its place are due"),
         (file(event(), ranks={"0": {"pp": 0}}), "otherData: ranks: '0': `tp` is None"),
-        (file(event(), ranks=[]), "it is no trace of format 1"),
+        (file(event(), ranks=[]), "otherData.ranks is a list, an object is due"),
         (file(event(), clock_error=None), "otherData: `clock_error` is None"),
     ],
 )

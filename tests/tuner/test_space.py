@@ -172,5 +172,5 @@ def test_a_file_that_fails_names_the_line(write, text, message):
 
 
 def test_no_file(tmp_path):
-    with pytest.raises(ConfigError, match="no such file; a space is a Python file"):
+    with pytest.raises(ConfigError, match="No such file or directory; expected a space, a Python file"):
         load_space(tmp_path / "none.py")

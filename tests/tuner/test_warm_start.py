@@ -48,7 +48,7 @@ def test_files_without_a_usable_layout_are_refused(space, tmp_path):
     path = tmp_path / "plan.json"
     for text in ("[]", "{", '{"layouts": [1]}'):
         path.write_text(text)
-        with pytest.raises(ConfigError, match="not of the form"):
+        with pytest.raises(ConfigError, match="expected JSON of the form"):
             read_warm_start(path, space)
     with pytest.raises(ConfigError, match="No such file"):
         read_warm_start(tmp_path / "none.json", space)

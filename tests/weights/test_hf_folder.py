@@ -371,7 +371,7 @@ def test_damaged_files_are_named(tiny, trained, tmp_path, damage):
     index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
     shard = index["weight_map"][NAME]
     damage(tmp_path / "shards" / shard)
-    with pytest.raises(CheckpointError, match=rf"{shard}, tensor {NAME}: can't be read as safetensors"):
+    with pytest.raises(CheckpointError, match=rf"{shard}.*: can't be read as safetensors"):
         source.local(Placement(NAME, (64, 32)), 0, 1)
 
 
@@ -409,7 +409,7 @@ def test_an_index_that_names_files_elsewhere_is_refused(tiny, tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
 def test_a_damaged_index_is_named(tiny, tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"index\.json: expected JSON with a weight_map"):
+    with pytest.raises(CheckpointError, match=r"index\.json: .*; expected JSON with a weight_map"):
         HFFolder(tmp_path, build_definition(tiny("llama")))
 
 

@@ -30,8 +30,9 @@ from megasched.weights.hf_folder import HFFolder
 from megasched.weights.importing import import_weights
 from megasched.weights.inspection import inspect_checkpoint
 from megasched.weights.lazy import whole
-from megasched.weights.torch_dist import RELEASE, TRACKER, TorchDist
+from megasched.weights.torch_dist import TorchDist
 from megasched.weights.torch_dist_writer import TorchDistWriter
+from megasched.weights.tracker import RELEASE, TRACKER
 from tests.weights.conftest import COMMON, tiny_config
 from tests.weights.test_noted import InMemory
 

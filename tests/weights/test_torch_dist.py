@@ -108,7 +108,7 @@ def test_the_last_checkpoint_of_a_folder_is_found(tmp_path):
     [
         ({}, "no complete checkpoint: metadata.json, .* is missing .there is nothing"),
         ({"latest_checkpointed_iteration.txt": "12"}, "iter_0000012: no complete checkpoint"),
-        ({"latest_checkpointed_iteration.txt": "../../x"}, "expected an iteration or `release`, found '../../x'"),
+        ({"latest_checkpointed_iteration.txt": "../../x"}, "found '../../x'; expected an iteration or `release`"),
         (
             {".metadata": "", "__0_0.distcp": ""},
             "metadata.json, which Megatron writes last, is missing .it has .met",
@@ -197,14 +197,14 @@ def test_a_file_cut_short_or_missing_is_named_with_its_tensor(written):
         found.tensors["matrix"].read(((0, 13), (0, 7)))
     last.unlink()
     assert TorchDist(written).problems() == [f"{last} is missing"]
-    with pytest.raises(CheckpointError, match=rf"{last.name}, tensor matrix: can't be read: .*No such file"):
+    with pytest.raises(CheckpointError, match=rf"{last.name}, tensor matrix: No such file"):
         found.tensors["matrix"].read(((0, 13), (0, 7)))
 
 
 @pytest.mark.parametrize("damage", [cut, lambda path: path.write_bytes(b"\0" * 50), lambda path: path.unlink()])
 def test_a_damaged_metadata_is_named(written, damage):
     damage(written / ".metadata")
-    with pytest.raises(CheckpointError, match=r"\.metadata: can't be read as the metadata of a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"\.metadata: .*; expected the metadata of a torch_dist checkpoint"):
         TorchDist(written)
 
 

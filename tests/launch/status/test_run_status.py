@@ -403,11 +403,11 @@ def test_parts_of_a_job_are_asked_for_and_refused():
 
 
 def test_a_log_that_can_not_be_read(run, halfway, monkeypatch):
-    def forbidden(self, mode):
-        raise PermissionError(13, "Permission denied", str(self))
+    def forbidden(path, *given):
+        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "open", forbidden)
-    with pytest.raises(ConfigError, match=r"node-0.log: it can't be read: Permission denied"):
+    monkeypatch.setattr("megasched.reading.files.os.open", forbidden)
+    with pytest.raises(ConfigError, match=r"node-0.log: Permission denied; expected a log of a run"):
         look(run)
 
 
