@@ -232,4 +232,6 @@ def _hf_files(checkpoint: Path, hf_model: str | Path | None) -> Path:
     files = Path(hf_model) if hf_model is not None else checkpoint / HF_FILES
     if hf_model is None and not is_regular(files / "config.json"):
         raise ConfigError(f"{checkpoint}: no HF config was kept in it; name its HF folder with --hf-model")
+    if hf_model is None and not files.resolve().is_relative_to(checkpoint.resolve()):
+        raise ConfigError(f"{files}: it is a link out of the checkpoint; name its HF folder with --hf-model")
     return files

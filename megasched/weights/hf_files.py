@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
+import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from megasched.reading.files import is_regular
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +47,9 @@ def write_hf_files(folder: Path, config: PretrainedConfig, source: Path) -> None
 def copy_hf_files(source: Path, folder: Path) -> None:
     """Copies what goes with a model beside its config and weights; code that comes with a model as well.
 
+    Regular files that lie inside of the folder alone: a link to elsewhere in someone else's folder would carry a
+    file of this user's into one that may be published. What is left out is said on stderr.
+
     Args:
         source: an HF folder, or its ``config.json``, beside which no folder is looked into; of what is neither (a
             hub id) nothing is copied.
@@ -50,11 +57,17 @@ def copy_hf_files(source: Path, folder: Path) -> None:
     if not source.exists():
         return
     deep, source = source.is_dir(), source if source.is_dir() else source.parent
+    home = _home(source)
     for name in companions(source, folder, deep=deep):
         path = source / name
-        if path.is_file():
+        if not is_regular(path):
+            continue
+        if path.resolve().is_relative_to(home):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / name)
+        else:
+            what = f"{path} is a link to {os.readlink(path)}" if path.is_symlink() else f"{path} lies elsewhere"
+            print(f"megasched: warning: {what}, outside of {home}: it is not copied", file=sys.stderr, flush=True)
 
 
 def companions(source: Path, target: Path, *, deep: bool) -> list[Path]:
@@ -85,6 +98,14 @@ def _has_weights(folder: Path) -> bool:
 
 def _is_any(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name.lower(), pattern) for pattern in patterns)
+
+
+def _home(source: Path) -> Path:
+    """What the files of a folder must lie in: the folder, and of one in the hub's cache, the model's: there
+    ``models--x/snapshots/REVISION`` has links into ``models--x/blobs``."""
+    found = source.resolve()  # the user has named the folder, so it may be a link
+    model = found.parent.parent
+    return model if found.parent.name == "snapshots" and model.name.startswith("models--") else found
 
 
 def config_of_export(config: PretrainedConfig, architecture: str, dtype: torch.dtype) -> PretrainedConfig:
