@@ -92,11 +92,15 @@ def _look(config: Any, found: dict[str, Any]) -> None:
 
     from megasched.megatron.builder import stages_of_run
     from megasched.megatron.session import get_session
+    from megasched.megatron.token_ids import vocabulary_of
 
     args, session = get_args(), get_session()
     layout = session.plan.layout
     microbatches = args.global_batch_size // (args.micro_batch_size * layout.data_parallel_size)
-    found["problems"] += [*_interleaving(args, layout, microbatches), *_data(args)]
+    found["problems"] += [
+        *_interleaving(args, layout, microbatches),
+        *_data(args, vocabulary_of(session.definition.config)),
+    ]
     if args.log_straggler and find_spec("pynvml") is None:
         found["warnings"].append(
             "--log-straggler asks for the temperature and power of GPUs, by nvidia-ml-py, which is not installed "
@@ -142,9 +146,11 @@ def _interleaving(args: Namespace, layout: Any, microbatches: int) -> Iterator[s
         )
 
 
-def _data(args: Namespace) -> Iterator[str]:
-    """Data that is not there."""
+def _data(args: Namespace, vocabulary: int | None) -> Iterator[str]:
+    """Data that is not there, is damaged, or has ids that the model does not know."""
     from megatron.training.utils import get_blend_and_blend_per_split
+
+    from megasched.megatron.token_ids import check_data
 
     if args.mock_data:
         return
@@ -156,8 +162,15 @@ def _data(args: Namespace) -> Iterator[str]:
     blends = [blend, *(per_split or ())]
     for prefix in sorted({prefix for one in blends if one is not None for prefix in one[0]}):
         missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
-        if missing and "://" not in prefix:
+        if "://" in prefix:
+            continue
+        if missing:
             yield f"no data at {prefix}: {' and '.join(missing)} missing"
+            continue
+        try:
+            check_data(prefix, vocabulary, args.data_cache_path)
+        except ConfigError as error:
+            yield str(error)
 
 
 if __name__ == "__main__":

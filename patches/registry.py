@@ -17,7 +17,7 @@ from megasched.patches.attributes import Undo, resolve
 # One file each; every one of them defines PATCH.
 MODULES = (
     *("host_cuda", "arguments", "wheel_helpers", "adamw_resume", "fp32_resume", "zigzag_positions"),
-    *("model_flops", "run_trace", "one_writer", "hang_watch", "results_queue", "load_check"),
+    *("model_flops", "run_trace", "one_writer", "hang_watch", "results_queue", "load_check", "data_check"),
     *("float32_parameters", "weight_decay", "bucket_padding", "context_parallel_loss", "eval_batch"),
 )
 
