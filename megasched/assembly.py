@@ -74,6 +74,8 @@ class Assembly:
             shape = self.parts[0].shape[1:]
             return tuple(reversed(shape)) if self.transposed else shape
         shapes = [part.local_shape(size) for part in self.parts]
+        if len(shapes) == 1:
+            return shapes[0]  # perhaps of no dimension
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def join(self, pieces: Sequence[torch.Tensor], size: int) -> torch.Tensor:
@@ -105,7 +107,7 @@ class Assembly:
             return [(own.t() if self.transposed else own)[None]]
         lengths = self._lengths(size)
         if self.groups == 1 and not self.paired:
-            return [local] if len(lengths) == 1 else list(local.split([sum(of_part) for of_part in lengths]))
+            return [local] if len(self.parts) == 1 else list(local.split([sum(of_part) for of_part in lengths]))
         groups = self._local_groups(size)
         widths = [length // groups for of_part in lengths for length in of_part]
         rows = list(local.unflatten(0, (groups, -1)).split(widths, dim=1))
@@ -118,7 +120,8 @@ class Assembly:
     def _lengths(self, size: int) -> list[list[int]]:
         """Of the components of each part, on one rank."""
         return [
-            [length // size for length in part.components] or [part.local_shape(size)[0]] for part in self.parts
+            [length // size for length in part.components] or list(part.local_shape(size)[:1])
+            for part in self.parts
         ]
 
     def _local_groups(self, size: int) -> int:

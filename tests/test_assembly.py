@@ -118,3 +118,11 @@ def test_one_part_is_itself():
     whole = torch.randn(4)
     assert Assembly(placements(4)).join([whole], 1) is whole
     assert Assembly(placements(4)).split(whole, 1)[0] is whole
+
+
+def test_a_parameter_without_dimensions_is_itself():
+    assembly = Assembly((Placement("scale", ()),))
+    scale = torch.tensor(2.0)
+    assert assembly.local_shape(2) == ()
+    assert assembly.join([scale], 2) is scale
+    assert [piece.shape for piece in assembly.split(scale, 2)] == [()]

@@ -28,6 +28,8 @@ def print_verification(found: Verification, console: Console) -> None:
     console.print(f"[bold {colour}]{found.verdict}[/] in {found.seconds:.0f} s", soft_wrap=True)
     if found.why:
         console.print(Padding(escape(found.why), (0, 0, 0, 2), expand=False))
+    for note in found.notes:
+        console.print(Padding(escape(note), (0, 0, 0, 2), expand=False))
     if found.finding is not None:
         _print_finding(found.finding, console)
 

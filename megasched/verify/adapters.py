@@ -1,19 +1,15 @@
-"""Adapters in what is verified: the unscheduled model gets those of the schedule, and both start so that every
-number of them counts."""
+"""Adapters in what is verified start so that every number of them counts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megasched.lora import B, adapted, adapter_names
-from megasched.records import Record
+from megasched.lora import B
 
 if TYPE_CHECKING:
     import torch
-
-    from megasched.weights.source import WeightSource
 
 SCALE = 0.1
 
@@ -42,22 +38,3 @@ def telling_adapters() -> Iterator[None]:
         yield
     finally:
         lora_init.initial_value, adapting.make_dropout = real
-
-
-def adapt_definition(definition: Any, source: WeightSource, records: Sequence[Record], seed: int) -> WeightSource:
-    """Adapts a definition on meta in place; returns a source that has the adapters, too.
-
-    Args:
-        records: calls of ``adapt`` and ``unfreeze``; without any nothing is changed.
-    """
-    from megasched.layout import Layout
-    from megasched.lowering.adapting import adapt_modules
-    from megasched.schedule import create_schedule
-    from megasched.weights.lora_init import AdaptedSource
-
-    if not records:
-        return source
-    schedule = create_schedule(definition, Layout())
-    schedule.records.extend(records)
-    adapt_modules(schedule, definition)
-    return AdaptedSource(source, adapter_names(adapted(records)), seed)

@@ -24,12 +24,11 @@ import torch
 from megasched.definition import cast_as_loaded
 from megasched.verify.checks import Check
 from megasched.verify.locate import Finding, Locator
-from megasched.verify.reference import Float64, HfStep, hf_loss, hf_model, relative
-from megasched.verify.sightings import Watch
+from megasched.verify.plain.watching import Float64
+from megasched.verify.reference import HfStep, hf_loss, hf_model, relative
 from megasched.verify.trainer_run import gather, logits_of, losses
 
 if TYPE_CHECKING:
-    from megasched.records import Record
     from megasched.verify.trainer_run import RankReport
 
 UNIT = 2.0**-8  # half of bf16's spacing at 1
@@ -59,8 +58,6 @@ def rounded_step(
     *,
     random_init: bool = True,
     trust_remote_code: bool = False,
-    watch: bool = False,
-    adapters: Sequence[Record] = (),
 ) -> HfStep:
     """One global batch through plain HF with weights and buffers rounded to bf16, but for those that transformers
     keeps in float32.
@@ -68,10 +65,8 @@ def rounded_step(
     Args:
         dtype: of the arithmetic: bfloat16, or float64 for the exact result. Gradients are added up in float64 over
             the micro-batches, and the softmax of the loss is in float32 at least.
-        watch: look at what every module takes and gives.
-        adapters: as for ``hf_model``.
     """
-    model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code, adapters=adapters)
+    model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
     cast_as_loaded(model, torch.bfloat16)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, dtype))
@@ -81,15 +76,13 @@ def rounded_step(
                 module._buffers[name] = buffer.to(dtype)
     if dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # torch's grouped product takes no float64
-    looker = Watch(model, [path for path, _ in model.named_modules() if path] if watch else [])
-    seen, total, logits = looker.seen, 0.0, []
+    total, logits = 0.0, []
     gradients = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
     wide = torch.promote_types(dtype, torch.float32)
     for tokens, labels in batches:
         model.zero_grad()
         with Float64() if dtype == torch.float64 else nullcontext():
             loss, output = hf_loss(model, tokens, labels, wide)
-        looker.close()
         (loss / len(batches)).backward()
         total += float(loss.detach()) / len(batches)
         logits.append(output.detach().double())
@@ -97,7 +90,7 @@ def rounded_step(
             if parameter.grad is not None:
                 gradients[name] += parameter.grad
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
-    return HfStep(total, logits, gradients, norm, seen if watch else None)
+    return HfStep(total, logits, gradients, norm)
 
 
 def compare_bf16(reports: list[RankReport], plain: HfStep, exact: HfStep, tp: int) -> list[Check]:

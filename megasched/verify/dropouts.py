@@ -18,13 +18,18 @@ RATE = 0.25
 
 def switch_on(config: Any) -> bool:
     """Sets every dropout of a config and its parts that the architecture has; False where it has none."""
-    found = False
+    return bool(switch(config, RATE))
+
+
+def switch(config: Any, rate: float) -> list[str]:
+    """Sets every dropout of a config and its parts; names of those that had another rate."""
+    found = []
     for name, value in list(vars(config).items()):
-        if isinstance(value, float) and "drop" in name:
-            setattr(config, name, RATE)
-            found = True
+        if isinstance(value, float) and "drop" in name and value != rate:
+            setattr(config, name, rate)
+            found.append(name)
         elif hasattr(value, "to_dict"):
-            found = switch_on(value) or found
+            found += switch(value, rate)
     return found
 
 

@@ -15,8 +15,9 @@ from megasched.trial.dims import Along
 from megasched.verify.causes import usual_cause
 from megasched.verify.guilt import Call
 from megasched.verify.matching import COPIES, Match, match, relation
+from megasched.verify.numbers import difference, replicas
+from megasched.verify.plain.watching import Event
 from megasched.verify.reference import FLOOR, HfStep, relative
-from megasched.verify.sightings import Event
 from megasched.verify.trainer_run import PlanFacts, RankReport, gather
 
 # Beyond rounding, which grows from module to module; a fault is far beyond it.
@@ -52,7 +53,11 @@ class Finding:
 
 @dataclass
 class Locator:
-    """One run and its reference, event by event."""
+    """One run and its reference, event by event.
+
+    Attributes:
+        replica: the DP rank whose micro-batch was looked at.
+    """
 
     reports: Sequence[RankReport]
     expected: HfStep
@@ -60,7 +65,9 @@ class Locator:
     cp: int
     dp: int
     facts: PlanFacts
+    replica: int = 0
     _floor: float = field(init=False, default=0.0)
+    _known: dict[str, dict[int, float]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.expected.sightings is not None
@@ -95,7 +102,7 @@ class Locator:
                 finding = self._parameters_of(path)
                 if finding is not None:
                     return finding
-        return None
+        return self._parameters_of(None)
 
     def hidden_states(self) -> dict[tuple[Event, bool], float]:
         """What leaves each layer, and (True) the gradient that comes back to it -> how far it is from what the
@@ -138,11 +145,11 @@ class Locator:
         return None if found is None else found * self.dp * self.cp
 
     def _parts(self, event: Event, gradient: bool, cp_rank: int) -> list[torch.Tensor]:
-        """What the TP ranks of the first replica saw, in rank order."""
+        """What the TP ranks of the replica saw, in rank order."""
         found = {}
         for report in self.reports:
             seen = report.sightings.gradients if gradient else report.sightings.values
-            if report.dp_rank == 0 and report.cp_rank == cp_rank and event in seen:
+            if report.dp_rank == self.replica and report.cp_rank == cp_rank and event in seen:
                 found[report.tp_rank] = seen[event]
         return [found[rank] for rank in sorted(found)]
 
@@ -155,7 +162,8 @@ class Locator:
 
     def _ranks(self, event: Event, found: Match) -> tuple[int, ...]:
         """Numbers of the ranks with wrong numbers."""
-        holders = [n for n, r in enumerate(self.reports) if event in r.sightings.values and r.dp_rank == 0]
+        own = ((n, r) for n, r in enumerate(self.reports) if r.dp_rank == self.replica)
+        holders = [n for n, r in own if event in r.sightings.values]
         if found.way == "whole" and len(found.errors) == len(holders):
             return tuple(n for n, error in zip(holders, found.errors, strict=True) if error > NOTICED)
         return tuple(holders)
@@ -181,34 +189,48 @@ class Locator:
         """Something wrong in the forward of a module that is no matter of a size."""
         return Finding("forward", path, what, ranks, 1.0, related, cause, self._records(path))
 
-    def _parameters_of(self, path: str) -> Finding | None:
-        """The first of a module's own parameters whose gradient is wrong."""
+    def _parameters_of(self, path: str | None) -> Finding | None:
+        """The first of a module's own parameters whose gradient is wrong on any rank; of all, for None."""
         whole = self._gradients()
-        floor = FLOOR * max(float(gradient.abs().max()) for gradient in self.expected.gradients.values())
         for name, wanted in self.expected.gradients.items():
-            if name.rpartition(".")[0] != path or name not in whole:
+            if path not in (None, name.rpartition(".")[0]) or name not in whole:
                 continue
-            error = relative(whole[name], wanted, floor)
-            if error <= NOTICED:
-                continue
-            held = [(n, r) for n, r in enumerate(self.reports) if r.dp_rank == 0 and name in r.gradients]
-            parts = [r.gradients[name][0] for _, r in held]
-            placement = held[0][1].gradients[name][1]
-            related = "" if placement.sharded else relation(parts, wanted)
-            related = self._of_copies(name, placement, whole[name], wanted) or related
-            back = self.compare((path, "out"), gradient=True)
-            cause = usual_cause(
-                "backward",
-                (path, "parameter"),
-                related,
-                self.facts,
-                self._sources(),
-                way=back.way if back is not None else "",
-            )
-            ranks = tuple(n for n, _ in held)
-            what = "the gradient of this parameter"
-            return Finding("backward", name, what, ranks, error, related, cause, self._records(path))
+            errors = self._errors()[name]
+            ranks = tuple(rank for rank, error in sorted(errors.items()) if not error <= NOTICED)
+            if ranks:
+                return self._finding_of(name, whole[name], wanted, ranks, max(errors.values()))
         return None
+
+    def _finding_of(
+        self, name: str, whole: torch.Tensor, wanted: torch.Tensor, ranks: tuple[int, ...], error: float
+    ) -> Finding:
+        """What there is to say of a parameter whose gradient is wrong on these ranks."""
+        path = name.rpartition(".")[0]
+        held = [(n, r) for n, r in enumerate(self.reports) if r.dp_rank == 0 and name in r.gradients]
+        placement = held[0][1].gradients[name][1]
+        parts = [r.gradients[name][0] for _, r in held]
+        related = "" if placement.sharded else relation(parts, wanted)
+        related = self._of_copies(name, placement, whole, wanted) or related
+        holders = self._errors()[name]
+        if len(ranks) < len(holders):
+            right = len(holders) - len(ranks)
+            related = related or f"it is right on {right} of the {len(holders)} ranks that hold it"
+        back = self.compare((path, "out"), gradient=True)
+        event, way = (path, "parameter"), back.way if back is not None else ""
+        cause = usual_cause("backward", event, related, self.facts, self._sources(), way=way)
+        what = "the gradient of this parameter"
+        return Finding("backward", name, what, ranks, error, related, cause, self._records(path))
+
+    def _errors(self) -> dict[str, dict[int, float]]:
+        """Parameter -> rank that holds it, or a part, or a copy -> how far its gradient is off there."""
+        if not self._known:
+            floor = FLOOR * max(float(gradient.abs().max()) for gradient in self.expected.gradients.values())
+            for rank, name, shard, cut in replicas(self.reports, "gradients", self.tp):
+                if name in self.expected.gradients:
+                    wanted = self.expected.gradients[name]
+                    size = -max(float(wanted.abs().max()), floor)
+                    self._known.setdefault(name, {})[rank] = difference(shard, cut(wanted), size)
+        return self._known
 
     def _of_copies(self, name: str, placement: Placement, held: torch.Tensor, wanted: torch.Tensor) -> str:
         """Whether the gradient of a tie is right once its copies' are added up."""

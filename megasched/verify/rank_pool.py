@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.reading.log_lines import read_log
+from megasched.verify.plain_runs import PlainProcess
 
 if TYPE_CHECKING:
     import torch
@@ -152,6 +153,14 @@ class RankPool:
         self._store: Any = None
         self._cases = 0
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
+        self._plain: PlainProcess | None = None
+
+    @property
+    def plain(self) -> PlainProcess:
+        """The process that plain transformers run in; it has nothing of the ranks."""
+        if self._plain is None:
+            self._plain = PlainProcess(Path(self._folder.name))
+        return self._plain
 
     def run(
         self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300, **kwargs: Any
@@ -208,6 +217,9 @@ class RankPool:
         if self._template is not None:
             self._template.close()
             self._template = None
+        if self._plain is not None:
+            self._plain.close()
+            self._plain = None
         self._folder.cleanup()
 
     def _give_up(self, begun: float) -> None:

@@ -1,21 +1,19 @@
-"""What a scheduled run is compared with: the unscheduled definition in plain torch, one process, float32."""
+"""What the matrix and the tests of parity compare a step with: the unscheduled definition in a rank, float32.
+
+`megasched verify` has a reference that shares nothing with megasched: ``plain/reference.py``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from megasched.megatron.weight_decay import spared_names
 from megasched.objectives import CAUSAL_LM, Objective
-from megasched.verify.adapters import adapt_definition, telling_adapters
-from megasched.verify.sightings import Sightings, Watch
+from megasched.verify.plain.watching import Float64, Sightings
 
 if TYPE_CHECKING:
-    from megasched.records import Record
     from megasched.weights.source import WeightSource
 
 FLOOR = 1e-2
@@ -41,14 +39,9 @@ def hf_model(
     *,
     random_init: bool = True,
     trust_remote_code: bool = False,
-    adapters: Sequence[Record] = (),
     **changes: Any,
 ) -> Any:
-    """The unscheduled HF model with the weights of the folder, or those that ``--hf-random-init`` gives it.
-
-    Args:
-        adapters: calls of ``adapt`` and ``unfreeze`` that it gets.
-    """
+    """The unscheduled HF model with the weights of the folder, or those that ``--hf-random-init`` gives it."""
     from megasched.definition import build_definition, load_config
     from megasched.weights.hf_folder import HFFolder
     from megasched.weights.materialize import materialize
@@ -59,9 +52,7 @@ def hf_model(
         setattr(config, name, value)
     definition = build_definition(config, objective, trust_remote_code=trust_remote_code)
     source: WeightSource = RandomInit(definition, seed) if random_init else HFFolder(folder, definition)
-    with telling_adapters():
-        source = adapt_definition(definition, source, adapters, seed)
-        return materialize(definition, source).train()
+    return materialize(definition, source).train()
 
 
 def hf_loss(
@@ -89,56 +80,27 @@ def hf_step(
     trust_remote_code: bool = False,
     in_float64: bool = False,
     per_token: bool = False,
-    watch: bool = False,
-    adapters: Sequence[Record] = (),
 ) -> HfStep:
     """One global batch through the unscheduled definition in plain torch.
 
     Args:
-        adapters: as for ``hf_model``.
         per_token: each label has the same weight (``--calculate-per-token-loss``), not each micro-batch.
         in_float64: in that precision throughout, whatever the definition's own code says.
-        watch: look at what every module takes and gives.
     """
-    model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code, adapters=adapters)
+    model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
     if not in_float64:
-        return _watched_step(model, batches, watch, per_token)
+        return _step_of(model, batches, per_token)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     model = model.double()
     with Float64():
-        return _watched_step(model, batches, watch, per_token)
+        return _step_of(model, batches, per_token)
 
 
-def _watched_step(
-    model: Any, batches: list[tuple[torch.Tensor, torch.Tensor]], watch: bool, per_token: bool
-) -> HfStep:
-    looker = Watch(model, [path for path, _ in model.named_modules() if path] if watch else [])
-    outcomes = [hf_loss(model, *batches[0])]
-    seen = looker.close()
-    outcomes += [hf_loss(model, *batch) for batch in batches[1:]]
+def _step_of(model: Any, batches: list[tuple[torch.Tensor, torch.Tensor]], per_token: bool) -> HfStep:
+    outcomes = [hf_loss(model, *batch) for batch in batches]
     counts = [int((labels != IGNORED).sum()) for _, labels in batches]
-    return replace(_step(model, outcomes, counts, per_token), sightings=seen if watch else None)
-
-
-def adamw_step(model: Any, gradients: dict[str, torch.Tensor], *, lr: float, eps: float) -> None:
-    """One step of torch's AdamW, as Megatron's flags have it by default: gradients clipped to a norm of 1, decay
-    0.01 of what is no bias, no part of a norm and has more than one dimension (``OptimizerConfig`` in
-    megatron/core/optimizer/optimizer_config.py; patches/weight_decay.py).
-
-    Args:
-        model: the unscheduled model; its weights are changed.
-        gradients: by HF names; ties once.
-    """
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for name, parameter in trained.items():
-        parameter.grad = gradients[name].clone()
-    spared = spared_names(model)
-    others = [p for name, p in trained.items() if p.dim() == 1 or name in spared]
-    decayed = [p for p in trained.values() if all(p is not other for other in others)]
-    torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-    torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=eps).step()
+    return _step(model, outcomes, counts, per_token)
 
 
 def hf_objective_step(
@@ -183,29 +145,6 @@ def _step(
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     norm = torch.stack([g.norm(dtype=torch.float64) for g in gradients.values()]).norm().item()
     return HfStep(total, logits, gradients, norm)
-
-
-class Float64(TorchFunctionMode):
-    """Where code asks for float32, or for no dtype, it gets float64: definitions compute some things in float32 in
-    any case."""
-
-    def __enter__(self) -> Self:
-        self._default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        torch.set_default_dtype(self._default)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        kwargs = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
-        return func(*args, **kwargs)
 
 
 def differences(got: HfStep, expected: HfStep) -> dict[str, float]:

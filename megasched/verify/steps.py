@@ -1,32 +1,36 @@
-"""The steps that are compared, in rank processes: the trainer's under a schedule, and the unscheduled model's."""
+"""The steps that are compared: the trainer's under a schedule, in ranks, and those of plain transformers, in a
+process of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.config_check import CONFIG
 from megasched.definition import load_config
 from megasched.layout import Layout
+from megasched.lora import A, B, Lora
 from megasched.reading.files import read_bytes
+from megasched.verify import batches as make
 from megasched.verify.dropouts import switch_on
+from megasched.verify.plain_runs import OPTIMIZER, Batches, PlainModel, PlainRun
 from megasched.verify.subject import Subject
 
 if TYPE_CHECKING:
-    from megasched.records import Record
     from megasched.verify.rank_pool import RankPool
-    from megasched.verify.reference import HfStep
     from megasched.verify.trainer_run import RankReport
 
-LEARNING_RATE, EPSILON = 1e-3, 1e-5  # as trainer_run.RUN_FLAGS has them
-SEED = 1234
+# Epsilon: gradients below it are told from rounding; decay: enough to see that it is where it must be.
+STEP_FLAGS = ["--adam-eps", str(OPTIMIZER["eps"]), "--weight-decay", str(OPTIMIZER["weight_decay"])]
+Look = tuple[int, int]  # step, and micro-batch of all DP ranks'
+FIRST: Look = (0, 0)
 
 
 @dataclass
 class Steps:
-    """Runs steps, each with every module watched.
+    """Runs steps, with every module watched in one micro-batch.
 
     Attributes:
         pool: processes to run them on.
@@ -40,37 +44,52 @@ class Steps:
     bf16: bool
     timeout: float
     progress: Callable[[str], None]
-    _adapters: tuple[Record, ...] = ()
+    batches: Batches = field(init=False)
+    _plain: PlainModel = field(init=False)
+    _known: dict[Any, PlainRun] = field(init=False, default_factory=dict)
 
-    def scheduled(self, schedule: str) -> list[RankReport]:
-        """One step of Megatron's trainer; the references that are asked for after it have its adapters.
+    def __post_init__(self) -> None:
+        self.batches = make.make_batches(self._config(), self.layout, 1 if self.bf16 else make.STEPS)
+        self._plain = PlainModel(
+            self.subject.folder, self.subject.weights, self.subject.trust_remote_code, silent=True
+        )
+
+    def scheduled(self, schedule: str, look: Look = FIRST, *, silent: bool = True) -> list[RankReport]:
+        """Steps of Megatron's trainer, up to the one that is looked at if that is not the first; the references
+        that are asked for after it have its adapters.
+
+        Args:
+            silent: dropouts off, whatever the code says.
 
         Raises:
             RankError: it was refused, or failed.
         """
-        from megasched.verify import trainer_run
+        from megasched.verify import recording, trainer_run
 
-        flags = [*self.layout.flags(), "--vocab-size", str(self.subject.vocabulary)]
+        flags = [*self.layout.flags(), *make.flags(self.layout), *STEP_FLAGS]
+        flags += ["--vocab-size", str(self.subject.vocabulary)]
         flags += ["--trust-remote-code"] if self.subject.trust_remote_code else []
         flags += ["--bf16"] if self.bf16 else []
+        batches = self._up_to(look)
+        file = Path(self.subject.batches)
+        batches.save(file)
         reports: list[RankReport] = self.pool.run(
             self.layout.world_size,
             trainer_run.train,
             self.subject.folder,
             flags,
-            iterations=1,
+            iterations=batches.steps,
             schedule=schedule,
-            random_init=self.subject.random_init,
-            tokens=self.subject.tokens,
-            watch=True,
+            random_init=False,
+            look=recording.Look(str(file), *look, silent=silent),
             timeout=self.timeout,
         )
-        self._adapters = next(report.facts.adapters for report in reports if report.facts is not None)
+        self._adapt(reports)
         return reports
 
     def can_drop_out(self) -> bool:
-        """Whether ``with_dropout`` can be run: on a small copy of an architecture that has dropouts."""
-        return self.subject.small and switch_on(self._config())
+        """Whether ``with_dropout`` can be run: the architecture has dropouts that its config names."""
+        return switch_on(self._config())
 
     def with_dropout(self, schedule: str) -> list[RankReport]:
         """``scheduled`` with every dropout of the config on."""
@@ -79,64 +98,45 @@ class Steps:
         switch_on(config)
         config.save_pretrained(file.parent)
         try:
-            return self.scheduled(schedule)
+            return self.scheduled(schedule, silent=False)
         finally:
             file.write_bytes(before)
+
+    def reference(self, look: Look = FIRST, dtype: str = "float32", *, rounded: bool = False) -> PlainRun:
+        """The same batches through plain transformers.
+
+        Args:
+            dtype: of the arithmetic.
+            rounded: start from weights rounded to bf16.
+
+        Raises:
+            PlainError: it failed.
+        """
+        key = look, dtype, rounded, self._plain.adapters, self._plain.unfrozen
+        if key not in self._known:
+            options: dict[str, Any] = {"look": look, "timeout": self.timeout}
+            self._known[key] = self.pool.plain.run(
+                self._plain, self._up_to(look), dtype=dtype, rounded=rounded, **options
+            )
+        return self._known[key]
+
+    def _up_to(self, look: Look) -> Batches:
+        return self.batches if look[0] == 0 else self.batches.first(look[0] + 1)
 
     def _config(self) -> Any:
         return load_config(self.subject.folder, trust_remote_code=self.subject.trust_remote_code)
 
-    def reference(self, batches: Any, in_float64: bool = False) -> HfStep:
-        """The same batches through the unscheduled model, in float32 or float64."""
-        from megasched.verify.reference import hf_step
+    def _adapt(self, reports: list[RankReport]) -> None:
+        """The plain model gets the adapters of a run, with the numbers that they began with."""
+        from megasched.verify.trainer_run import gather
 
-        return self._alone(hf_step, self.subject.folder, batches, in_float64=in_float64, watch=True)
-
-    def rounded(self, batches: Any) -> tuple[HfStep, HfStep]:
-        """The same with weights rounded to bf16: in bf16, and in float64."""
-        import torch
-
-        from megasched.verify.bfloat16 import rounded_step
-
-        folder = self.subject.folder
-        plain, exact = (
-            self._alone(rounded_step, folder, batches, dtype, watch=True)
-            for dtype in (torch.bfloat16, torch.float64)
+        records = next(report.facts.adapters for report in reports if report.facts is not None)
+        if not records or self._plain.adapters:
+            return
+        adapters = tuple(
+            (record.path, Lora(**record.arguments).scaling) for record in records if record.primitive == "adapt"
         )
-        return plain, exact
-
-    def optimizer_errors(self, gradients: dict[str, Any], weights: dict[str, Any]) -> dict[str, float]:
-        """How far weights after a step are from what torch's AdamW makes of the same gradients."""
-        found: dict[str, float] = self._alone(step_errors, self.subject.folder, gradients, weights)
-        return found
-
-    def _alone(self, function: Callable[..., Any], *given: Any, **options: Any) -> Any:
-        options |= {
-            "random_init": self.subject.random_init,
-            "trust_remote_code": self.subject.trust_remote_code,
-            "adapters": self._adapters,
-        }
-        return self.pool.run(1, function, *given, timeout=self.timeout, **options)[0]
-
-
-def step_errors(
-    folder: str,
-    gradients: dict[str, Any],
-    weights: dict[str, Any],
-    *,
-    random_init: bool,
-    trust_remote_code: bool,
-    adapters: Sequence[Record] = (),
-) -> dict[str, float]:
-    """In a rank: how far weights after a step are from torch's AdamW, relative to the largest change of each."""
-    from megasched.verify.reference import adamw_step, hf_model
-
-    options = {"random_init": random_init, "trust_remote_code": trust_remote_code}
-    model = hf_model(folder, SEED, adapters=adapters, **options)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    adamw_step(model, gradients, lr=LEARNING_RATE, eps=EPSILON)
-    found = {}
-    for name, parameter in model.named_parameters():
-        change = max(float((parameter.detach() - before[name]).abs().max()), LEARNING_RATE * 1e-2)
-        found[name] = float((weights[name] - parameter.detach()).abs().max()) / change
-    return found
+        unfrozen = tuple(record.path for record in records if record.primitive == "unfreeze")
+        start = gather(reports, "before", self.layout.tp)
+        weights = {name: value.contiguous() for name, value in start.items() if name.split(".")[-2] in (A, B)}
+        self._plain = replace(self._plain, adapters=adapters, unfrozen=unfrozen, adapter_weights=weights)

@@ -19,9 +19,9 @@ import torch
 from megasched.lowering.zigzag import Zigzag
 from megasched.records import Record
 from megasched.verify.adapters import telling_adapters
+from megasched.verify.plain.watching import Sightings, Watch, silence
 from megasched.verify.rank_pool import cache_folder
-from megasched.verify.reference import IGNORED
-from megasched.verify.sightings import Sightings, Watch
+from megasched.verify.recording import Look, Serving, record_batches, record_logits, record_samples
 
 VOCABULARY = 99  # divides by no TP: the embedding is padded
 SEQUENCE = 16
@@ -45,13 +45,16 @@ class RankReport:
         grad_norms: of each iteration.
         gradients: HF name -> (shard of the first iteration's gradient, its placement); no copies of ties.
         weights: HF name -> (shard after the last iteration, placement).
-        logits: [b, s, v] of each micro-batch of the first iteration (last stage only).
+        before: the same before the iteration that was looked at; ``gradients`` are of that one then.
+        buffers: after the last iteration, of a run that was looked at.
+        logits: iteration -> [b, s, v] of each micro-batch (last stage only); of the first one alone where nothing
+            was looked at.
         cp_rank: among the ranks that share a sequence; tokens, labels and logits are of its part.
         ep_rank, expert_dp_rank: among the ranks that share out experts, and that hold the same ones.
         batches: (iteration, tokens, labels) of each micro-batch, where this rank has them; ``IGNORED`` of a mask.
         samples: (iteration, whole micro-batch) of the scripts beside ``pretrain_gpt.py``.
         sightings: what the modules here took and gave in the first micro-batch, where they were watched.
-        copies: HF name -> the first iteration's gradient of a further copy of a tied tensor on this rank.
+        copies, weight_copies: HF name -> as ``gradients`` and ``weights``, of a further copy of a tied tensor.
         facts: what was planned, where modules were watched.
     """
 
@@ -62,7 +65,9 @@ class RankReport:
     grad_norms: list[float] = field(default_factory=list)
     gradients: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     weights: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
-    logits: list[torch.Tensor] = field(default_factory=list)
+    before: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    logits: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     batches: list[tuple[int, torch.Tensor | None, torch.Tensor | None]] = field(default_factory=list)
     samples: list[tuple[int, dict[str, torch.Tensor]]] = field(default_factory=list)
     iterations: int = 0
@@ -71,6 +76,7 @@ class RankReport:
     expert_dp_rank: int = 0
     sightings: Sightings = field(default_factory=Sightings)
     copies: dict[str, torch.Tensor] = field(default_factory=dict)
+    weight_copies: dict[str, torch.Tensor] = field(default_factory=dict)
     facts: PlanFacts | None = None
 
 
@@ -106,14 +112,14 @@ def train(
     script: str = "pretrain_gpt",
     mock_data: bool = True,
     mask: bool = False,
-    watch: bool = False,
+    look: Look | None = None,
 ) -> RankReport:
     """Runs Megatron's trainer on this rank and hands back what it saw; see ``run_trainer``.
 
     Args:
         tokens: half-open range of token ids that the batches are to hold; what Megatron's mock data has otherwise.
         mask: of ``pretrain_gpt``: count some labels alone, not as many in each micro-batch and part of a sequence.
-        watch: look at what every module takes and gives; adapters are those that ``telling_adapters`` makes.
+        look: look at what every module takes and gives; adapters are those that ``telling_adapters`` makes.
     """
     from megatron.core import parallel_state
     from megatron.training import training
@@ -123,15 +129,16 @@ def train(
 
     entry.apply_patches()  # first: they look at the functions that are recorded
     report = RankReport(-1, -1, -1)
+    serving = None if look is None else Serving(look, report, lambda chunk: _watch(_chunks[chunk]))
     undo = [
-        _record_steps(training, report, watch),
-        _record_finalized_gradients(training, report),
-        _record_batches(pretrain_gpt, report, tokens, mask),
-        _record_samples(pretraining, report),
-        _record_logits(report),
+        _record_steps(training, report, serving),
+        _record_finalized_gradients(training, report, 0 if look is None else look.step),
+        record_batches(pretrain_gpt, report, tokens, mask) if serving is None else serving.install(pretrain_gpt),
+        record_samples(pretraining, report),
+        record_logits(report, look is not None),
     ]
     try:
-        with telling_adapters() if watch else nullcontext():
+        with telling_adapters() if look is not None else nullcontext():
             options: dict[str, Any] = {"schedule": schedule, "random_init": random_init, "script": script}
             run_trainer(hf_model, flags, iterations=iterations, mock_data=mock_data, **options)
     finally:
@@ -143,7 +150,9 @@ def train(
     report.cp_rank = parallel_state.get_context_parallel_rank()
     report.ep_rank = parallel_state.get_expert_model_parallel_rank()
     report.expert_dp_rank = parallel_state.get_expert_data_parallel_rank()
-    report.weights = _shards(_chunks, lambda parameter: parameter.detach().clone())
+    report.weights = _shards(_chunks, _value)
+    report.weight_copies = _copies(_chunks, _value)
+    report.buffers = _buffers(_chunks) if look is not None else {}
     _chunks.clear()
     return report
 
@@ -182,19 +191,22 @@ def run_trainer(
 _chunks: list[Any] = []
 
 
-def _record_steps(training: Any, report: RankReport, watch: bool) -> Callable[[], None]:
+def _record_steps(training: Any, report: RankReport, serving: Serving | None) -> Callable[[], None]:
     real = training.train_step
-    watches: list[Watch] = []
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         if not _chunks:
             from megatron.core.utils import unwrap_model
 
             _chunks.extend(unwrap_model(kwargs["model"] if "model" in kwargs else args[2]))
-            watches.extend(_watch(chunk) for chunk in _chunks if watch)
+            if serving is not None and serving.look.silent:
+                for chunk in _chunks:
+                    silence(chunk.definition)
+        if serving is not None and report.iterations == serving.look.step:
+            report.before = _shards(_chunks, _value)
         result = real(*args, **kwargs)
-        while watches:
-            report.sightings.merge(watches.pop(0).close())
+        if serving is not None:
+            serving.close()
             report.facts = _facts(_chunks[0])
         report.iterations += 1
         loss, norm = result[0].get("lm loss"), result[5]
@@ -228,14 +240,14 @@ def _facts(chunk: Any) -> PlanFacts:
     )
 
 
-def _record_finalized_gradients(training: Any, report: RankReport) -> Callable[[], None]:
+def _record_finalized_gradients(training: Any, report: RankReport, step: int) -> Callable[[], None]:
     real = training.finalize_model_grads
 
     def finalize(*args: Any, **kwargs: Any) -> Any:
         result = real(*args, **kwargs)
-        if not report.iterations:
+        if report.iterations == step:
             report.gradients = _shards(_chunks, _gradient)
-            report.copies = _copies(_chunks)
+            report.copies = _copies(_chunks, _gradient)
         return result
 
     training.finalize_model_grads = finalize
@@ -247,57 +259,9 @@ def _gradient(parameter: Any) -> torch.Tensor:
     return parameter.main_grad.detach().clone() if parameter.requires_grad else torch.zeros_like(parameter)
 
 
-def _record_batches(
-    script: Any, report: RankReport, tokens: tuple[int, int] | None, mask: bool
-) -> Callable[[], None]:
-    real = script.get_batch
-
-    def get_batch(*args: Any, **kwargs: Any) -> Any:
-        batch = real(*args, **kwargs)
-        for name in ("tokens", "labels") if tokens else ():
-            if batch[name] is not None:
-                batch[name] = _within(batch[name], *tokens)
-        labels = batch["labels"]
-        if labels is not None:
-            batch["loss_mask"] = batch["loss_mask"] * (labels % 7 < 2) if mask else batch["loss_mask"]
-            labels = labels.masked_fill(batch["loss_mask"] == 0, IGNORED)
-        report.batches.append((report.iterations, batch["tokens"], labels))
-        return batch
-
-    script.get_batch = get_batch
-    return lambda: setattr(script, "get_batch", real)
-
-
-def _record_samples(pretraining: Any, report: RankReport) -> Callable[[], None]:
-    real = pretraining.get_batch
-
-    def get_batch(*args: Any, **kwargs: Any) -> Any:
-        batch = real(*args, **kwargs)
-        report.samples.append((report.iterations, batch))
-        return batch
-
-    pretraining.get_batch = get_batch
-    return lambda: setattr(pretraining, "get_batch", real)
-
-
-def _within(ids: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """Ids of a range in their place, in no order: mock data counts up."""
-    order = torch.randperm(high - low, generator=torch.Generator().manual_seed(0))
-    return low + order[ids % (high - low)]
-
-
-def _record_logits(report: RankReport) -> Callable[[], None]:
-    from megasched.megatron.loss import VocabParallelLoss
-
-    real = VocabParallelLoss.__call__
-
-    def call(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not report.iterations:
-            report.logits.append(self.whole(logits.detach().clone()))
-        return real(self, logits, *args, **kwargs)
-
-    VocabParallelLoss.__call__ = call
-    return lambda: setattr(VocabParallelLoss, "__call__", real)
+def _value(parameter: Any) -> torch.Tensor:
+    value: torch.Tensor = parameter.detach().clone()
+    return value
 
 
 def _shards(chunks: list[Any], take: Callable[[Any], torch.Tensor]) -> dict[str, tuple[torch.Tensor, Any]]:
@@ -317,13 +281,23 @@ def _shards(chunks: list[Any], take: Callable[[Any], torch.Tensor]) -> dict[str,
     }
 
 
-def _copies(chunks: list[Any]) -> dict[str, torch.Tensor]:
-    """Placement's name -> gradient of the second copy of a tie, or of another parameter that stages share."""
+def _copies(chunks: list[Any], take: Callable[[Any], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Placement's name -> of the second copy of a tie, or of another parameter that stages share."""
     return {
-        assembly.parts[0].name: _gradient(parameter)
+        assembly.parts[0].name: take(parameter)
         for chunk in chunks
         for parameter, assembly in chunk.local_parameters().values()
         if getattr(parameter, "shared", False)
+    }
+
+
+def _buffers(chunks: list[Any]) -> dict[str, torch.Tensor]:
+    """Of floating-point numbers, of the modules that live here."""
+    return {
+        name: buffer.detach().clone()
+        for chunk in chunks
+        for name, buffer in chunk.definition.named_buffers()
+        if buffer.is_floating_point() and chunk.stage.holds(chunk.plan.structure, name.rpartition(".")[0])
     }
 
 
@@ -379,12 +353,12 @@ def batches_of(reports: list[RankReport], iteration: int = 0) -> list[tuple[torc
     return found
 
 
-def logits_of(reports: list[RankReport]) -> list[torch.Tensor]:
-    """[b, s, v] of each micro-batch of the first iteration, over all DP ranks; whole sequences."""
+def logits_of(reports: list[RankReport], iteration: int = 0) -> list[torch.Tensor]:
+    """[b, s, v] of each micro-batch of an iteration, over all DP ranks; whole sequences."""
     found = []
     for rank in sorted({report.dp_rank for report in reports}):
         own = [report for report in reports if report.dp_rank == rank and report.tp_rank == 0]
-        found += _joined([(report.cp_rank, report.logits) for report in own if report.logits])
+        found += _joined([(r.cp_rank, r.logits[iteration]) for r in own if iteration in r.logits])
     return found
 
 

@@ -40,6 +40,7 @@ class Verification:
         verdict: as an ``Outcome`` has it.
         why: of what is not equal; and of what is so but for rounding.
         finding: where it goes wrong, if it does and the place was found.
+        notes: what was changed of the model, and what is not seen of it.
     """
 
     schedule: str
@@ -54,6 +55,7 @@ class Verification:
     finding: Finding | None = None
     seconds: float = 0.0
     bf16: bool = False
+    notes: list[str] = field(default_factory=list)
 
     @property
     def right(self) -> bool:
@@ -78,10 +80,12 @@ def verify_schedule(
     timeout: float = 600,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Verification:
-    """One step of Megatron's trainer under a schedule against plain torch, rehearsed on CPUs.
+    """Three steps of Megatron's trainer under a schedule, rehearsed on CPUs, against plain transformers and torch
+    in a process that never imports megasched.
 
-    Compared are loss, logits, what leaves each layer and the gradient that comes back to it, every gradient, the
-    gradient norm, and every weight after the optimizer's step; in bf16 loss, logits, gradients and their norm.
+    Compared are loss, logits and gradient norm of each step, what leaves each layer and the gradient that comes
+    back to it, every gradient of the first step and every weight after the last, on every rank that holds it; in
+    bf16 loss, logits, gradients and their norm of one step.
 
     Args:
         schedule: what ``--model-schedule`` says.
@@ -116,7 +120,7 @@ def verify_schedule(
             trust_remote_code=trust_remote_code,
         )
         found = Verification(schedule, hf_model, layout, subject.model, not full_size, subject.layers, "equal")
-        found.bf16 = bf16
+        found.bf16, found.notes = bf16, list(subject.notes)
         with nullcontext(ranks) if ranks is not None else RankPool(MOST_RANKS) as pool:
             steps = Steps(pool, subject, layout, bf16, timeout, progress)
             _fill(found, steps, path, Path(folder) / "without.py")
@@ -163,16 +167,18 @@ def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> No
     from megasched.verify.guilt import find_guilty, write_without
     from megasched.verify.judge import Judge
     from megasched.verify.parity import failure
+    from megasched.verify.plain_runs import PlainError
     from megasched.verify.rank_pool import RankError
 
     try:
         judge = Judge(steps, schedule)
-    except RankError as error:
+    except (RankError, PlainError) as error:
         outcome = failure(str(error))
         found.verdict, found.why = outcome.verdict, outcome.why  # type: ignore[assignment]
         if outcome.verdict == "refused" and found.small:
             found.why += f"; the copy has {found.layers} layers, --layers gives it more"
         return
+    found.notes += judge.notes
     found.checks, found.why, found.finding = judge.judge()
     if all(check.equal for check in found.checks):
         return

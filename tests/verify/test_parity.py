@@ -22,7 +22,7 @@ def report(decay=DECAY, loss=2.0, names=("weight", "decay")):
     tensors = {"weight": WEIGHT, "decay": decay}
     gradients = {name: (tensors[name], Placement(name, (2,))) for name in names}
     found = RankReport(tp_rank=0, dp_rank=0, pp_rank=0, gradients=gradients)
-    found.losses, found.grad_norms, found.logits = [loss], [1.0], [torch.ones(1, 2, 3)]
+    found.losses, found.grad_norms, found.logits = [loss], [1.0], {0: [torch.ones(1, 2, 3)]}
     return found
 
 

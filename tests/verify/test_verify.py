@@ -3,14 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from megasched.errors import ConfigError
 from megasched.layout import Layout
 from megasched.verify.locate import Finding
-from megasched.verify.reference import hf_model
 from megasched.verify.small_models import small_config
-from megasched.verify.steps import step_errors
 from megasched.verify.verify import verify_schedule
 
 FAULTS = Path(__file__).with_name("faults.py")
@@ -46,9 +43,10 @@ def test_what_is_right_is_found_equal(ranks, tmp_path, model_type, layout):
     found = verify_schedule("auto", save(model_type, tmp_path), layout, ranks=ranks)
     assert (found.verdict, found.why, found.finding) == ("equal", "", None)
     numbers = {check.name: check.error for check in found.checks if check.error is not None}
-    assert list(numbers) == ["loss", "logits", "hidden states", "gradients", "gradient norm", "optimizer step"]
-    assert all(error < 1e-5 for name, error in numbers.items() if name != "optimizer step")
-    assert numbers["optimizer step"] < 1e-3
+    rows = ["loss", "logits", "hidden states", "gradients", "gradient norm", "weights", "buffers"]
+    assert list(numbers) == [name for name in rows if name != "buffers" or model_type != "gpt2"]
+    assert all(error < 1e-5 for name, error in numbers.items() if name != "weights")
+    assert numbers["weights"] < 1e-3
     assert found.layers == max(4, layout.pp * layout.vpp)
     if model_type == "gpt2":  # the one with dropouts that are modules
         assert found.checks[-1].name == "dropout masks"
@@ -130,7 +128,7 @@ def test_a_planted_mistake_is_caught_and_located(ranks, tmp_path, fault):
     assert (finding.direction, finding.where) == (direction, where)
     assert relation in finding.relation
     assert cause in finding.cause
-    assert finding.ranks == {"untied_tie": (0,), "multiplier_twice": (1,)}.get(fault, (0, 1))
+    assert finding.ranks == {"multiplier_twice": (1,)}.get(fault, (0, 1))
     if fault in BY_THE_SCHEDULE:
         ((path, asked, source),) = finding.guilty  # without this one call all is right
         assert BY_THE_SCHEDULE[fault] in asked
@@ -185,16 +183,3 @@ def test_at_full_size_the_weights_of_the_folder_are_taken(ranks, tmp_path):
     write_small_model("llama", tmp_path)
     found = verify_schedule("auto", str(tmp_path), TP2, full_size=True, ranks=ranks)
     assert (found.verdict, found.small, found.model) == ("equal", False, "Llama")
-
-
-def test_a_step_that_another_optimizer_took_is_noticed(tmp_path):
-    from megasched.verify.small_models import write_small_model
-
-    write_small_model("llama", tmp_path)
-    model = hf_model(str(tmp_path), random_init=False)
-    gradients = {name: torch.full_like(parameter, 1e-4) for name, parameter in model.named_parameters()}
-    weights = {name: parameter.detach() - 1e-3 for name, parameter in model.named_parameters()}  # no decay
-    options = {"random_init": False, "trust_remote_code": False}
-    errors = step_errors(str(tmp_path), gradients, weights, **options)
-    assert errors["model.norm.weight"] > 1e-3  # epsilon counts
-    assert errors["model.layers.0.mlp.up_proj.weight"] > 1e-3

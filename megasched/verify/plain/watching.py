@@ -1,16 +1,16 @@
 """What modules took and gave in one forward, and the gradients that came back: seen alike in a rank and in the
-unscheduled model."""
+plain model; arithmetic in float64; no dropout. It imports torch alone."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
-
-from megasched.trial.meta_call import tensors_in
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 Event = tuple[str, Literal["in", "out"]]
 
@@ -83,7 +83,8 @@ class Watch:
 
     def _see(self, event: Event, value: Any) -> None:
         recomputed = torch._C._current_graph_task_id() != -1  # inside a backward
-        tensor = next((one for one in tensors_in(value) if one.is_floating_point()), None)
+        leaves = (one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
+        tensor = next((one for one in leaves if one.is_floating_point()), None)
         if tensor is None or event in self.seen.values or recomputed:
             return
         path, kind = event
@@ -99,3 +100,42 @@ class Watch:
 
     def _note_gradient(self, event: Event, gradient: torch.Tensor) -> None:
         self.seen.gradients[event] = gradient.detach().clone()
+
+
+class Float64(TorchFunctionMode):
+    """Where code asks for float32, or for no dtype, it gets float64: definitions compute some things in float32 in
+    any case."""
+
+    def __enter__(self) -> Self:
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        torch.set_default_dtype(self._default)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        kwargs = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def silence(model: nn.Module) -> list[str]:
+    """Switches every dropout off, also those that no field of a config reaches; paths of those that were on.
+
+    A dropout is an ``nn.Dropout``, or an attribute of a module that is a float and has ``drop`` in its name.
+    """
+    found = []
+    for path, module in model.named_modules():
+        names = [name for name, value in vars(module).items() if isinstance(value, float) and "drop" in name]
+        names += ["p"] if isinstance(module, nn.modules.dropout._DropoutNd) else []
+        on = [name for name in names if getattr(module, name)]
+        for name in on:
+            setattr(module, name, 0.0)
+        found += [path] if on else []
+    return found

@@ -1,0 +1,178 @@
+"""Every number of a run held against the plain model's: each step and parameter, on each rank that holds it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megasched.verify.reference import FLOOR
+from megasched.verify.trainer_run import logits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from megasched.verify.plain_runs import PlainRun
+    from megasched.verify.trainer_run import RankReport
+
+# What is compared; a gradient is of the step that was looked at, weights and buffers are those after the last one.
+KINDS = ("loss", "logits", "gradient", "grad_norm", "weight", "buffer")
+
+
+@dataclass(frozen=True, order=True)
+class Number:
+    """One thing that both sides have.
+
+    Attributes:
+        kind: of ``KINDS``.
+        step: that it is of; -1 for what is after the last one.
+        name: of the parameter or buffer; the place of a micro-batch.
+    """
+
+    kind: str
+    step: int = -1
+    name: str = ""
+
+
+@dataclass
+class Errors:
+    """How far a run is from the plain model.
+
+    Attributes:
+        largest: of each number, relative.
+        ranks: of each number that every rank holds, its error there, by number of the rank.
+        missing: what is on one side alone.
+    """
+
+    largest: dict[Number, float] = field(default_factory=dict)
+    ranks: dict[Number, dict[int, float]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+    def add(self, number: Number, error: float, rank: int | None = None) -> None:
+        error = math.inf if math.isnan(error) else error
+        self.largest[number] = max(error, self.largest.get(number, 0.0))
+        if rank is not None:
+            of_ranks = self.ranks.setdefault(number, {})
+            of_ranks[rank] = max(error, of_ranks.get(rank, 0.0))
+
+    def of(self, kind: str) -> dict[Number, float]:
+        return {number: error for number, error in self.largest.items() if number.kind == kind}
+
+
+def errors_of(reports: Sequence[RankReport], run: PlainRun, tp: int, look_step: int = 0) -> Errors:
+    """Of a run that was looked at.
+
+    Args:
+        run: the plain one, looked at in the same step.
+    """
+    found = Errors()
+    held = list(reports)
+    losses = [report.losses for report in held if report.losses]
+    for step, wanted in enumerate(run.losses):
+        for of_rank in losses:
+            found.add(Number("loss", step), _off(of_rank[step], wanted))
+        for rank, report in enumerate(held):
+            found.add(Number("grad_norm", step), _off(report.grad_norms[step], run.grad_norms[step]), rank)
+        _add_logits(found, step, logits_of(held, step), run.logits[step])
+    floor = FLOOR * max(float(gradient.abs().max()) for gradient in run.gradients.values())
+    _add_replicas(found, "gradient", look_step, held, run.gradients, tp, lambda name: floor)
+    _add_replicas(found, "weight", -1, held, run.weights, tp, lambda name: -max(run.changes[name], 1e-5))
+    for rank, report in enumerate(held):
+        for name, value in report.buffers.items():
+            wanted_buffer = run.buffers.get(name)
+            if wanted_buffer is not None and wanted_buffer.shape == value.shape:
+                found.add(Number("buffer", name=name), difference(value, wanted_buffer), rank)
+    return found
+
+
+def own_errors(plain: PlainRun, exact: PlainRun, look_step: int = 0) -> Errors:
+    """How far the plain model in float32 is from itself in float64."""
+    found = Errors()
+    for step, (loss, norm) in enumerate(zip(plain.losses, plain.grad_norms, strict=True)):
+        found.add(Number("loss", step), _off(loss, exact.losses[step]))
+        found.add(Number("grad_norm", step), _off(norm, exact.grad_norms[step]))
+        _add_logits(found, step, plain.logits[step], exact.logits[step])
+    floor = FLOOR * max(float(gradient.abs().max()) for gradient in exact.gradients.values())
+    for name, wanted in exact.gradients.items():
+        found.add(Number("gradient", look_step, name), difference(plain.gradients[name], wanted, floor))
+    for name, wanted in exact.weights.items():
+        scale = -max(exact.changes[name], 1e-5)
+        found.add(Number("weight", name=name), difference(plain.weights[name], wanted, scale))
+    for name, wanted in exact.buffers.items():
+        found.add(Number("buffer", name=name), difference(plain.buffers[name], wanted))
+    return found
+
+
+def difference(got: torch.Tensor, wanted: torch.Tensor, scale: float = 0.0) -> float:
+    """Largest difference, relative to the largest value wanted, or to ``scale`` if that is more; to ``-scale``
+    alone where that is positive. Shapes that differ are infinitely far apart."""
+    if got.shape != wanted.shape:
+        return math.inf
+    if not got.numel():
+        return 0.0
+    off = float((got.double() - wanted.double()).abs().max())
+    size = -scale if scale < 0 else max(float(wanted.abs().max()), scale)
+    return off / size if size else (0.0 if off == 0 else math.inf)
+
+
+def replicas(reports: Sequence[RankReport], what: str, tp: int) -> Iterator[tuple[int, str, torch.Tensor, Cut]]:
+    """Every part of a parameter that a rank holds: number of the rank, name, the part, and what it is cut by.
+
+    Args:
+        what: ``gradients``, ``weights`` or ``before``.
+    """
+    ep = 1 + max(report.ep_rank for report in reports)
+    copies = {"gradients": "copies", "weights": "weight_copies"}.get(what)
+    placements = {name: held for report in reports for name, (_, held) in getattr(report, what).items()}
+    for number, report in enumerate(reports):
+        own = {name: shard for name, (shard, _) in getattr(report, what).items()}
+        for held in (own, getattr(report, copies) if copies else {}):
+            for name, shard in held.items():
+                placement = placements[name]
+                expert = placement.group == "ep"
+                rank, size = (report.ep_rank, ep) if expert else (report.tp_rank, tp)
+
+                def cut(whole: torch.Tensor, p: object = placement, r: int = rank, s: int = size) -> torch.Tensor:
+                    return p.shard(whole, r, s)  # type: ignore[attr-defined, no-any-return]
+
+                yield number, name, shard, cut
+
+
+type Cut = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _add_replicas(
+    found: Errors,
+    kind: str,
+    step: int,
+    reports: Sequence[RankReport],
+    wanted: Mapping[str, torch.Tensor],
+    tp: int,
+    scale: Callable[[str], float],
+) -> None:
+    met = set()
+    for rank, name, shard, cut in replicas(reports, f"{kind}s", tp):
+        met.add(name)
+        if name not in wanted:
+            continue
+        whole = max(float(wanted[name].abs().max()), 1e-30)
+        floor = scale(name)
+        # Of the whole tensor's size: a part may hold small values alone.
+        size = floor if floor < 0 else -max(whole, floor)
+        found.add(Number(kind, step, name), difference(shard, cut(wanted[name]), size), rank)
+    found.missing += sorted(met ^ wanted.keys())
+
+
+def _add_logits(found: Errors, step: int, got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+    if len(got) != len(wanted):
+        found.missing.append(f"logits of step {step}")
+        return
+    for place, (mine, right) in enumerate(zip(got, wanted, strict=True)):
+        found.add(Number("logits", step, str(place)), difference(mine, right))
+
+
+def _off(got: float, wanted: float) -> float:
+    return abs(got - wanted) / max(abs(wanted), 1e-30)

@@ -1,0 +1,118 @@
+"""A model as a user of transformers loads it, for ``reference.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+
+@dataclass
+class Job:
+    """
+    Attributes:
+        model: HF folder.
+        weights: file of safetensors by the names of parameters; None for what ``from_pretrained`` reads.
+        dtype: of the arithmetic: float32, float64 or bfloat16.
+        rounded: weights and buffers are those of a model that transformers loads in bfloat16.
+        look_step, look_batch: the micro-batch in which modules are watched; gradients are of that step.
+        silent: dropouts off, also those that stand in the code alone.
+        optimizer: lr, betas, eps, weight_decay, clip.
+        adapters: LoRA: path and scaling of each; their weights are in ``adapters.safetensors``.
+        unfrozen: with adapters, modules that are trained beside them.
+    """
+
+    model: str
+    weights: str | None
+    trust_remote_code: bool
+    dtype: str
+    rounded: bool
+    look_step: int
+    look_batch: int
+    silent: bool
+    optimizer: dict[str, Any]
+    adapters: list[dict[str, Any]] = field(default_factory=list)
+    unfrozen: list[str] = field(default_factory=list)
+
+
+def load_model(job: Job, folder: Path) -> Any:
+    """As a user of transformers loads it, in training mode."""
+    dtype = torch.bfloat16 if job.rounded else torch.float32
+    options = {"dtype": dtype, "trust_remote_code": job.trust_remote_code}
+    config = transformers.AutoConfig.from_pretrained(job.model, trust_remote_code=job.trust_remote_code)
+    asked = getattr(config, "_attn_implementation", None)
+    if asked not in (None, "eager", "sdpa"):  # a kernel for GPUs: the class's own choice
+        config._attn_implementation = None
+    auto = transformers.AutoModelForCausalLM
+    model, info = auto.from_pretrained(job.model, config=config, output_loading_info=True, **options)
+    if job.weights is not None:
+        copy_weights(model, load_file(job.weights))
+    elif info["missing_keys"]:
+        raise RuntimeError(f"the folder lacks weights: {sorted(info['missing_keys'])[:8]}")
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False
+    if job.adapters:
+        adapt(model, job, load_file(folder / "adapters.safetensors"))
+    if job.rounded:
+        widen(model, getattr(torch, job.dtype))
+    elif job.dtype == "float64":
+        model = model.double()
+    if job.dtype == "float64" and hasattr(model, "set_experts_implementation"):
+        own_experts(model)
+    return model.train()
+
+
+def copy_weights(model: Any, values: dict[str, torch.Tensor]) -> None:
+    """Every parameter by its name, and the buffers that the file has."""
+    held = dict(model.named_parameters())
+    if missing := sorted(held.keys() - values.keys()):
+        raise RuntimeError(f"the file of weights lacks {missing[:8]}")
+    held |= {name: buffer for name, buffer in model.named_buffers() if name in values}
+    with torch.no_grad():
+        for name, tensor in held.items():
+            tensor.copy_(values[name])
+
+
+def own_experts(model: Any) -> None:
+    """torch's grouped product takes no float64; the loop over experts of the class does."""
+    can = getattr(model, "_can_set_experts_implementation", None)
+    if can is not None and can():
+        model.set_experts_implementation("eager")
+
+
+def widen(model: Any, dtype: torch.dtype) -> None:
+    """Rounded values, in the dtype in which they are computed with; what is float32 stays so at least."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, dtype))
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype == torch.bfloat16:
+                module._buffers[name] = buffer.to(dtype)
+
+
+def adapt(model: Any, job: Job, values: dict[str, torch.Tensor]) -> None:
+    """LoRA (arXiv 2106.09685): output + scaling * B(A(x)); everything else is frozen."""
+    model.requires_grad_(False)
+    for path in job.unfrozen:
+        model.get_submodule(path).requires_grad_(True)
+    for one in job.adapters:
+        module = model.get_submodule(one["path"])
+        for name in ("lora_A", "lora_B"):
+            value = values[f"{one['path']}.{name}.weight"].to(module.weight.dtype)
+            child = torch.nn.Linear(value.shape[1], value.shape[0], bias=False)
+            child.weight = torch.nn.Parameter(value.clone())
+            module.add_module(name, child)
+        module.register_forward_hook(add_lora(one["scaling"]), with_kwargs=True)
+
+
+def add_lora(scaling: float) -> Any:
+    def add(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+        given = args[0] if args else next(iter(kwargs.values()))
+        return output + module.lora_B(module.lora_A(given)) * scaling
+
+    return add

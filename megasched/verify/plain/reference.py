@@ -1,0 +1,302 @@
+"""Training steps of a definition in plain transformers and torch: a script, started by its path.
+
+It imports nothing of megasched or Megatron, and refuses to: what it finds must not come out of what is judged. It
+reads names of folders from stdin, a line each, as JSON. A folder holds a job and gets its results:
+
+- ``job.json``: see ``Job``.
+- ``batches.safetensors``: ``tokens`` and ``labels``, int64 [steps, micro-batches, b, s]. A label is the id that
+  belongs at its position, -100 where it does not count.
+- ``result.json``: loss and gradient norm of each step, and names.
+- A file of safetensors for each kind of tensors: logits of a step, gradients, weights, what modules took and gave.
+- ``log``: what was printed, with the traceback of a failure.
+
+Each job runs in a fork, so that it finds transformers imported and nothing that another has changed. When it is
+over, its exit status is printed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.abc
+import json
+import math
+import os
+import signal
+import sys
+import traceback
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Only as a script: the files beside it, by their own names.
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import transformers
+from loading import Job, load_model
+from safetensors.torch import load_file, save_file
+from watching import Float64, Sightings, Watch, silence
+
+JUDGED = ("megasched", "megatron")
+IGNORED = -100
+# What a job imports late, and each fork would anew.
+IMPORTS = ("torch._dynamo", "torch.distributed.tensor", "transformers.models.auto.modeling_auto")
+
+
+class Barrier(importlib.abc.MetaPathFinder):
+    """What is judged can't be imported here."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] in JUDGED:
+            raise ImportError(f"the reference of `megasched verify` must not import {name}")
+
+
+@dataclass
+class Results:
+    """What a job gives, in its folder: tensors of a kind in one file, written as soon as they are known."""
+
+    folder: Path
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, kind: str, tensors: dict[str, torch.Tensor]) -> None:
+        own = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        save_file(apart(own), self.folder / f"{kind}.safetensors")
+
+    def save(self) -> None:
+        (self.folder / "result.json").write_text(json.dumps(self.numbers))
+
+
+def apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A file of safetensors holds no memory twice."""
+    met: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        found[name] = (
+            tensor.clone() if address in met or tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+        )
+        met.add(address)
+    return found
+
+
+# steps -----------------------------------------------------------------------------------------------
+
+
+def loss_of(
+    model: Any, tokens: torch.Tensor, labels: torch.Tensor, moved: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The class's own loss, and its logits; cross entropy of them only where its forward gives no loss.
+
+    Args:
+        moved: what ``moves_labels`` says of the class.
+    """
+    own = torch.cat([torch.full_like(labels[:, :1], IGNORED), labels[:, :-1]], dim=1) if moved else labels
+    output = model(input_ids=tokens, labels=own)
+    if isinstance(output, tuple):
+        return output[0], output[1]
+    logits = output["logits"]
+    loss = output.get("loss")
+    if loss is None:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).to(wide), labels.flatten())
+    return loss, logits
+
+
+def moves_labels(model: Any, tokens: torch.Tensor) -> bool:
+    """Whether the class takes the ids themselves as labels, and moves them by one, as most do; BART's and BERT's
+    decoders want them moved. Told by the loss of one label: at which position it is looked for.
+
+    What belongs at the last position must not count then, for a class that moves them does not look there.
+    """
+    place, row = tokens.shape[1] // 2, tokens[:1]
+    labels = torch.full_like(row, IGNORED)
+    labels[0, place] = row[0, place]
+    model.eval()
+    with torch.no_grad():
+        loss, logits = loss_of(model, row, labels, moved=False)
+        wanted = torch.log_softmax(logits[0, place - 1 : place + 1].float(), dim=-1)[:, row[0, place]]
+    model.train()
+    before, at = (abs(float(loss) + float(one)) for one in wanted)
+    return not at < 1e-3 < before
+
+
+def exactly(job: Job) -> AbstractContextManager[Any]:
+    return Float64() if job.dtype == "float64" else nullcontext()
+
+
+def step(
+    model: Any, job: Job, batches: list[Any], number: int, results: Results, *, moved: bool
+) -> Sightings | None:
+    """One global batch, forward and backward: gradients are left on the parameters.
+
+    Each micro-batch has the same weight in the gradient, as Megatron has it, and each label in the loss that is
+    told.
+    """
+    watch, seen = None, None
+    model.zero_grad(set_to_none=True)
+    losses, counts, outputs = [], [], {}
+    sums: dict[str, torch.Tensor] = {}
+    for place, (tokens, labels) in enumerate(batches):
+        if (number, place) == (job.look_step, job.look_batch):
+            watch = Watch(model, [path for path, _ in model.named_modules() if path])
+        with exactly(job):
+            loss, logits = loss_of(model, tokens, labels, moved)
+        if watch is not None:
+            seen, watch = watch.close(), None
+        (loss / len(batches)).backward()
+        if job.rounded:
+            add_up(model, sums)
+        losses.append(float(loss.detach()))
+        counts.append(int((labels != IGNORED).sum()))
+        outputs[str(place)] = logits.detach()
+    results.add(f"logits{number}", outputs)
+    whole = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+    results.numbers.setdefault("losses", []).append(whole)
+    gradients = gradients_of(model) if not job.rounded else sums
+    norm = torch.stack([gradient.norm(dtype=torch.float64) for gradient in gradients.values()]).norm().item()
+    results.numbers.setdefault("grad_norms", []).append(norm)
+    if number == job.look_step:
+        results.add("gradient", gradients)
+    return seen
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    """Zeros for a parameter that is not used."""
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def add_up(model: Any, sums: dict[str, torch.Tensor]) -> None:
+    """Gradients of a model in 16 bits, as a trainer with float32 buffers has them: none is rounded once more."""
+    for name, gradient in gradients_of(model).items():
+        sums[name] = sums[name] + gradient if name in sums else gradient.double()
+    model.zero_grad(set_to_none=True)
+
+
+def make_optimizer(model: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
+    """torch's AdamW; what is a bias, of a norm, or of one dimension is not decayed."""
+    decayed, spared = [], []
+    for module in model.modules():
+        norm = "norm" in type(module).__name__.lower() and not list(module.children())
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and not any(parameter is other for other in (*decayed, *spared)):
+                free = norm or name.endswith("bias") or parameter.dim() == 1
+                (spared if free else decayed).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": options["weight_decay"]},
+        {"params": spared, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=options["lr"],
+        betas=tuple(options["betas"]),
+        eps=options["eps"],
+    )
+
+
+def reached(model: Any, before: dict[str, Any]) -> dict[str, Any]:
+    """Name -> whether it had a gradient yet; of stacked matrices (experts), each of them."""
+    found = dict(before)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        stacked = parameter.dim() == 3
+        none = [False] * parameter.shape[0] if stacked else [False]
+        now = none
+        if parameter.grad is not None:
+            parts = parameter.grad.flatten(1) if stacked else parameter.grad.reshape(1, -1)
+            now = [bool(one) for one in parts.abs().amax(dim=1) > 0]
+        found[name] = [one or other for one, other in zip(found.get(name, none), now, strict=True)]
+    return found
+
+
+def run(job: Job, folder: Path) -> Results:
+    """All steps of a job."""
+    results = Results(folder)
+    model = load_model(job, folder)
+    results.numbers["silenced"] = silence(model) if job.silent else []
+    data = load_file(folder / "batches.safetensors")
+    optimizer = make_optimizer(model, job.optimizer)
+    parameters = dict(model.named_parameters())
+    start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    met: dict[str, Any] = {}
+    with exactly(job):
+        moved = moves_labels(model, data["tokens"][0, 0])
+    for number, (tokens, labels) in enumerate(zip(data["tokens"], data["labels"], strict=True)):
+        if number == job.look_step > 0:
+            results.add("before", parameters)
+        micro_batches = list(zip(tokens, labels, strict=True))
+        seen = step(model, job, micro_batches, number, results, moved=moved)
+        if seen is not None:
+            note_sightings(seen, results)
+        if job.rounded:
+            break  # 16 bits are judged by their gradients
+        met = reached(model, met)
+        torch.nn.utils.clip_grad_norm_([p for p in parameters.values() if p.requires_grad], job.optimizer["clip"])
+        optimizer.step()
+    changes = {name: float((p.detach() - start[name]).abs().max()) for name, p in parameters.items()}
+    results.numbers["changes"] = changes
+    results.add("weight", parameters)
+    results.add("buffer", {name: value for name, value in model.named_buffers() if value.is_floating_point()})
+    results.numbers["unreached"] = [
+        name if len(parts) == 1 or not any(parts) else f"{name}[{index}]"
+        for name, parts in met.items()
+        for index, part in enumerate(parts)
+        if not part and (index == 0 or any(parts))
+    ]
+    return results
+
+
+def note_sightings(seen: Sightings, results: Results) -> None:
+    results.numbers["order"] = seen.order
+    results.numbers["sources"] = seen.sources
+    for kind, values in (("value", seen.values), ("value_gradient", seen.gradients)):
+        results.add(kind, {f"{side}/{path}": tensor for (path, side), tensor in values.items()})
+
+
+# the process -----------------------------------------------------------------------------------------
+
+
+def do(folder: Path) -> None:
+    """One job, in a fork."""
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    results = run(Job(**json.loads((folder / "job.json").read_text())), folder)
+    if judged := [name for name in sys.modules if name.partition(".")[0] in JUDGED]:
+        raise RuntimeError(f"the reference has imported what it is to judge: {judged[:4]}")
+    if not all(math.isfinite(loss) for loss in results.numbers["losses"]):
+        raise RuntimeError(f"the definition's own loss is not finite: {results.numbers['losses']}")
+    results.save()
+
+
+def main() -> None:
+    """Jobs until stdin ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no life after whoever started it
+    sys.meta_path.insert(0, Barrier())
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for name in IMPORTS:
+        importlib.import_module(name)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        folder = Path(json.loads(line))
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+                do(folder)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        print(json.dumps({"status": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

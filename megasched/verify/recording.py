@@ -1,0 +1,140 @@
+"""What a rank notes of a run as it goes: batches, samples and logits; and batches of a file in the place of those
+of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megasched.verify.plain.watching import Watch
+from megasched.verify.reference import IGNORED
+
+if TYPE_CHECKING:
+    from megasched.verify.trainer_run import RankReport
+
+
+@dataclass
+class Look:
+    """What a run that is verified trains on, and where its modules are watched.
+
+    Attributes:
+        batches: file as ``plain_runs.Batches`` writes it; micro-batches of DP rank 0 first.
+        step, micro_batch: the one that is watched, counted over all DP ranks; gradients are of that step.
+        silent: dropouts off, also those that stand in the code alone.
+    """
+
+    batches: str
+    step: int = 0
+    micro_batch: int = 0
+    silent: bool = True
+
+
+def record_batches(
+    script: Any, report: RankReport, tokens: tuple[int, int] | None, mask: bool
+) -> Callable[[], None]:
+    real = script.get_batch
+
+    def get_batch(*args: Any, **kwargs: Any) -> Any:
+        batch = real(*args, **kwargs)
+        for name in ("tokens", "labels") if tokens else ():
+            if batch[name] is not None:
+                batch[name] = _within(batch[name], *tokens)
+        labels = batch["labels"]
+        if labels is not None:
+            batch["loss_mask"] = batch["loss_mask"] * (labels % 7 < 2) if mask else batch["loss_mask"]
+            labels = labels.masked_fill(batch["loss_mask"] == 0, IGNORED)
+        report.batches.append((report.iterations, batch["tokens"], labels))
+        return batch
+
+    script.get_batch = get_batch
+    return lambda: setattr(script, "get_batch", real)
+
+
+def record_samples(pretraining: Any, report: RankReport) -> Callable[[], None]:
+    real = pretraining.get_batch
+
+    def get_batch(*args: Any, **kwargs: Any) -> Any:
+        batch = real(*args, **kwargs)
+        report.samples.append((report.iterations, batch))
+        return batch
+
+    pretraining.get_batch = get_batch
+    return lambda: setattr(pretraining, "get_batch", real)
+
+
+def _within(ids: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """Ids of a range in their place, in no order: mock data counts up."""
+    order = torch.randperm(high - low, generator=torch.Generator().manual_seed(0))
+    return low + order[ids % (high - low)]
+
+
+def record_logits(report: RankReport, every_step: bool) -> Callable[[], None]:
+    from megasched.megatron.loss import VocabParallelLoss
+
+    real = VocabParallelLoss.__call__
+
+    def call(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if every_step or not report.iterations:
+            report.logits.setdefault(report.iterations, []).append(self.whole(logits.detach().clone()))
+        return real(self, logits, *args, **kwargs)
+
+    VocabParallelLoss.__call__ = call
+    return lambda: setattr(VocabParallelLoss, "__call__", real)
+
+
+@dataclass
+class Serving:
+    """Gives a script the micro-batches of a file, and has one of them watched.
+
+    Attributes:
+        watch: makes the watch of a model chunk, by its number on this rank.
+    """
+
+    look: Look
+    report: RankReport
+    watch: Callable[[int], Watch]
+
+    def __post_init__(self) -> None:
+        from safetensors.torch import load_file
+
+        held = load_file(self.look.batches)
+        self._tokens, self._labels = held["tokens"], held["labels"]
+        self._counts: dict[int, int] = {}  # of micro-batches that a chunk has had
+        self._open: dict[int, Watch] = {}
+
+    def install(self, script: Any) -> Callable[[], None]:
+        """From now on ``script.get_batch`` gives them; returns what takes that back."""
+        real = script.get_batch
+
+        def get_batch(iterator: Any, vp_stage: int | None) -> Any:
+            return self._serve(real(iterator, vp_stage), vp_stage or 0)
+
+        script.get_batch = get_batch
+        return lambda: setattr(script, "get_batch", real)
+
+    def close(self) -> None:
+        """The last micro-batch of a step is over."""
+        for chunk in list(self._open):
+            self.report.sightings.merge(self._open.pop(chunk).close())
+
+    def _serve(self, batch: Any, chunk: int) -> Any:
+        from megatron.core import mpu
+        from megatron.core.utils import get_batch_on_this_cp_rank
+
+        number = self._counts.get(chunk, 0)
+        self._counts[chunk] = number + 1
+        replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        each = self._tokens.shape[1] // replicas
+        step, place = number // each, replica * each + number % each
+        if chunk in self._open:
+            self.report.sightings.merge(self._open.pop(chunk).close())
+        if (step, place) == (self.look.step, self.look.micro_batch):
+            self._open[chunk] = self.watch(chunk)
+        labels = self._labels[step, place]
+        mask = (labels != IGNORED).float()
+        own = {"tokens": self._tokens[step, place], "labels": labels.clamp_min(0), "loss_mask": mask}
+        cut = get_batch_on_this_cp_rank(own, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+        return {name: cut[name] if name in cut and held is not None else held for name, held in batch.items()}

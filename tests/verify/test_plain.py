@@ -1,0 +1,97 @@
+"""The plain reference: a process that can't import what it judges, and what it computes."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from megasched.layout import Layout
+from megasched.verify.batches import IGNORED, make_batches
+from megasched.verify.plain_runs import OPTIMIZER, PlainError, PlainModel
+from megasched.verify.small_models import small_config, write_small_model
+
+ONE = Layout()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return write_small_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def plain(folder):
+    return PlainModel(str(folder), f"{folder}/model.safetensors")
+
+
+def test_it_trains_as_torch_does(ranks, llama):
+    batches = make_batches(small_config("llama"), ONE)
+    run = ranks.plain.run(plain(llama), batches, look=(1, 2))
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).train()
+    norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
+    others = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
+    groups = [{"params": norms, "weight_decay": 0.0}, {"params": others}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=OPTIMIZER["eps"], weight_decay=0.1)
+    for step, (tokens, labels) in enumerate(zip(batches.tokens, batches.labels, strict=True)):
+        losses = [
+            F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), wanted.flatten())
+            for ids, wanted in zip(tokens, labels, strict=True)
+        ]
+        torch.stack(losses).mean().backward()
+        counts = (labels != IGNORED).sum((1, 2))
+        told = float((torch.stack(losses).detach() * counts).sum() / counts.sum())
+        assert run.losses[step] == pytest.approx(told, rel=1e-6)
+        if step == 1:
+            torch.testing.assert_close(run.gradients["lm_head.weight"], model.lm_head.weight.grad)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert run.grad_norms[step] == pytest.approx(float(norm), rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(run.weights[name], parameter.detach())
+    assert run.sightings.order[0] == ("model.embed_tokens", "out")
+    assert run.unreached == []
+
+
+MINE = """
+import {module}
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class MyConfig(LlamaConfig):
+    model_type = "my"
+
+
+class My(LlamaForCausalLM):
+    config_class = MyConfig
+"""
+
+
+@pytest.mark.parametrize("module", ["megasched", "megatron.core"])
+def test_what_is_judged_cannot_be_imported_there(ranks, llama, tmp_path, module):
+    config = small_config("llama")
+    config.auto_map = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.My"}
+    config.model_type = "my"
+    (tmp_path / "mine.py").write_text(MINE.format(module=module))
+    config.save_pretrained(tmp_path)
+    given = PlainModel(str(tmp_path), f"{llama}/model.safetensors", trust_remote_code=True)
+    with pytest.raises(PlainError, match=f"must not import {module.partition('.')[0]}"):
+        ranks.plain.run(given, make_batches(small_config("llama"), ONE, steps=1))
+
+
+def test_ids_span_the_vocabulary_and_batches_change():
+    config = small_config("llama")
+    batches = make_batches(config, Layout(data_parallel_size=2, pipeline_model_parallel_size=2))
+    assert batches.tokens.shape == (3, 4, 2, 32)
+    assert set(batches.tokens.flatten().tolist()) == set(range(config.vocab_size))
+    first = batches.tokens[0, 0]
+    assert int(first.min()) < 10
+    assert int(first.max()) > config.vocab_size - 10
+    assert not torch.equal(batches.tokens[0], batches.tokens[1])
+    counted = (batches.labels != IGNORED).sum((2, 3))
+    assert counted[0].tolist() == [62, 46, 40, 62]  # no label at the end; padding; a third masked
+    assert not bool((batches.labels[..., -1] != IGNORED).any())
+
+
+def test_an_id_that_stands_for_a_picture_is_left_out():
+    config = small_config("llama")
+    config.image_token_id = 77
+    assert 77 not in make_batches(config, ONE).tokens
