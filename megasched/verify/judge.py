@@ -9,7 +9,7 @@ from megasched.verify.checks import Check
 from megasched.verify.dropouts import wrong_masks
 from megasched.verify.locate import Finding, Locator
 from megasched.verify.numbers import Errors, Number, difference, errors_of, own_errors
-from megasched.verify.place import first_weight, first_wrong, place_of
+from megasched.verify.place import first_weight, first_wrong, of_loss, of_norm, place_of
 from megasched.verify.plain_runs import PlainRun
 from megasched.verify.reference import HfStep
 from megasched.verify.steps import FIRST, Look, Steps
@@ -155,7 +155,9 @@ class Judge:
         if look != FIRST:
             self.steps.progress(f"again, to look at micro-batch {look[1] + 1} of step {look[0] + 1}")
             reports, plain = self.steps.scheduled(self.schedule, look), self.steps.reference(look)
-        return place_of(self._locator(reports, step_of(plain, look), look), plain, look)
+        locator = self._locator(reports, step_of(plain, look), look)
+        found = of_loss(locator, wrong, look[0]) or place_of(locator, plain, look)
+        return found or of_norm(locator, errors, wrong)
 
     def _missing(self, name: str) -> Finding | None:
         what = "it is not on both sides"

@@ -208,16 +208,17 @@ class Locator:
         path = name.rpartition(".")[0]
         held = [(n, r) for n, r in enumerate(self.reports) if r.dp_rank == 0 and name in r.gradients]
         placement = held[0][1].gradients[name][1]
-        parts = [r.gradients[name][0] for _, r in held]
-        related = "" if placement.sharded else relation(parts, wanted)
-        related = self._of_copies(name, placement, whole, wanted) or related
-        holders = self._errors()[name]
-        if len(ranks) < len(holders):
-            right = len(holders) - len(ranks)
-            related = related or f"it is right on {right} of the {len(holders)} ranks that hold it"
-        back = self.compare((path, "out"), gradient=True)
-        event, way = (path, "parameter"), back.way if back is not None else ""
-        cause = usual_cause("backward", event, related, self.facts, self._sources(), way=way)
+        right = len(self._errors()[name]) - len(ranks)
+        if right:
+            related = f"it is right on {right} of the {right + len(ranks)} ranks that hold it"
+            cause = "what one rank does with its gradient, or a sum over ranks that not all of them take part in"
+        else:
+            parts = [r.gradients[name][0] for _, r in held]
+            related = "" if placement.sharded else relation(parts, wanted)
+            related = self._of_copies(name, placement, whole, wanted) or related
+            back = self.compare((path, "out"), gradient=True)
+            event, way = (path, "parameter"), back.way if back is not None else ""
+            cause = usual_cause("backward", event, related, self.facts, self._sources(), way=way)
         what = "the gradient of this parameter"
         return Finding("backward", name, what, ranks, error, related, cause, self._records(path))
 

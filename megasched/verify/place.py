@@ -7,11 +7,17 @@ from dataclasses import replace
 
 from megasched.verify.locate import NOTICED, Finding, Locator
 from megasched.verify.numbers import Errors, Number, difference, replicas
-from megasched.verify.plain_runs import PlainRun
+from megasched.verify.parity import TOLERANCE
+from megasched.verify.plain_runs import OPTIMIZER, PlainRun
 
-# Of the largest weight: what a step of rounding comes to is a tenth.
-NOTICED_IN_WEIGHTS = 1e-6
+# Of what a step may change a weight by.
+NOTICED_IN_WEIGHTS = 1e-2
 DRIFT = "the ranks that hold this parameter no longer hold the same"
+OF_LOSS = "the logits are right: look at the labels, at what of them counts, and at what the class adds"
+COUNTED = (
+    "each gradient is right: a parameter is counted on no rank, or on several (by its tensor_model_parallel and "
+    "shared, which Megatron reads)"
+)
 STEP = "what the optimizer does with it: its group, its weight decay, or whether it is trained at all"
 
 
@@ -42,14 +48,33 @@ def place_of(locator: Locator, plain: PlainRun, look: tuple[int, int]) -> Findin
     return locator.first()
 
 
+def of_loss(locator: Locator, wrong: Mapping[Number, float], step: int) -> Finding | None:
+    """The loss, where it is wrong and each logit that it is made of is right."""
+    found = {number for number in wrong if number.step == step and number.kind in ("loss", "logits")}
+    if {number.kind for number in found} != {"loss"} or locator.forward() is not None:
+        return None
+    ranks = tuple(range(len(locator.reports)))
+    error = wrong[next(iter(found))]
+    return replace(locator.finding_at("loss", "its value", ranks, "", OF_LOSS), error=error)
+
+
+def of_norm(locator: Locator, errors: Errors, wrong: Mapping[Number, float]) -> Finding | None:
+    """The gradient norm, where each gradient that it is made of is right."""
+    number = next((number for number in sorted(wrong) if number.kind == "grad_norm"), None)
+    if number is None or any(other.kind == "gradient" for other in wrong):
+        return None
+    ranks = tuple(rank for rank, error in sorted(errors.ranks[number].items()) if error > TOLERANCE)
+    found = locator.finding_at("gradient norm", "its value", ranks, "", COUNTED)
+    return replace(found, direction="backward", error=wrong[number])
+
+
 def _weights_before(locator: Locator, plain: PlainRun) -> Finding | None:
     """The parameter that is furthest off before a later step."""
     errors: dict[str, dict[int, float]] = {}
     for rank, name, shard, cut in replicas(locator.reports, "before", locator.tp):
         wanted = plain.before[name]
-        size = max(float(wanted.abs().max()), 1e-6)
-        errors.setdefault(name, {})[rank] = difference(shard, cut(wanted), -size)
-    return _of_weights(locator, errors, NOTICED_IN_WEIGHTS * 10)
+        errors.setdefault(name, {})[rank] = difference(shard, cut(wanted), -OPTIMIZER["lr"])
+    return _of_weights(locator, errors, NOTICED_IN_WEIGHTS)
 
 
 def first_weight(locator: Locator, errors: Errors, wrong: Mapping[Number, float]) -> Finding | None:
