@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -18,28 +20,33 @@ from megasched.reading.json_file import read_json
 from megasched.schedule_file import SCHEDULE, split_file
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PreTrainedModel
 
     from megasched.layout import Layout
 
-FORMAT = 1
+FORMAT = 2
 FLAG = "--require-certificate"
 CERTIFICATE = Expected(f"a certificate of format {FORMAT}, which `megasched verify` writes", flag=FLAG)
-_KNOWN = {"versions": {str: str}, "schedule": {}, "model": {}, "parallelism": {str: bool}, "found": {}}
+_KNOWN = {
+    **{"versions": {str: str}, "schedule": {}, "model": {}, "classes": {str: str}},
+    **{"parallelism": {str: bool}, "found": {}},
+}
+LIBRARIES = frozenset({"transformers", "torch", *sys.stdlib_module_names})
 PACKAGES = ("megasched", "megatron-core", "transformers", "torch")
 # Of a config: what says nothing about the model.
 _IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 
 
-def subject_of(schedule: str, config: PretrainedConfig, layout: Layout) -> dict[str, Any]:
-    """What a certificate is about: versions, schedule, model and kinds of parallelism.
+def subject_of(schedule: str, definition: PreTrainedModel, layout: Layout) -> dict[str, Any]:
+    """What a certificate is about: versions, schedule, model, the code of its classes and kinds of parallelism.
 
     Sizes of groups are left out: what holds for TP 2 holds for TP 8, as the same code runs.
 
     Args:
         schedule: what ``--model-schedule`` says; a file counts by its contents.
-        config: of the model as it is trained, overrides made.
+        definition: the model as it is trained, overrides made.
     """
+    config = definition.config
     file, name = split_file(schedule)
     text = b"" if file is None else read_bytes(file, SCHEDULE)
     values = {key: value for key, value in config.to_dict().items() if key not in _IGNORED}
@@ -47,8 +54,36 @@ def subject_of(schedule: str, config: PretrainedConfig, layout: Layout) -> dict[
         "versions": {package: version(package) for package in PACKAGES},
         "schedule": {"name": name, "sha256": _hash(text)},
         "model": {"type": config.model_type, "sha256": _hash(json.dumps(values, sort_keys=True).encode())},
+        "classes": sources_of(definition),
         "parallelism": _kinds(layout),
     }
+
+
+def sources_of(definition: PreTrainedModel) -> dict[str, str]:
+    """Hash of the source of every class of a definition and of what they derive from, by file and name; under
+    the name of the file alone that of all of it, as classes call functions beside them.
+
+    Those of transformers and torch are left out: their versions stand for them.
+
+    Raises:
+        ConfigError: a class has no source that can be read.
+    """
+    found = {}
+    for kind in own_classes(definition):
+        file, name = kind.__module__.rpartition(".")[2], kind.__qualname__
+        try:
+            found[f"{file}.{name}"] = _hash(inspect.getsource(kind).encode())
+            found[f"{file}.py"] = _hash(Path(inspect.getfile(kind)).read_bytes())
+        except (OSError, TypeError) as error:
+            what = f"no certificate speaks for {kind.__module__}.{name}: its source can't be read"
+            raise ConfigError(what) from error
+    return dict(sorted(found.items()))
+
+
+def own_classes(definition: PreTrainedModel) -> list[type]:
+    """Classes of a definition's modules, and what they derive from, that are neither transformers' nor torch's."""
+    met = dict.fromkeys(base for module in definition.modules() for base in type(module).__mro__)
+    return [kind for kind in met if kind.__module__.partition(".")[0] not in LIBRARIES]
 
 
 def _kinds(layout: Layout) -> dict[str, bool]:
@@ -123,6 +158,7 @@ def require_certificate(path: Path, subject: Mapping[str, Any]) -> None:
     for what in ("schedule", "model"):
         if held.get(what) != subject[what]:
             wrong.append(f"the {what} is another one")
+    wrong += _changed(held["classes"], subject["classes"])
     known = held["parallelism"]
     missing = [kind for kind, used in subject["parallelism"].items() if used and not known.get(kind)]
     if missing:
@@ -132,3 +168,19 @@ def require_certificate(path: Path, subject: Mapping[str, Any]) -> None:
     if wrong:
         lines = "\n  - ".join(["it does not speak for this run:", *wrong])
         raise ConfigError(f"{FLAG} {path}: {lines}\n`megasched verify` makes a new one")
+
+
+def _changed(held: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Which classes have other code; of a file, that something beside them has."""
+    differing = [name for name in sorted(held.keys() | now.keys()) if held.get(name) != now.get(name)]
+    classes = [name for name in differing if not name.endswith(".py")]
+    files = {name.partition(".")[0] for name in classes}
+    found = [f"the class {name} {_fate(name, held, now)}" for name in classes]
+    beside = [name for name in differing if name.endswith(".py") and name.removesuffix(".py") not in files]
+    return [*found, *(f"{name} has other code beside its classes" for name in beside)]
+
+
+def _fate(name: str, held: Mapping[str, str], now: Mapping[str, str]) -> str:
+    if name not in now:
+        return "is not there any more"
+    return "has other code than it had" if name in held else "was not there"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasched.certificate import own_classes
 from megasched.errors import ConfigError
 from megasched.layout import Layout
 from megasched.objectives import CAUSAL_LM, objective_of
@@ -16,7 +17,7 @@ from megasched.reading.files import Expected, is_regular
 from megasched.reading.json_file import read_json
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 DATA = Path(__file__).with_name("compatibility.json")
 MATRIX = Expected("the results of `make matrix`")
@@ -76,23 +77,75 @@ def unverified(model: PreTrainedModel, layout: Layout, results: dict[str, Any]) 
         results: ``types`` of the matrix.
     """
     model_type = model.config.model_type
-    checks = checks_for(layout)
     objective = objective_of(model)
-    if not checks or model_type in OTHER_OBJECTIVES.get(objective.name, ()):
+    own = own_classes(model)
+    if own:
+        return [f"{own[0].__name__} is not one of transformers' classes, which are all that was checked"]
+    if model_type in OTHER_OBJECTIVES.get(objective.name, ()):
         return []
     if objective is not CAUSAL_LM:
         return [f"{model_type} has not been checked as a {objective.model}"]
-    if not type(model).__module__.startswith("transformers."):
-        return [f"{type(model).__name__} is not one of transformers' classes, which are all that was checked"]
     known = results.get(model_type)
     if known is None or "model" in known:
         return [f"model type {model_type!r} has not been checked"]
+    checks = checks_for(layout)
+    if not checks and not any(outcome.get("verdict") == "equal" for outcome in known.values()):
+        return [f"{model_type} was equal in no check"]  # the code of one rank is what all of them ran
     doubts = [f"{model_type} has not been checked at {check}" for check in checks if check not in known]
     for check in (*checks, *products_for(layout)):
         outcome = known.get(check)
         if outcome is not None and outcome["verdict"] in DOUBTS:
             doubts.append(f"{model_type} {DOUBTS[outcome['verdict']]} when checked at {check}: {outcome['why']}")
     return doubts
+
+
+def unchecked_options(model: PreTrainedModel) -> list[str]:
+    """Fields of a config by which its class may take another way than it did when it was checked: switches, words,
+    kinds of layers, and what is set or not; as ``name=value``. Sizes and other numbers are none.
+
+    Args:
+        model: the definition, a stock class.
+    """
+    from megasched.verify.small_models import small_config
+
+    config = model.config.get_text_config(decoder=True)
+    try:
+        checked = small_config(model.config.model_type).get_text_config(decoder=True)
+    except Exception:  # each class validates in its own way; what is known of it then is what the matrix says
+        return []
+    if type(checked) is not type(config):
+        return []
+    fields = set(vars(checked)) - set(vars(_plain_config())) | {"tie_word_embeddings"}
+    found = []
+    for name in sorted(fields):
+        value = getattr(config, name, None)
+        choice, before = _choice(value), _choice(getattr(checked, name, None))
+        if not name.startswith("_") and not name.endswith(_NO_OPTIONS) and choice != before:
+            found.append(f"{name}={choice if isinstance(value, dict) else value!r}")
+    return found
+
+
+# Ends of names of fields that say nothing of a model's numbers, or of what is drawn at random.
+_NO_OPTIONS = ("token_id", "token_index", "dropout", "pdrop", "tp", "use_cache", "dtype")
+
+
+def _plain_config() -> PretrainedConfig:
+    from transformers import PretrainedConfig
+
+    return PretrainedConfig()
+
+
+def _choice(value: Any) -> Any:
+    """What of a field's value code may decide by."""
+    if isinstance(value, bool | str) or value is None:
+        return value
+    if isinstance(value, dict):
+        return {
+            key: _choice(own) for key, own in sorted(value.items(), key=str) if isinstance(own, bool | str | dict)
+        }
+    if isinstance(value, list | tuple) and any(isinstance(one, str) for one in value):
+        return sorted({str(one) for one in value})
+    return "a number"
 
 
 def refuse_unverified(model: PreTrainedModel, layout: Layout) -> None:
@@ -104,8 +157,8 @@ def refuse_unverified(model: PreTrainedModel, layout: Layout) -> None:
     doubts = unverified(model, layout, load_matrix()["types"])
     if doubts:
         lines = "\n  - ".join(["not known to be right:", *doubts])
-        model_type = model.config.model_type
-        raise ConfigError(
-            f"{lines}\n`megasched archs {model_type}` shows what is known, with --run it checks this machine's "
-            "copy; --allow-unverified runs it as it is"
-        )
+        name = model.config.model_type
+        remedy = f"`megasched archs {name}` shows what is known, with --run it checks this machine's copy"
+        if own_classes(model):
+            remedy = "`megasched verify --certificate FILE` checks it, and --require-certificate FILE runs it then"
+        raise ConfigError(f"{lines}\n{remedy}; --allow-unverified runs it as it is")

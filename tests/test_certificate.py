@@ -1,15 +1,32 @@
 """What a certificate speaks for, and what is said where it does not."""
 
 import hashlib
+import importlib.util
 import json
+import linecache
+import sys
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 from transformers import LlamaConfig
 
 from megasched.certificate import read_certificate, require_certificate, subject_of, write_certificate
 from megasched.errors import ConfigError
 from megasched.layout import Layout
 
+HEAD = """
+from torch import nn
+
+
+def half(x):
+    return x / 2
+
+
+class Norm(nn.Module):
+    def forward(self, x):
+        return half(x)
+"""
 SMALL = Layout(tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2)
 LARGE = Layout(tensor_model_parallel_size=8, sequence_parallel=True, pipeline_model_parallel_size=16)
 
@@ -21,22 +38,27 @@ def schedule(tmp_path):
     return str(file)
 
 
+def definition(config=None, *modules):
+    """What a certificate asks of one."""
+    return SimpleNamespace(config=config or LlamaConfig(), modules=lambda: (nn.Linear(1, 1), *modules))
+
+
 def certified(tmp_path, schedule, layout=SMALL, verdict="equal"):
     path = tmp_path / "certificate.json"
-    write_certificate(path, subject_of(schedule, LlamaConfig(), layout), {"verdict": verdict})
+    write_certificate(path, subject_of(schedule, definition(), layout), {"verdict": verdict})
     return path
 
 
 def refusal(path, schedule, config=None, layout=LARGE):
     with pytest.raises(ConfigError) as error:
-        require_certificate(path, subject_of(schedule, config or LlamaConfig(), layout))
+        require_certificate(path, subject_of(schedule, definition(config), layout))
     return str(error.value)
 
 
 def test_it_speaks_for_the_same_kinds_of_parallelism_at_any_size(tmp_path, schedule):
     path = certified(tmp_path, schedule)
-    require_certificate(path, subject_of(schedule, LlamaConfig(), LARGE))
-    require_certificate(path, subject_of(schedule, LlamaConfig(), Layout(pipeline_model_parallel_size=4)))
+    require_certificate(path, subject_of(schedule, definition(), LARGE))
+    require_certificate(path, subject_of(schedule, definition(), Layout(pipeline_model_parallel_size=4)))
     assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
 
 
@@ -91,8 +113,44 @@ def test_a_schedule_counts_by_its_file_and_a_name_by_all_that_it_says(tmp_path):
     file = tmp_path / "a:b" / "my.py"
     file.write_text("text")
     told = {
-        name: subject_of(name, LlamaConfig(), SMALL)["schedule"] for name in (f"{file}:one", "auto:a=1", "x:a=1")
+        name: subject_of(name, definition(), SMALL)["schedule"] for name in (f"{file}:one", "auto:a=1", "x:a=1")
     }
     assert told[f"{file}:one"]["name"] == "one"
     assert told[f"{file}:one"]["sha256"] == hashlib.sha256(b"text").hexdigest()
     assert (told["auto:a=1"]["name"], told["x:a=1"]["name"]) == ("auto:a=1", "x:a=1")
+
+
+def module_of(folder, text):
+    (folder / "norms.py").write_text(text)
+    spec = importlib.util.spec_from_file_location("norms", folder / "norms.py")
+    found = importlib.util.module_from_spec(spec)
+    sys.modules["norms"] = found
+    linecache.checkcache()
+    spec.loader.exec_module(found)
+    return found.Norm()
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "told"),
+    [
+        ("return half(x)", "return half(x) + 1", "the class norms.Norm has other code than it had"),
+        ("x / 2", "x / 3", "norms.py has other code beside its classes"),
+        (None, None, "the class norms.Norm was not there"),
+    ],
+)
+def test_a_class_that_has_changed_is_named(tmp_path, schedule, was, now, told):
+    path = tmp_path / "certificate.json"
+    before = module_of(tmp_path, HEAD)
+    given = definition(None, *([before] if was else []))
+    write_certificate(path, subject_of(schedule, given, SMALL), {"verdict": "equal"})
+    require_certificate(path, subject_of(schedule, given, LARGE))
+    changed = definition(None, module_of(tmp_path, HEAD.replace(was, now) if was else HEAD))
+    with pytest.raises(ConfigError, match=told) as error:
+        require_certificate(path, subject_of(schedule, changed, LARGE))
+    assert str(error.value).count("\n  - ") == 1
+
+
+def test_a_class_without_source_is_not_spoken_for(schedule):
+    kind = type("Made", (nn.Module,), {"__module__": "nowhere"})
+    with pytest.raises(ConfigError, match="no certificate speaks for nowhere"):
+        subject_of(schedule, definition(None, kind()), SMALL)

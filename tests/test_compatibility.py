@@ -1,13 +1,26 @@
 """What the matrix says of a run, and what is refused because nothing is said."""
 
+from types import SimpleNamespace
+
 import pytest
-from transformers import BertConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AlbertConfig,
+    BertConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MixtralConfig,
+    OlmoConfig,
+    RobertaConfig,
+    T5Config,
+    ViTConfig,
+)
 
 from megasched import compatibility
-from megasched.compatibility import checks_for, products_for, refuse_unverified, unverified
+from megasched.compatibility import checks_for, products_for, refuse_unverified, unchecked_options, unverified
 from megasched.errors import ConfigError
 from megasched.layout import Layout
-from megasched.objectives import MASKED_LM, set_objective
+from megasched.objectives import IMAGE_CLASSIFICATION, MASKED_LM, SEQ2SEQ_LM, set_objective
 
 EQUAL = {"verdict": "equal", "why": ""}
 TP2 = Layout(tensor_model_parallel_size=2)
@@ -37,8 +50,12 @@ def test_the_checks_that_speak_for_a_layout():
     assert products_for(Layout(pipeline_model_parallel_size=2)) == []
 
 
-def test_one_rank_of_the_model_needs_no_check(llama):
-    assert unverified(llama, Layout(data_parallel_size=8), {}) == []
+def test_at_one_rank_of_the_model_any_check_speaks_for_it(llama):
+    many = Layout(data_parallel_size=8)
+    assert unverified(llama, many, {}) == ["model type 'llama' has not been checked"]
+    assert unverified(llama, many, {"llama": {"pp2": EQUAL}}) == []
+    failed = {"tp2": {"verdict": "failed", "why": "x"}, "facts": {"why": "x"}}
+    assert unverified(llama, many, {"llama": failed}) == ["llama was equal in no check"]
 
 
 def test_what_was_equal_is_verified(llama):
@@ -70,8 +87,54 @@ def test_a_class_of_somebody_elses_is_not_what_was_checked(llama):
         """The same model type, other code."""
 
     mine = Mine(llama.config)
-    (doubt,) = unverified(mine, TP2, {"llama": {"tp2": EQUAL}})
-    assert doubt.startswith("Mine is not one of transformers' classes")
+    for layout in (TP2, Layout(), Layout(data_parallel_size=2)):
+        (doubt,) = unverified(mine, layout, {"llama": {"tp2": EQUAL}})
+        assert doubt.startswith("Mine is not one of transformers' classes")
+
+
+@pytest.mark.parametrize("config_class", [BertConfig, RobertaConfig, AlbertConfig, T5Config, ViTConfig])
+def test_nor_is_one_of_a_model_type_with_tests_of_its_own(llama, config_class):
+    class Mine(LlamaForCausalLM):
+        """Whatever its type says."""
+
+    mine = Mine(llama.config)
+    mine.config = config_class()
+    for objective in (MASKED_LM, SEQ2SEQ_LM, IMAGE_CLASSIFICATION):
+        set_objective(mine, objective)
+        (doubt,) = unverified(mine, TP2, {})
+        assert doubt.startswith("Mine is not one of transformers' classes")
+
+
+def test_a_module_of_somebody_elses_in_a_stock_class_is_not_what_was_checked(llama):
+    class Norm(type(llama.model.norm)):
+        """The same, perhaps."""
+
+    changed = LlamaForCausalLM(llama.config)
+    changed.model.norm = Norm(8)
+    (doubt,) = unverified(changed, Layout(), {"llama": {"tp2": EQUAL}})
+    assert doubt.startswith("Norm is not one of transformers' classes")
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (LlamaConfig(hidden_size=4096, rms_norm_eps=1e-6, num_key_value_heads=8), []),
+        (
+            LlamaConfig(tie_word_embeddings=True, attention_bias=True),
+            ["attention_bias=True", "tie_word_embeddings=True"],
+        ),
+        (OlmoConfig(clip_qkv=8.0), ["clip_qkv=8.0"]),
+        (MistralConfig(sliding_window=None), ["sliding_window=None"]),
+        (MixtralConfig(num_local_experts=64), []),
+        (
+            LlamaConfig(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+            ["rope_parameters={'rope_type': 'linear'}"],
+        ),
+    ],
+    ids=str,
+)
+def test_options_away_from_what_was_checked_are_told(config, options):
+    assert unchecked_options(SimpleNamespace(config=config)) == options
 
 
 def test_the_refusal_says_what_can_be_done(llama, monkeypatch):
@@ -81,6 +144,14 @@ def test_the_refusal_says_what_can_be_done(llama, monkeypatch):
     assert "model type 'llama' has not been checked" in str(refused.value)
     assert "`megasched archs llama` shows" in str(refused.value)
     assert "--allow-unverified" in str(refused.value)
+
+
+def test_of_a_class_of_ones_own_verify_is_the_way(llama):
+    class Mine(LlamaForCausalLM):
+        """The same model type, other code."""
+
+    with pytest.raises(ConfigError, match="`megasched verify --certificate FILE` checks it"):
+        refuse_unverified(Mine(llama.config), Layout())
 
 
 def test_the_families_of_the_readme_are_verified(llama):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megasched.certificate import require_certificate, subject_of
-from megasched.compatibility import refuse_unverified
+from megasched.compatibility import refuse_unverified, unchecked_options
 from megasched.errors import NAMED_MODULES, Problem, ScheduleError
 from megasched.lowering.fp8 import left_in_16_bits
 from megasched.megatron.lora_run import tell_of_adapters, with_adapters
@@ -58,10 +58,11 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     )
     plan = session.plan
     if args.require_certificate is not None:
-        subject = subject_of(schedule, session.definition.config, plan.layout)
+        subject = subject_of(schedule, session.definition, plan.layout)
         require_certificate(Path(args.require_certificate), subject)
     elif not args.allow_unverified:
         refuse_unverified(session.definition, plan.layout)
+        _tell_of_options(session, args.rank)
     refuse_overlap(plan, args.overlap_grad_reduce)
     session.hf_model = Path(args.hf_model)
     source = weight_source(args, session.definition)
@@ -105,6 +106,12 @@ def _tell_of_16_bits(session: Session, rank: int) -> None:
     if left and rank == 0:
         more = f" and {len(left) - NAMED_MODULES} more" if len(left) > NAMED_MODULES else ""
         print(f"megasched: linears that stay in 16 bits: {', '.join(left[:NAMED_MODULES])}{more}")
+
+
+def _tell_of_options(session: Session, rank: int) -> None:
+    options = unchecked_options(session.definition) if rank == 0 else []
+    if options:
+        print(f"megasched: not verified with these options: {', '.join(options)}; `megasched verify` checks them")
 
 
 def _settle_accumulation(args: Namespace) -> None:

@@ -160,8 +160,8 @@ class Judge:
         return found or of_norm(locator, errors, wrong)
 
     def _missing(self, name: str) -> Finding | None:
-        what = "it is not on both sides"
-        return self._locator(self.reports, first_step(self.plain), FIRST).finding_at(name, what, (), "", "")
+        what, ranks = "it is not on both sides and", tuple(range(len(self.reports)))
+        return self._locator(self.reports, first_step(self.plain), FIRST).finding_at(name, what, ranks, "", "")
 
     def _locator(self, reports: list[RankReport], expected: HfStep, look: Look) -> Locator:
         layout = self.steps.layout

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megasched.certificate import subject_of, write_certificate
-from megasched.definition import load_config
+from megasched.definition import build_definition, load_config
 from megasched.errors import ConfigError
 from megasched.layout import Layout
 from megasched.schedule_file import split_file
@@ -141,7 +141,8 @@ def certify(
         ConfigError: it can't be written.
     """
     config = load_config(found.hf_model, overrides, trust_remote_code=trust_remote_code)
-    write_certificate(path, subject_of(found.schedule, config, found.layout), found.to_dict())
+    definition = build_definition(config, trust_remote_code=trust_remote_code)
+    write_certificate(path, subject_of(found.schedule, definition, found.layout), found.to_dict())
 
 
 def _check_size(layout: Layout) -> None:

@@ -86,7 +86,9 @@ def test_the_balanced_cut_becomes_megatrons_layout(llama):
 
 def test_a_run_that_no_check_covers_is_refused_until_it_is_allowed(llama, monkeypatch):
     monkeypatch.setattr("megasched.compatibility.load_matrix", lambda: {"types": {}})
-    begin_session(arguments(llama), {})  # one rank of the model needs no check
+    for one_rank in (arguments(llama), arguments(llama, world_size=1)):
+        with pytest.raises(ConfigError, match="model type 'llama' has not been checked"):
+            begin_session(one_rank, {})
     with pytest.raises(ConfigError, match="model type 'llama' has not been checked"):
         begin_session(arguments(llama, tensor_model_parallel_size=2), {})
     begin_session(arguments(llama, tensor_model_parallel_size=2, allow_unverified=True), {})
@@ -226,12 +228,14 @@ def test_a_certificate_stands_for_the_checks_that_were_not_made(tmp_path):
     from transformers import AutoConfig
 
     from megasched.certificate import subject_of, write_certificate
+    from megasched.definition import build_definition
     from megasched.layout import Layout
 
     folder = tiny.save("llama", tmp_path / "llama")
     path = tmp_path / "certificate.json"
     layout = Layout(tensor_model_parallel_size=2)
-    write_certificate(path, subject_of("auto", AutoConfig.from_pretrained(folder), layout), {"verdict": "equal"})
+    definition = build_definition(AutoConfig.from_pretrained(folder))
+    write_certificate(path, subject_of("auto", definition, layout), {"verdict": "equal"})
     begin_session(arguments(folder, tensor_model_parallel_size=4, require_certificate=str(path)), {})
     with pytest.raises(ConfigError, match="it was made without PP"):
         begin_session(arguments(folder, pipeline_model_parallel_size=2, require_certificate=str(path)), {})
