@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megasched.errors import CheckpointError, MegaschedError
 from megasched.lora import A, B
 from megasched.megatron.buffers import persistent_buffers
+from megasched.megatron.config_check import refuse_another_config, tell_of_another_config
 from megasched.megatron.weights_of_run import loaded_folder
 from megasched.weights.padding import padded_lengths
 from megasched.weights.torch_dist import TorchDist, checkpoint_folder
@@ -128,7 +129,8 @@ def check(load: Path, session: Session, *, starts_anew: bool) -> frozenset[str]:
         Parameters of LoRA adapters that begin in this run: the checkpoint has none, and the run starts anew.
 
     Raises:
-        CheckpointError: it is not complete, damaged, or names and shapes are not those of the model.
+        CheckpointError: it is not complete, damaged, or names and shapes are not those of the model; the run goes
+            on from it with another config.
     """
     folder = checkpoint_folder(load)
     checkpoint = TorchDist(folder)
@@ -159,6 +161,8 @@ def check(load: Path, session: Session, *, starts_anew: bool) -> frozenset[str]:
         for title, names in wrong.items():
             lines += [f"  {title} ({len(names)}):", *(f"    {name}" for name in sorted(names))] if names else []
         raise CheckpointError("\n".join(lines))
+    compare_config = tell_of_another_config if anew else refuse_another_config
+    compare_config(folder, session.definition.config)
     return begins
 
 

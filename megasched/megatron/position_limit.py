@@ -17,6 +17,7 @@ ORIGINAL = "original_max_position_embeddings"
 WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 # They take limit / length of pretraining for the factor, where the config does not say it.
 WITH_FACTOR = ("yarn", "longrope")
+DYNAMIC = "dynamic"
 
 
 def remedy(config: PretrainedConfig, field: str, sequence: int) -> str:
@@ -28,7 +29,7 @@ def remedy(config: PretrainedConfig, field: str, sequence: int) -> str:
     text = config.get_text_config(decoder=True)
     part = next((f"{name}." for name, value in vars(config).items() if value is text), "")
     limit, sets = getattr(text, field), list(_sets(text))
-    dynamic = [path for path, rope in sets if _kind(rope) == "dynamic"]
+    dynamic = [path for path, rope in sets if _kind(rope) == DYNAMIC]
     if dynamic:
         fixed = {"rope_type": "yarn", "factor": float(math.ceil(sequence / limit)), ORIGINAL: limit}
         override = f"{part}{'.'.join(dynamic[0])}={json.dumps(fixed)}"
@@ -40,6 +41,12 @@ def remedy(config: PretrainedConfig, field: str, sequence: int) -> str:
     kept = [f"{part}{'.'.join(path)}.{name}={value}" for path, name, value in _kept(text, limit)]
     why = " (the frequencies would follow from it otherwise)" if kept else ""
     return f"to train beyond, say --hf-override {' '.join([f'{part}{field}={sequence}', *kept])}{why}"
+
+
+def is_limit_alone(config: PretrainedConfig) -> bool:
+    """Whether positions are rotary ones that do not follow from how many there may be."""
+    kinds = [_kind(rope) for _, rope in _sets(config.get_text_config(decoder=True))]
+    return bool(kinds) and not {DYNAMIC, *WITH_FACTOR}.intersection(kinds)
 
 
 def _kept(config: PretrainedConfig, limit: int) -> Iterator[tuple[Path, str, float]]:

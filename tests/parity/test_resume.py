@@ -64,6 +64,27 @@ def test_resume_from_several_buckets_that_end_with_padding(ranks, tmp_path):
         torch.testing.assert_close(weights[name], wanted, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_an_override_that_is_forgotten_on_resume(ranks, tmp_path):
+    """Names and shapes are the same: only the numbers would be another model's."""
+    folder = tiny.save("llama", tmp_path / "model")
+    saved, override = tmp_path / "ckpt", ["--hf-override", "rms_norm_eps=0.3", "rope_theta=5.0"]
+    whole = ranks.run(1, train, folder, [*override, *SAVE], iterations=END)
+    ranks.run(
+        1, train, folder, [*override, *SAVE, "--save", str(saved), "--save-interval", str(STOP)], iterations=STOP
+    )
+    resumed = ranks.run(1, train, folder, [*override, *SAVE, "--load", str(saved)], iterations=END)
+    torch.testing.assert_close(losses(resumed), losses(whole)[STOP:], rtol=2e-6, atol=0)
+    with pytest.raises(RankError) as refused:
+        ranks.run(1, train, folder, [*SAVE, "--load", str(saved)], iterations=END)
+    assert "rms_norm_eps: 0.3 in the checkpoint, 1e-06 in this run: --hf-override rms_norm_eps=0.3" in str(
+        refused.value
+    )
+    assert "--hf-override rope_parameters.rope_theta=5.0" in str(refused.value)
+    for anew in (["--load", str(saved), "--finetune"], ["--pretrained-checkpoint", str(saved)]):
+        (report,) = ranks.run(1, train, folder, [*SAVE, *anew], iterations=1)
+        assert report.iterations == 1
+
+
 def keys_of(folder: Path) -> dict[str, list[int]]:
     """Key -> global shape of every model tensor in a checkpoint."""
     from torch.distributed.checkpoint import FileSystemReader
