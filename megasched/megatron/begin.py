@@ -17,6 +17,7 @@ from megasched.megatron.session import Session, open_session, set_session
 from megasched.megatron.sft_flags import settle_sft
 from megasched.megatron.shared import refuse_overlap
 from megasched.megatron.te_flags import settle_attention_backend, settle_without_te
+from megasched.megatron.unreached import refuse_unsure_overlap, tell_of_unreached
 from megasched.weights.hf_folder import HFFolder
 from megasched.weights.names import of_passed_over
 
@@ -56,6 +57,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         objective=args.objective,
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
     )
+    session.freeze_unreached(args.micro_batch_size, args.seq_length)
     plan = session.plan
     if args.require_certificate is not None:
         subject = subject_of(schedule, session.definition, plan.layout)
@@ -64,6 +66,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         refuse_unverified(session.definition, plan.layout)
         _tell_of_options(session, args.rank)
     refuse_overlap(plan, args.overlap_grad_reduce)
+    refuse_unsure_overlap(session.reach, args.overlap_grad_reduce)
     session.hf_model = Path(args.hf_model)
     source = weight_source(args, session.definition)
     session.source = with_adapters(source, session.schedule, args.seed)
@@ -84,6 +87,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
             args.num_virtual_stages_per_pipeline_rank = None
     _tell_of_passed_over(source, session, args.rank)
     tell_of_adapters(session.schedule, session.replaced, args.rank)
+    tell_of_unreached(session.replaced, session.reach, args.rank)
     _tell_of_16_bits(session, args.rank)
     _settle_accumulation(args)
     settle_without_te(args)

@@ -21,6 +21,7 @@ from megasched.megatron.session import get_session
 from megasched.megatron.shared import finalize_with_shared
 from megasched.megatron.stage import Stage
 from megasched.megatron.token_ids import checked_ids
+from megasched.megatron.unreached import watch_unreached
 from megasched.megatron.weight_decay import spare, spared_names
 from megasched.megatron.weights_of_run import told_source
 from megasched.trial.structure import Structure
@@ -74,6 +75,7 @@ class ScheduledModelBuilder(GPTModelBuilder):
                 stages=made,
                 packing=packing,
             )
+        watch_unreached(chunk.definition, session.reach.uncalled)
         spare(chunk.local_parameters().values(), spared_names(session.definition))
         chunk.register_forward_pre_hook(checked_ids, with_kwargs=True)
         if chunk.shared_copies():

@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 # Adapters: a checkpoint of the model alone has none, and they begin as their initialisation says.
 ADAPTER = re.compile(rf"\.(?:{A}|{B})\.")
 
+# Megatron's names of optimizer states that lie as the gradient buffers do, and why those may not fit.
+BUFFERS = "optimizer.distributed.dp_group_idx"
+BOUND = (
+    "its optimizer's states lie as the gradients of that run lay in memory: they fit the same layout and the same "
+    "trained parameters alone. Resume it with --no-load-optim; states that fit any run are written with "
+    "--dist-ckpt-optim-fully-reshardable"
+)
+
 
 def loaded(
     load: Callable[[], Any], models: Sequence[Any], args: Namespace, session: Session, load_arg: str
@@ -94,7 +102,8 @@ def _told(load: Callable[[], Any], folder: Path) -> Any:
         raise CheckpointError(f"{folder}: {error}") from error
     except CheckpointException as error:  # torch's, a BaseException: what ranks have raised while they read
         said = {str(raised): None for raised, _ in error.failures.values()}
-        raise _refusal(folder, _unreadable(folder) or list(said)) from error
+        bound = [BOUND] if any(BUFFERS in text for text in said) else []
+        raise _refusal(folder, _unreadable(folder) or [*said, *bound]) from error
     except Exception as error:
         damaged = _unreadable(folder)
         if damaged:

@@ -25,8 +25,12 @@ from megasched.lowering.replacement import replace_modules
 from megasched.megatron.cut import balance, cuts_asked_for, layer_costs, layout_string
 from megasched.megatron.known_model import KnownModel, know_model
 from megasched.megatron.stage_trial import why_not_alone
+from megasched.megatron.unreached import freeze_unreached
 from megasched.objectives import CAUSAL_LM, objective_of
 from megasched.schedule import Schedule
+from megasched.trial.meta_call import meta_copy
+from megasched.trial.reach import Reach, find_reach
+from megasched.trial.structure import structure_of
 
 WITHOUT_STAGES = "run it without pipeline stages"
 
@@ -44,7 +48,7 @@ class Session:
     """One run's model.
 
     Attributes:
-        definition: pristine, parameters on meta; nobody changes it.
+        definition: pristine, parameters on meta; nobody changes it, but for what is not trained.
         schedule: the user's records on it.
         replaced: the definition after replacements; the same object where there are none.
         renamed: parameter of a replaced module -> parameter of the definition it stands for.
@@ -54,6 +58,7 @@ class Session:
         source: where the weights come from.
         batch_shape: [b, s] of a micro-batch.
         hf_model: where the config came from.
+        reach: what training reaches, once ``freeze_unreached`` was called.
     """
 
     definition: PreTrainedModel
@@ -66,6 +71,7 @@ class Session:
     source: WeightSource | None = None
     batch_shape: tuple[int, int] = (1, 1)
     hf_model: Path = Path()
+    reach: Reach = field(default_factory=Reach)
     _balanced: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
     _sides: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -103,6 +109,22 @@ class Session:
             what = f"context parallelism is for causal language models, and this is a {objective.model}"
             raise ScheduleError(Problem(what, remedy="run it without --context-parallel-size"))
         return plan
+
+    def freeze_unreached(self, batch: int, length: int) -> None:
+        """Parameters that such batches never reach are not trained; to be called before there is a plan.
+
+        Args:
+            batch, length: of a micro-batch; code may use some modules on long sequences alone.
+        """
+        if self.structure is None:
+            return
+        objective = objective_of(self.replaced)
+        inputs = objective.trial(self.replaced.config, batch, length)
+        if not self.structure.calls_loss:
+            del inputs["labels"]
+        probe = meta_copy(self.replaced)
+        self.reach = find_reach(probe, {**inputs, **objective.constants}, calls_loss=self.structure.calls_loss)
+        freeze_unreached(self.replaced, self.reach)
 
     @cached_property
     def _runs(self) -> KnownRuns:
@@ -296,11 +318,11 @@ def _open(known: KnownModel, layout: Layout, make_vocab_size_divisible_by: int) 
     if any(r.primitive in ("replace", "replace_all") for r in root.records):
         replaced = copy.deepcopy(definition)
         renamed = replace_modules(root, replaced)
-        structure = None  # of what runs now; planning finds it
     if adapted(root.records):
         replaced = copy.deepcopy(definition) if replaced is definition else replaced
         adapt_modules(root, replaced)
-        structure = None
+    if replaced is not definition:
+        structure = structure_of(replaced)  # of what runs now
     vocab_multiple = make_vocab_size_divisible_by * layout.tp
     return Session(definition, root, replaced, renamed, vocab_multiple, known, structure)
 

@@ -131,6 +131,7 @@ def plan(
         opened[splits] = open_session(
             schedule, hf_model, layout, overrides=overrides or (), trust_remote_code=trust_remote_code
         )
+        opened[splits].freeze_unreached(1, sequence_length)
         return opened[splits]
 
     job = Job(

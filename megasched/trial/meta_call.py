@@ -30,28 +30,35 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 class DefaultScalars(TorchDispatchMode):
-    """Answers questions about values, which a meta tensor has not, with zero or False.
+    """Answers questions about values, which a meta tensor has not, with zero or False, or another number.
 
     Models ask such things to choose between code paths of equal structure (a longer rotary table past the
     trained length); a trial only looks at structure.
 
     Args:
         results: what carries out all other operations.
+        answer: to all questions.
     """
 
-    def __init__(self, results: MetaResults | None = None) -> None:
+    def __init__(self, results: MetaResults | None = None, *, answer: int = 0) -> None:
         super().__init__()
+        self.answer = answer
         self._call = (results or MetaResults()).call
+
+    def asked_about_values(self) -> None:
+        """Called when code has asked for values, or how many of a kind there are."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in _ANSWERED:
             return self._call(func, args, kwargs or {})
+        if func in _QUESTIONS or (func is torch.ops.aten.index.Tensor and any(map(_is_mask, args[1]))):
+            self.asked_about_values()
         if func is torch.ops.aten._local_scalar_dense.default:
-            return False if args[0].dtype == torch.bool else 0
+            return bool(self.answer) if args[0].dtype == torch.bool else self.answer
         if func is torch.ops.aten.equal.default:
-            return False
+            return bool(self.answer)
         if (
             func is torch.ops.aten.nonzero.default
         ):  # how many there are is a value; of one, all that follows is seen
@@ -79,21 +86,44 @@ _ANSWERED = {
 }
 
 
+_QUESTIONS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+}
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype == torch.bool
+
+
 def _one_place(index: torch.Tensor | None) -> list[torch.Tensor | None]:
     """The indices of one place of those that a mask selects; an index that is no mask as it is."""
-    if index is None or index.dtype != torch.bool:
+    if index is None or not _is_mask(index):
         return [index]
     return [index.new_empty(1, dtype=torch.long) for _ in index.shape]
 
 
 class _DefaultLists(TorchFunctionMode):
-    """The same for ``tolist``, which no dispatch sees."""
+    """The same for ``tolist``, which no dispatch sees.
+
+    Args:
+        mode: what the run is made in; it says the answer, if it is a ``DefaultScalars``.
+    """
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        super().__init__()
+        self._mode = mode
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.tolist and args[0].is_meta:
-            return torch.zeros_like(args[0], device="cpu").tolist()
+            answer = 0
+            if isinstance(self._mode, DefaultScalars):
+                self._mode.asked_about_values()
+                answer = self._mode.answer
+            return torch.full_like(args[0], answer, device="cpu").tolist()
         return func(*args, **(kwargs or {}))
 
 
@@ -167,7 +197,8 @@ def run_on_meta(
 ) -> Any:
     """One forward in training mode; the model must be a ``meta_copy``."""
     model.train()
-    with torch.set_grad_enabled(autograd), torch.device("meta"), _DefaultLists(), mode or DefaultScalars():
+    mode = mode or DefaultScalars()
+    with torch.set_grad_enabled(autograd), torch.device("meta"), _DefaultLists(mode), mode:
         return model(**inputs)
 
 
