@@ -90,9 +90,9 @@ def test_everything_that_differs_is_told_at_once(tmp_path, schedule):
     [
         (None, "No such file"),
         ("{", "it is no JSON"),
-        ("[]", "the whole is a list, an object is due; expected a certificate of format 1"),
-        ('{"format": 9}', "it is of format 9; expected a certificate of format 1"),
-        ('{"format": 1, "versions": {"torch": 2}}', r"versions\.torch is 2, text is due"),
+        ("[]", "the whole is a list, an object is due; expected a certificate of format 2"),
+        ('{"format": 9}', "it is of format 9; expected a certificate of format 2"),
+        ('{"format": 2, "versions": {"torch": 2}}', r"versions\.torch is 2, text is due"),
     ],
 )
 def test_what_is_no_certificate_is_refused(tmp_path, text, words):

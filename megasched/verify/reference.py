@@ -30,7 +30,6 @@ class HfStep:
     gradients: dict[str, torch.Tensor]
     grad_norm: float
     sightings: Sightings | None = None
-    unused: frozenset[str] = frozenset()  # parameters without a gradient; ``gradients`` has zeros for them
 
 
 def hf_model(
@@ -142,10 +141,10 @@ def _step(
         (loss * share if per_token else loss / len(outcomes)).backward()
         total += float(loss.detach()) * share
         logits.append(out.detach())
-    unused = frozenset(n for n, p in model.named_parameters() if p.grad is None)
+    # A parameter that is not used has no gradient, and is compared with zeros.
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     norm = torch.stack([g.norm(dtype=torch.float64) for g in gradients.values()]).norm().item()
-    return HfStep(total, logits, gradients, norm, unused=unused)
+    return HfStep(total, logits, gradients, norm)
 
 
 def differences(got: HfStep, expected: HfStep) -> dict[str, float]:
