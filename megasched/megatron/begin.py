@@ -71,6 +71,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     source = weight_source(args, session.definition)
     session.source = with_adapters(source, session.schedule, args.seed)
     session.batch_shape = args.micro_batch_size, args.seq_length
+    session.eval_micro_batch_size = args.eval_micro_batch_size
     session.source.check({placement.name for placement in plan.placements.values()})
     # Of an encoder-decoder's config HF reads the other stack's depth.
     if plan.structure is not None and not plan.structure.repeated:

@@ -57,6 +57,7 @@ class Session:
         structure: how ``replaced`` runs, where that is known.
         source: where the weights come from.
         batch_shape: [b, s] of a micro-batch.
+        eval_micro_batch_size: b in validation, where it is another.
         hf_model: where the config came from.
         reach: what training reaches, once ``freeze_unreached`` was called.
     """
@@ -70,6 +71,7 @@ class Session:
     structure: Structure | None = None
     source: WeightSource | None = None
     batch_shape: tuple[int, int] = (1, 1)
+    eval_micro_batch_size: int | None = None
     hf_model: Path = Path()
     reach: Reach = field(default_factory=Reach)
     _balanced: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
@@ -244,7 +246,8 @@ class Session:
             remedy = "use another level than block, or no pipeline stages"
             raise ScheduleError(Problem(what, min(self.plan.blocks), remedy=remedy))
         batch, length = batch_shape
-        packing.fit(boundaries, batch, length // layout.cp)
+        for rows in (batch, self.eval_micro_batch_size or batch):
+            packing.fit(boundaries, rows, length // layout.cp)
         return packing
 
     def sent_width(self, packing: Packing | None) -> int:

@@ -112,10 +112,13 @@ class Packing:
         return plain and hidden.run_dtype(self.dtype) == self.dtype
 
     def fit(self, boundaries: Sequence[int], batch: int, length: int) -> None:
-        """Makes what is sent [s, b, w] wide enough for all of these cuts."""
+        """Makes what is sent [s, b, w] wide enough for all of these cuts; called again, for other batches as well.
+
+        What has no rows of its own takes the more of w, the fewer rows there are.
+        """
         room = max(sum(piece.room for piece in self.pieces(boundary, batch, length)) for boundary in boundaries)
         row = length // self.parts * batch * self.dtype.itemsize
-        self.width = -(-room // row)
+        self.width = max(self.width, -(-room // row))
 
     def pieces(self, boundary: int, batch: int, length: int) -> tuple[Piece, ...]:
         """What crosses a cut before the layer ``boundary`` on this rank: the hidden state, then the sides."""

@@ -48,6 +48,7 @@ def arguments(folder, schedule="auto", **changes):
         "eval_interval": 10,
         "seq_length": 16,
         "micro_batch_size": 1,
+        "eval_micro_batch_size": None,
         "make_vocab_size_divisible_by": 4,
         "num_layers": 4,
         "world_size": 4,

@@ -113,3 +113,18 @@ def test_parts_of_sequences_go_along_a_plain_hidden_state_with_what_hooks_record
         assert pack.known_of_parts([1, 2]) is known
         assert pack.needed([1, 2]) is bool(sides)
     assert not packing(dims=("s", "b", 8), sides=()).known_of_parts([1])
+
+
+def test_there_is_room_for_batches_of_other_rows_than_in_training():
+    """A bias of positions has as many bytes for one row as for four."""
+    bias = Side(0, 2, (Place("layers.0", 0, "bias"),))
+    pack = packing(sides=(bias,))
+    tensor = torch.randn(1, 4, 6, 6)
+    for rows in (1, 4):
+        pack.measured[pack.dtype, rows, 6] = {bias.places[0]: tensor.to("meta")}
+        pack.fit([2], rows, 6)
+    for rows in (1, 4):
+        hidden, there = torch.randn(rows, 6, 8), Wire(batch=rows, length=6)
+        pack.receive(2, there, pack.send(2, Wire(batch=rows, length=6, values={bias: tensor}), hidden))
+        assert torch.equal(there.received, hidden)
+        assert torch.equal(there.values[bias], tensor)
