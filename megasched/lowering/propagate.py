@@ -72,6 +72,9 @@ def propagate(
         if not loss_takes_shards:
             for tensor in tensors_in(output):
                 run.derived.gather |= run.label(tensor).columns
+        entries = find_entries(run.column_calls, run.other_uses, cuts, structure)
+        if sequence_parallel:
+            run.want_lengths({column for region in entries.values() for column in region.columns})
         refused = frozenset(run.not_regions)
         wanted = (regions | run.wanted_regions) - refused
         # What was gathered for want of a region, or of a part, need not be with it.
@@ -83,7 +86,7 @@ def propagate(
         gather, regions, not_regions, rows_inside = found, wanted, refused, rows
         parts |= run.parts.wanted
     run.derived.gather, run.derived.rows_inside = set(gather), set(rows_inside)
-    run.derived.regions = find_entries(run.column_calls, run.other_uses, cuts, structure)
+    run.derived.regions = entries
     for path in run.derived.needed_regions:
         columns = tuple(
             column for column in cuts if column in run.derived.inside and column.startswith(path + ".")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -298,6 +298,30 @@ class LabelRun(DefaultScalars):
             if index is not None and path != self.structure.layer_path(index):
                 return path
         return None
+
+    def want_lengths(self, entered: Container[str]) -> None:
+        """What views a column's output as heads reads the length of the sequence off what its module is handed,
+        which must be a region then: the whole sequence comes in at its entry.
+
+        Args:
+            entered: columns that read what a module around them takes over.
+        """
+        settled = self.gather | self.derived.gather | self.derived.inside
+        for column in sorted(self.derived.by_heads - settled):
+            index = None if self.structure is None else self.structure.index_of(column)
+            if column in entered or self.structure is None or index is None:
+                continue
+            layer = self.structure.layer_path(index)
+            path = f"{layer}.{column.removeprefix(f'{layer}.').partition('.')[0]}"
+            if path in self.regions:
+                continue
+            if path == column or path in self.not_regions or not self.slots.get(path):
+                self._problem(
+                    f"what {column} gives is viewed as heads, by a length that is read off a part of the sequence",
+                    "switch sequence parallelism off for this architecture",
+                )
+            else:
+                self.wanted_regions.add(path)
 
     def _want_region(self) -> bool:
         """Asks for the module around to be one TP region; False where it can't be, or is one already."""

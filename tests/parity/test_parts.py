@@ -14,6 +14,8 @@ from tests.parity.cases import spread
 CASES = {
     "bloom": {},
     "bloom of 12 heads": {"hidden_size": 96, "n_head": 12},
+    # Its attention is handed one tensor as what it reads and what it adds to.
+    "bloom with residuals of norms": {"apply_residual_connection_post_layernorm": True},
     "mpt": {},
     "mpt of 12 heads": {"d_model": 96, "n_heads": 12},
     "falcon with ALiBi": {"alibi": True, "multi_query": False},
