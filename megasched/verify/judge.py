@@ -150,7 +150,8 @@ class Judge:
         micro-batch."""
         look = first_wrong(wrong, states)
         if look is None:
-            return first_weight(self._locator(self.reports, first_step(self.plain), FIRST), errors, wrong)
+            locator = self._locator(self.reports, first_step(self.plain), FIRST)
+            return first_weight(locator, errors, wrong, self.plain)
         reports, plain = self.reports, self.plain
         if look != FIRST:
             self.steps.progress(f"again, to look at micro-batch {look[1] + 1} of step {look[0] + 1}")

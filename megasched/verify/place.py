@@ -18,6 +18,7 @@ COUNTED = (
     "each gradient is right: a parameter is counted on no rank, or on several (by its tensor_model_parallel and "
     "shared, which Megatron reads)"
 )
+UNUSED = "no step gives it a gradient: torch leaves it as it is then, and Megatron decays it"
 STEP = "what the optimizer does with it: its group, its weight decay, or whether it is trained at all"
 
 
@@ -77,10 +78,13 @@ def _weights_before(locator: Locator, plain: PlainRun) -> Finding | None:
     return _of_weights(locator, errors, NOTICED_IN_WEIGHTS)
 
 
-def first_weight(locator: Locator, errors: Errors, wrong: Mapping[Number, float]) -> Finding | None:
+def first_weight(
+    locator: Locator, errors: Errors, wrong: Mapping[Number, float], plain: PlainRun
+) -> Finding | None:
     """The parameter or buffer that is furthest off after the steps."""
     held = {number.name: errors.ranks[number] for number in wrong if number in errors.ranks}
-    return _of_weights(locator, held, NOTICED)
+    found = _of_weights(locator, held, NOTICED)
+    return replace(found, cause=UNUSED) if found is not None and found.where in plain.unreached else found
 
 
 def _of_weights(locator: Locator, errors: Mapping[str, Mapping[int, float]], noticed: float) -> Finding | None:

@@ -194,6 +194,11 @@ def rounded_activation(sch, layout):
     _output("model.layers.2.mlp.down_proj", lambda output: output.bfloat16().float())
 
 
+def wrong_on_the_second_replica(sch, layout):
+    auto(sch, layout)
+    _output("model.layers.2.mlp", lambda output: output * (1 + 0.01 * torch.distributed.get_rank()))
+
+
 # gradients -------------------------------------------------------------------------------------------
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -212,6 +217,18 @@ def gradient_on_one_rank_alone(sch, layout):
 def gradient_times_tp(sch, layout):
     auto(sch, layout)
     _gradient(NORM, lambda gradient: 2 * gradient)
+
+
+def experts_of_one_rank_untrained(sch, layout):
+    auto(sch, layout)
+
+    def plant(definition):
+        if torch.distributed.get_rank() == 1:
+            for name, parameter in definition.named_parameters():
+                if "layers.1." in name and ".experts." in name:
+                    parameter.register_hook(torch.zeros_like)
+
+    _when_built(plant)
 
 
 def norm_counted_twice(sch, layout):

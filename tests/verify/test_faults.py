@@ -13,6 +13,7 @@ from megasched.verify.subject import make_subject
 FAULTS = Path(__file__).with_name("faults_of_code.py")
 TP2 = Layout(tensor_model_parallel_size=2)
 DP2 = Layout(data_parallel_size=2)
+EP2 = Layout(expert_model_parallel_size=2, data_parallel_size=2)
 NORM = "model.layers.1.input_layernorm.weight"
 
 # Model, layout, where the mistake is found, on which ranks, and a part of what is said of it.
@@ -42,6 +43,8 @@ PLANTED = {
     "gradient_on_one_rank_alone": ("llama", TP2, NORM, (1,), "right on 1 of the 2 ranks"),
     "gradient_times_tp": ("llama", TP2, NORM, (0, 1), "2 times the right value"),
     "norm_counted_twice": ("llama", TP2, "gradient norm", (0, 1), "each gradient is right"),
+    "wrong_on_the_second_replica": ("llama", DP2, "model.layers.2.mlp", (1,), "1.01 times"),
+    "experts_of_one_rank_untrained": ("qwen3_moe", EP2, "model.layers.1.mlp.experts", (1,), "gradients of"),
     "loss_of_its_own": ("llama", TP2, "loss", (0, 1), "the logits are right"),
     "labels_shifted_twice": ("llama", TP2, "loss", (0, 1), "the logits are right"),
     "padding_counted": ("llama", TP2, "loss", (0, 1), "the logits are right"),
