@@ -228,7 +228,7 @@ def _why(wrong: dict[Number, float], states: dict[Any, float]) -> str:
 def _notes(plain: PlainRun) -> list[str]:
     found = []
     for what, names in (
-        ("no token reached", plain.unreached),
+        ("no gradient reached", plain.unreached),
         ("dropouts that stand in the code are off on both sides:", plain.silenced),
     ):
         few = f"{', '.join(names[:NAMED])}{f' and {len(names) - NAMED} more' if len(names) > NAMED else ''}"
