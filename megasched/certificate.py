@@ -61,7 +61,7 @@ def subject_of(schedule: str, definition: PreTrainedModel, layout: Layout) -> di
 
 def sources_of(definition: PreTrainedModel) -> dict[str, str]:
     """Hash of the source of every class of a definition and of what they derive from, by file and name; under
-    the name of the file alone that of all of it, as classes call functions beside them.
+    the name of the file alone that of all of it, as classes call functions beside them, and in other files.
 
     Those of transformers and torch are left out: their versions stand for them.
 
@@ -73,11 +73,30 @@ def sources_of(definition: PreTrainedModel) -> dict[str, str]:
         file, name = kind.__module__.rpartition(".")[2], kind.__qualname__
         try:
             found[f"{file}.{name}"] = _hash(inspect.getsource(kind).encode())
-            found[f"{file}.py"] = _hash(Path(inspect.getfile(kind)).read_bytes())
         except (OSError, TypeError) as error:
             what = f"no certificate speaks for {kind.__module__}.{name}: its source can't be read"
             raise ConfigError(what) from error
+    for file in _files_of({kind.__module__ for kind in own_classes(definition)}):
+        found[file.name] = _hash(file.read_bytes())
     return dict(sorted(found.items()))
+
+
+def _files_of(modules: set[str]) -> list[Path]:
+    """Files of modules and of those whose functions and classes they use; those of installed packages left out."""
+    todo, met = sorted(modules), dict[str, Path]()
+    while todo:
+        name = todo.pop()
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if name in met or name.partition(".")[0] in (*LIBRARIES, "megasched") or not file:
+            continue
+        if "site-packages" in Path(file).parts:
+            continue
+        met[name] = Path(file)
+        for value in vars(module).values():
+            user = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+            todo += [user] if isinstance(user, str) else []
+    return list(met.values())
 
 
 def own_classes(definition: PreTrainedModel) -> list[type]:

@@ -150,6 +150,21 @@ def test_a_class_that_has_changed_is_named(tmp_path, schedule, was, now, told):
     assert str(error.value).count("\n  - ") == 1
 
 
+def test_a_function_in_another_file_that_has_changed_is_told(tmp_path, schedule, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "halves", raising=False)
+    (tmp_path / "halves.py").write_text("def half(x):\n    return x / 2\n")
+    text = HEAD.replace("def half(x):\n    return x / 2\n", "from halves import half\n")
+    given = definition(None, module_of(tmp_path, text))
+    subject = subject_of(schedule, given, SMALL)
+    assert sorted(subject["classes"]) == ["halves.py", "norms.Norm", "norms.py"]
+    path = tmp_path / "certificate.json"
+    write_certificate(path, subject, {"verdict": "equal"})
+    (tmp_path / "halves.py").write_text("def half(x):\n    return x / 3\n")
+    with pytest.raises(ConfigError, match=r"halves\.py has other code beside its classes"):
+        require_certificate(path, subject_of(schedule, given, SMALL))
+
+
 def test_a_class_without_source_is_not_spoken_for(schedule):
     kind = type("Made", (nn.Module,), {"__module__": "nowhere"})
     with pytest.raises(ConfigError, match="no certificate speaks for nowhere"):
