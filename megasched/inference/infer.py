@@ -13,6 +13,7 @@ from megasched.inference.flow import Flow, Group, find_groups, linears_in, watch
 from megasched.linears import output_axis
 from megasched.lowering.propagate import propagate
 from megasched.roles import ROLES, Cut, Roles
+from megasched.trial.choices import others_of_its_kind
 from megasched.trial.labels import Derived
 from megasched.trial.meta_call import meta_copy
 from megasched.trial.parts import Argument, Part
@@ -39,11 +40,16 @@ def infer_roles(
     flow = watch_flow(model, structure)
     known = set(roles.role)
     groups = find_groups(flow, lambda path: path in known)
+    chosen = {path for path in flow.feeds if _is_chosen(model, structure, flow, path)}
+    groups = [group for group in groups if not chosen.intersection(group.members)]
     declined = {
         path: "no other linear was found that it could be cut with"
         for path in flow.feeds
         if path not in known and all(path not in group.members for group in groups)
     }
+    declined |= dict.fromkeys(
+        chosen - known, "the code chooses by values among those like it, and not all were met"
+    )
     proven = _proven(model, roles, structure, flow, groups, tp, sequence_parallel, declined)
     groups, heads = proven.groups, proven.heads
     # Of a column of one head, which every rank has, no parts are cut.
@@ -69,6 +75,14 @@ def infer_roles(
         local_attributes={**counts, **roles.local_attributes},
         origin={**roles.origin, **_origins(groups)},
         declined={**declined, **roles.declined},
+    )
+
+
+def _is_chosen(model: nn.Module, structure: Structure, flow: Flow, path: str) -> bool:
+    """Whether there are others of its kind in a list of the layer that were not called."""
+    return any(
+        structure.index_of(around) is not None and other.rpartition(".")[0] not in flow.feeds
+        for around, other in others_of_its_kind(model, f"{path}.weight")
     )
 
 

@@ -27,6 +27,7 @@ from megasched.lowering.plan import Plan
 from megasched.lowering.record_lowerings import is_lowered
 from megasched.lowering.replay import Rank
 from megasched.lowering.sync import check_syncs
+from megasched.lowering.unmet import like_those_met
 from megasched.records import Record
 from megasched.registry import get_primitive
 from megasched.roles import Roles
@@ -141,6 +142,7 @@ def _derive(
 ) -> list[Problem]:
     """Structure, propagation, and what of it goes into the placements."""
     problems: list[Problem] = []
+    like: dict[str, str] = {}
     try:
         if causal_lm:
             plan.structure = plan.structure or find_structure(model)
@@ -151,9 +153,11 @@ def _derive(
         if inputs is not None and (spread or plan.records_of("replace", "replace_all")):
             _propagate(model, plan, inputs, causal_lm, runs, roles)
             problems = _settle_gathered(plan)
+            like, unknown = like_those_met(plan, model, inputs)
+            problems += unknown
     except ScheduleError as error:
         return _with_sources(plan, error.problems)
-    _mark_partial(plan)
+    _mark_partial(plan, like)
     found = [*problems, *plan.derived.problems, *check_parts(plan), *_experts_read_elsewhere(plan)]
     return _with_sources(plan, found) + check_syncs(plan)
 
@@ -316,8 +320,13 @@ def _nearest(records: Sequence[Record], path: str) -> str:
         path = path.rpartition(".")[0]
 
 
-def _mark_partial(plan: Plan) -> None:
+def _mark_partial(plan: Plan, like: Mapping[str, str]) -> None:
+    """
+    Args:
+        like: what was not met -> what it is like.
+    """
     partial = plan.derived.partial | plan.derived.sequence
+    partial |= {name for name, other in like.items() if other in partial}
     if plan.layout.sp and plan.structure is not None:
         for path, cut in plan.cuts.items():  # a row's bias is added to its split output
             split = plan.structure.index_of(path) is not None and path not in plan.derived.rows_inside

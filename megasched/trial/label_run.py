@@ -84,6 +84,7 @@ class LabelRun(DefaultScalars):
         self.silent = 0
         self.functions = FunctionTrials()
         self.weights: dict[int, str] = {}  # id of a parameter, or what is made of it -> the module that it is of
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters():
             self._set(parameter, Label(params=frozenset([name])))
         for path, module in model.named_modules():
@@ -124,6 +125,8 @@ class LabelRun(DefaultScalars):
             if not (self._in_adapter_of_column(path) and self.label(tensor).region == "S"):
                 self.other_uses[id(tensor)].update(entry[0] for entry in self.stack)
             self.kept.append(tensor)
+            if id(tensor) in self.names:
+                self.derived.met.add(self.names[id(tensor)])
         changed = written(func, args, kwargs or {})
         for tensor in changed:
             for held in (tensor, base_of(tensor)):

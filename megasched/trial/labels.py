@@ -90,6 +90,7 @@ class Derived:
         experts: module of experts -> region of the tokens that it takes.
         sides: place of what later layers read beside the hidden state -> the dimension along which it is cut, if
             it is; None where that could not be followed.
+        met: parameters that operations have read.
         problems: what can't be made right.
         calls: path of a module whose own code works on shards -> its first call.
     """
@@ -118,5 +119,6 @@ class Derived:
     attention: dict[str, tuple[int, bool]] = field(default_factory=dict)
     experts: dict[str, str] = field(default_factory=dict)
     sides: dict[Place, int | None] = field(default_factory=dict)
+    met: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     calls: dict[str, ModuleCall] = field(default_factory=dict, compare=False, repr=False)

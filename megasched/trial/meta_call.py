@@ -67,6 +67,9 @@ class DefaultScalars(TorchDispatchMode):
             # Its rule for meta takes bfloat16 alone, the kernels for CPUs and newer GPUs more than that.
             groups = (args[2].shape[0],) if args[0].dim() == args[1].dim() == 2 else ()
             return args[0].new_empty(*groups, args[0].shape[-2], args[1].shape[-1])
+        if func is torch.ops.aten._unique2.default:  # the same of values: one of them, wherever it stands
+            places = args[0].new_empty(args[0].shape, dtype=torch.long)
+            return args[0].new_empty(1), places, places.new_empty(1)
         if func is torch.ops.aten.index.Tensor:  # by a mask: one place, as above
             args = (args[0], [place for index in args[1] for place in _one_place(index)])
         if func is torch.ops.aten.split_with_sizes.default and not sum(args[1]):  # sizes that were asked for
@@ -80,6 +83,7 @@ _ANSWERED = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.equal.default,
     torch.ops.aten.nonzero.default,
+    torch.ops.aten._unique2.default,
     torch.ops.aten._grouped_mm.default,
     torch.ops.aten.index.Tensor,
     torch.ops.aten.split_with_sizes.default,
@@ -90,6 +94,7 @@ _QUESTIONS = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.equal.default,
     torch.ops.aten.nonzero.default,
+    torch.ops.aten._unique2.default,
 }
 
 

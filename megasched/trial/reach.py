@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from megasched.errors import ScheduleError
+from megasched.trial.choices import others_of_its_kind
 from megasched.trial.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
 
 
@@ -107,19 +108,11 @@ class _ReachRun(DefaultScalars):
 
     def has_reached_another(self, name: str) -> bool:
         """Whether there are others of its kind in a list (or dict), some were reached, and values may choose."""
-        parts = name.split(".")
-        for count in range(len(parts)):
-            path, key, rest = ".".join(parts[:count]), parts[count], parts[count + 1 :]
-            members = self._model.get_submodule(path)
-            if not isinstance(members, _CONTAINERS) or not self._asked_in(self._caller(path)):
-                continue
-            held = {**members._modules, **members._parameters}
-            like = _form(held[key])
-            others = [other for other in held.values() if other is not held[key] and _form(other) == like]
-            same = [other.get_parameter(".".join(rest)) if rest else other for other in others]
-            if any(id(parameter) in (self.reached or ()) for parameter in same):
-                return True
-        return False
+        parameters, reached = dict(self._model.named_parameters()), self.reached or set[int]()
+        return any(
+            other in parameters and id(parameters[other]) in reached and self._asked_in(self._caller(path))
+            for path, other in others_of_its_kind(self._model, name)
+        )
 
     def _caller(self, path: str) -> str:
         """The nearest module around this one, or itself, that ran."""
@@ -129,16 +122,6 @@ class _ReachRun(DefaultScalars):
 
     def _asked_in(self, path: str) -> bool:
         return any(not path or asked == path or asked.startswith(f"{path}.") for asked in self._asked)
-
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-
-def _form(held: nn.Module | torch.Tensor) -> Any:
-    """Equal for members of a list that are of one kind."""
-    if isinstance(held, torch.Tensor):
-        return held.shape
-    return type(held), [(name, parameter.shape) for name, parameter in held.named_parameters()]
 
 
 @contextmanager
