@@ -47,9 +47,7 @@ def infer_roles(
         for path in flow.feeds
         if path not in known and all(path not in group.members for group in groups)
     }
-    declined |= dict.fromkeys(
-        chosen - known, "the code chooses by values among those like it, and not all were met"
-    )
+    declined |= dict.fromkeys(chosen - known, "values choose among those like it, and not all were met")
     proven = _proven(model, roles, structure, flow, groups, tp, sequence_parallel, declined)
     groups, heads = proven.groups, proven.heads
     # Of a column of one head, which every rank has, no parts are cut.

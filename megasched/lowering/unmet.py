@@ -1,7 +1,7 @@
 """Parameters that the labelled run has not met, because values chose others of their kind: experts in a list.
 
-How their gradients are made up over TP is that of another one which was met, in the same list, of the same kind and
-placed alike. Nothing else is known of them.
+How their gradients are made up over TP is that of another one which was met, in the same list and of the same
+kind, where both are whole. Nothing else is known of them.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         refuse_unverified(session.definition, plan.layout)
         _tell_of_options(session, args.rank)
     refuse_overlap(plan, args.overlap_grad_reduce)
-    refuse_unsure_overlap(session.reach, args.overlap_grad_reduce)
+    refuse_unsure_overlap(session.reach, plan.structure, args.overlap_grad_reduce)
     session.hf_model = Path(args.hf_model)
     source = weight_source(args, session.definition)
     session.source = with_adapters(source, session.schedule, args.seed)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megasched.trial.reach import Reach
+    from megasched.trial.structure import Structure
 
 
 def freeze_unreached(model: nn.Module, reach: Reach) -> None:
@@ -51,15 +52,21 @@ def folded(model: nn.Module, names: Sequence[str]) -> list[str]:
     return [*found, *(name for name in names if name in left)]
 
 
-def refuse_unsure_overlap(reach: Reach, overlap_grad_reduce: bool) -> None:
+def refuse_unsure_overlap(reach: Reach, structure: Structure | None, overlap_grad_reduce: bool) -> None:
     """Megatron reduces a bucket once each of its parameters has a gradient.
 
     Raises:
-        ScheduleError: values decide whether parameters get one, and ``--overlap-grad-reduce`` is on.
+        ScheduleError: values, or chance, decide whether parameters get one, and ``--overlap-grad-reduce`` is on.
     """
-    if reach.perhaps and overlap_grad_reduce:
+    if not overlap_grad_reduce:
+        return
+    remedy = "leave out --overlap-grad-reduce"
+    if reach.perhaps:
         what = "not every batch reaches it (the code chooses by values), and its gradients would be waited for"
-        raise ScheduleError(Problem(what, reach.perhaps[0], remedy="leave out --overlap-grad-reduce"))
+        raise ScheduleError(Problem(what, reach.perhaps[0], remedy=remedy))
+    if structure is not None and structure.by_chance:
+        what = "layers may be skipped by chance (layerdrop), and their gradients would be waited for"
+        raise ScheduleError(Problem(what, structure.layers, remedy=remedy))
 
 
 def watch_unreached(definition: nn.Module, uncalled: Collection[str]) -> None:

@@ -12,8 +12,8 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def others_of_its_kind(model: nn.Module, name: str) -> Iterator[tuple[str, str]]:
-    """(path of a list or dict, name of another parameter) of each that stands in another member of the list as this
-    one does in its own, where both members are of one kind.
+    """(path of a list or dict, name of another parameter) of each that stands in another member of it as this one
+    does in its own, where both members are of one kind.
 
     Args:
         name: of a parameter.

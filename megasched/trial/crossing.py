@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from megasched.trial.chance import Chance
 from megasched.trial.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
 from megasched.trial.operators import base_of, written
 
@@ -159,6 +160,8 @@ class FlowRun(DefaultScalars):
         self.bare: dict[str, set[int | None]] = {}
         self.changed_buffers: set[str] = set()
         self.refused = ""
+        self.by_chance = False
+        self._chance = Chance()
 
     def run(self, inputs: Mapping[str, torch.Tensor], first_stage_only: str | None) -> None:
         """One forward of the model.
@@ -212,6 +215,10 @@ class FlowRun(DefaultScalars):
         output = super().__torch_dispatch__(func, types, args, kwargs)
         operands = tensors_in((args, kwargs))
         place = self._place()
+        if not self._running and self._chance.asks(func, args, operands):
+            self.by_chance = True
+            self._refuse("the code around them asks for a number that it draws, and each stage would draw another")
+        self._chance.follow(func, args, kwargs or {}, operands, tensors_in(output))
         label: _Label = _NOTHING.union(*(self._labels.get(id(tensor), _NOTHING) for tensor in operands))
         label = frozenset(map(self._as_read, label))
         for item in sorted(label, key=repr) if place is not None else ():

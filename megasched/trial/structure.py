@@ -58,6 +58,7 @@ class Structure:
         recorded: what HF's hooks record inside of layers.
         bare: modules outside of the layers whose parameters the code of others reads.
         changed_buffers: buffers that a forward writes to, and that are other ones after it.
+        by_chance: whether the code around the layers asks for a number that it draws, to skip some of them.
         uncuttable: why there can be no pipeline stages; empty where there can.
     """
 
@@ -75,6 +76,7 @@ class Structure:
     bare: tuple[str, ...] = ()
     changed_buffers: tuple[str, ...] = ()
     uncuttable: str = ""
+    by_chance: bool = False
     repeated: bool = False
     calls: dict[str, int] = field(default_factory=dict)
     trial: dict[str, torch.Tensor] = field(default_factory=lambda: token_inputs(*SIZES[0]))
@@ -260,7 +262,7 @@ def find_structure(model: nn.Module) -> Structure:
     )
     run = FlowRun(probe, [call.path for call in of_layers], outside, found.slot, found.recorded)
     _follow(run, probe, *SIZES[0])
-    found.uncuttable = run.refused
+    found.uncuttable, found.by_chance = run.refused, run.by_chance
     if repeated:
         found.uncuttable = "they are called more than once"
         found.calls = {path: times for path, times in Counter(call.path for call in calls).items() if times > 1}

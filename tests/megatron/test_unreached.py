@@ -60,8 +60,8 @@ def test_a_gradient_that_comes_back_is_refused_and_a_call_for_indices_is_not():
 
 
 def test_overlap_waits_for_no_gradient_that_may_not_come():
-    refuse_unsure_overlap(Reach(never=NEVER), overlap_grad_reduce=True)
+    refuse_unsure_overlap(Reach(never=NEVER), None, overlap_grad_reduce=True)
     unsure = Reach(perhaps=("experts.1.weight",))
-    refuse_unsure_overlap(unsure, overlap_grad_reduce=False)
+    refuse_unsure_overlap(unsure, None, overlap_grad_reduce=False)
     with pytest.raises(ScheduleError, match="not every batch reaches it"):
-        refuse_unsure_overlap(unsure, overlap_grad_reduce=True)
+        refuse_unsure_overlap(unsure, None, overlap_grad_reduce=True)

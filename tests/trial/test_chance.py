@@ -1,0 +1,45 @@
+"""Layers that a definition skips by chance."""
+
+from __future__ import annotations
+
+import pytest
+
+from megasched.definition import build_definition
+from megasched.errors import ScheduleError
+from megasched.layout import Layout
+from megasched.megatron.session import open_session, refuse_stages
+from megasched.megatron.unreached import refuse_unsure_overlap
+from megasched.trial.structure import find_structure
+from tests import tiny
+
+WHY = "the code around them asks for a number that it draws, and each stage would draw another"
+
+
+def structure(**changes):
+    return find_structure(build_definition(tiny.config("opt", **changes)))
+
+
+def test_layers_that_may_be_skipped_are_seen():
+    found = structure(layerdrop=0.5)
+    assert (found.by_chance, found.uncuttable) == (True, WHY)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"layerdrop": 0.0}, {"dropout": 0.5}, {"dropout": 0.5, "attention_dropout": 0.5}]
+)
+def test_what_is_dropped_elsewhere_is_no_skip(changes):
+    found = structure(**changes)
+    assert (found.by_chance, found.uncuttable) == (False, "")
+
+
+def test_pipelines_and_overlap_are_refused(tmp_path):
+    folder = tiny.save("opt", tmp_path, layerdrop=0.5)
+    session = open_session("auto", folder, Layout(pipeline_model_parallel_size=2))
+    with pytest.raises(ScheduleError, match=WHY):
+        _ = session.plan
+    session = open_session("auto", folder, Layout())
+    with pytest.raises(ScheduleError, match="skipped by chance"):
+        refuse_unsure_overlap(session.reach, session.plan.structure, overlap_grad_reduce=True)
+    refuse_stages(
+        open_session("auto", tiny.save("opt", tmp_path / "all"), Layout()).plan, session.definition.config
+    )
