@@ -11,8 +11,9 @@ from typing import Literal, NamedTuple
 
 from megasched.launch.run_folder import RunLogs
 from megasched.launch.status.growing_log import GrowingLog
-from megasched.launch.status.slurm_job import COMPLETED, FAILED, RUNNING, WAITING, SlurmJob
+from megasched.launch.status.slurm_job import SlurmJob
 from megasched.launch.status.training_log import DONE, Iteration, TrainingLog
+from megasched.slurm import COMPLETED, FAILED, RUNNING, WAITING
 
 # waiting: Slurm has not started it. starting: no iteration yet since its last start. hung: no line for too long.
 # stopped: it ended as asked before its last iteration, or was ended. finished: all iterations are made.

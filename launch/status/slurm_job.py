@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from megasched.errors import ConfigError
+from megasched.slurm import NoAnswerError, call
 
-# It waits for nodes, or will be started again.
-WAITING = {
-    "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT",
-    "SUSPENDED",
-}  # fmt: skip
-RUNNING = {"RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"}
-FAILED = {"FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "LAUNCH_FAILED", "RECONFIG_FAIL"}
-COMPLETED = "COMPLETED"
-
-# An answer takes milliseconds, or the controller is not there.
-SECONDS_TO_ANSWER = 20
 JOB_ID = re.compile(r"\d+")
 PART_OF_A_JOB = re.compile(r"\d+(_(\d+|\[.*\])|\+\d+)")
 # Fields whose value is the rest of the line: it may have spaces in it.
@@ -90,29 +79,22 @@ def ask_slurm(job_id: str) -> SlurmJob:
     if PART_OF_A_JOB.fullmatch(job_id):
         raise ConfigError(f"{job_id}: arrays and heterogeneous jobs are not supported; pass one run's folder")
     try:
-        found = subprocess.run(
-            ["scontrol", "show", "job", job_id],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=SECONDS_TO_ANSWER,
-            check=False,
-        )
-    except FileNotFoundError as error:
+        found = call(["scontrol", "show", "job", job_id])
+    except NoAnswerError as error:
+        raise ConfigError(f"job {job_id}: scontrol gives no answer ({error}); pass the run's folder") from error
+    except ConfigError as error:
         raise ConfigError(
             f"job {job_id}: there is no scontrol here; run this where Slurm is, or pass the run's folder"
         ) from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"job {job_id}: scontrol gives no answer ({error}); pass the run's folder") from error
-    if "Invalid job id" in found.stderr:
+    if "Invalid job id" in found.err:
         raise ConfigError(
             f"job {job_id}: Slurm does not know it (any more: it forgets jobs some minutes after their end); "
             "pass the run's folder"
         )
-    if found.returncode:
-        told = found.stderr.strip().splitlines() or [f"exit status {found.returncode}"]
+    if found.status:
+        told = found.err.strip().splitlines() or [f"exit status {found.status}"]
         raise ConfigError(f"job {job_id}: scontrol failed ({told[-1]}); pass the run's folder")
-    return parse_job(found.stdout)
+    return parse_job(found.out)
 
 
 def parse_job(text: str) -> SlurmJob:

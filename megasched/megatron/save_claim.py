@@ -19,7 +19,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import time
 import uuid
@@ -30,6 +29,7 @@ from megasched.errors import CheckpointError, ConfigError
 from megasched.files import write_whole
 from megasched.reading.files import MIB, Expected
 from megasched.reading.json_file import read_json
+from megasched.slurm import has_processes
 
 FOLDER = ".megasched"
 CLAIM, ASIDE, GONE = "claim-", "aside-", "gone-"
@@ -38,7 +38,6 @@ REPLACED = "replaced-"
 OWNER_FILE = Expected("which run has claimed the folder, in JSON", most=MIB)
 OWNER_FORM = {"job": str, "restart": int, "host": str, "pid": int, "since": float}
 REPLACED_NAME = Expected("the name of a checkpoint that was being replaced, in JSON", most=MIB)
-SECONDS_FOR_SQUEUE = 20
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Owner:
     def certainly_lives(self, asking: Owner) -> bool:
         """Whether it is known to be running: by this machine, or by Slurm as another job."""
         if self.job and self.job != asking.job:
-            return _runs_in_slurm(self.job)
+            return has_processes(self.job)
         if self.job or self.host != asking.host or self.pid == asking.pid:
             return False
         import psutil
@@ -90,16 +89,6 @@ class Owner:
             return abs(psutil.Process(self.pid).create_time() - self.since) < 1
         except psutil.NoSuchProcess:
             return False
-
-
-def _runs_in_slurm(job: str) -> bool:
-    """False where Slurm does not say."""
-    command = ["squeue", "--jobs", job, "--noheader", "--states", "RUNNING", "--format", "%T"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS_FOR_SQUEUE)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return found.returncode == 0 and bool(found.stdout.strip())
 
 
 class SaveClaim:

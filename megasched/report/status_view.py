@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megasched.launch.status.run_status import RunStatus
-from megasched.launch.status.slurm_job import RUNNING, SlurmJob
+from megasched.launch.status.slurm_job import SlurmJob
 from megasched.launch.status.training_log import RankTimes
+from megasched.slurm import RUNNING
 
 COLOURS = {
     "waiting": "yellow",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
-from collections.abc import Sequence
 from typing import Any
 
+from megasched import slurm
 from megasched.errors import ConfigError
 from megasched.tuner.outcome import Result
 from megasched.tuner.runner import CommandRunner, read_run
 
-WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "RESIZING", "SUSPENDED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
-RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING"}
+REMEDY = "--slurm needs Slurm's programs"
 POLL_SECONDS = 5.0
 # A job may be in neither list for a moment: that often in a row, and it is gone.
 UNSEEN = 3
@@ -34,11 +32,14 @@ class SlurmRunner(CommandRunner):
         """
         path = self.log(number).resolve()
         path.unlink(missing_ok=True)
-        job = _call(["sbatch", "--parsable", "--output", str(path), *self.words(point)]).partition(";")[0].strip()
+        submitted = slurm.submit(["--parsable", "--output", str(path), *self.words(point)], remedy=REMEDY)
+        if submitted.status:
+            raise ConfigError(f"sbatch failed: {submitted.told}")
+        job = slurm.job_id(submitted)
         try:
             state, status = self._wait(job)
         except BaseException:
-            _call(["scancel", job])
+            slurm.cancel(job)
             raise
         if state == "TIMEOUT":
             return self.timed_out()
@@ -58,47 +59,19 @@ class SlurmRunner(CommandRunner):
         """State and exit status (negative: a signal) of a job that has ended; no state where Slurm tells none."""
         started, unseen = None, 0
         while True:
-            state, status = _state(job)
-            unseen = 0 if state else unseen + 1
+            try:
+                state, status = slurm.state_and_status(job)
+                unseen = 0 if state else unseen + 1
+            except slurm.NoAnswerError:  # nothing is known of the job then
+                state, status = "", 0
             if unseen >= UNSEEN:
                 return "", 0
-            if state in RUNNING:
-                started = started or time.monotonic()
-                if time.monotonic() - started > self.timeout:
-                    _call(["scancel", job])
-                    return "TIMEOUT", 1
-            elif state and state not in WAITING:
+            now = slurm.life(state)
+            if now is slurm.Life.ENDED:
                 return state, status
+            if now is slurm.Life.RUNS:
+                started = started or time.monotonic()
+            if now is not slurm.Life.WAITS and started and time.monotonic() - started > self.timeout:
+                slurm.cancel(job)
+                return "TIMEOUT", 1
             time.sleep(self.poll_seconds)
-
-
-def _state(job: str) -> tuple[str, int]:
-    """By the accounting, or by the queue where that knows nothing; no state if neither does."""
-    told = _call(
-        ["sacct", "--jobs", job, "--allocations", "--noheader", "--parsable2", "--format", "State,ExitCode"],
-        quiet=True,
-    ).strip()
-    if told:
-        state, _, code = told.splitlines()[0].partition("|")
-        status, _, signal = code.partition(":")
-        return state.split()[0], -int(signal) if int(signal or 0) else int(status or 0)
-    return _call(["squeue", "--jobs", job, "--noheader", "--format", "%T"], quiet=True).strip(), 0
-
-
-def _call(words: Sequence[str], *, quiet: bool = False) -> str:
-    """What a program of Slurm's prints.
-
-    Args:
-        quiet: nothing if it fails, or is missing.
-    """
-    try:
-        found = subprocess.run(words, capture_output=True, text=True, check=False)
-    except OSError as error:
-        if quiet:
-            return ""
-        raise ConfigError(
-            f"{words[0]}: it can't be started: {error.strerror}; --slurm needs Slurm's programs"
-        ) from error
-    if found.returncode and not quiet:
-        raise ConfigError(f"{words[0]} failed: {found.stderr.strip() or found.returncode}")
-    return found.stdout if not found.returncode else ""

@@ -106,11 +106,28 @@ def test_ctrl_c_cancels_the_job(slurm, monkeypatch):
 
 
 def test_a_job_that_is_not_accepted_ends_the_search(slurm):
-    with pytest.raises(ConfigError, match="sbatch failed: sbatch: error: invalid partition"):
+    with pytest.raises(ConfigError, match="sbatch failed: invalid partition"):
         run(slurm, 1, "--reject")
 
 
 def test_without_slurm(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"sbatch: it can't be started.*--slurm needs Slurm's programs"):
+    with pytest.raises(ConfigError, match=r"sbatch: it can't be started.*; --slurm needs Slurm's programs"):
         run(tmp_path, 1)
+
+
+def test_a_controller_that_is_away_for_a_while_ends_no_trial(slurm, monkeypatch):
+    """It says nothing of the job: that is not gone."""
+    from megasched import slurm as client
+
+    away = iter(range(8))
+    real = client.state_and_status
+
+    def asked(job):
+        if next(away, None) is not None:
+            raise client.NoAnswerError("squeue did not answer")
+        return real(job)
+
+    monkeypatch.setattr(client, "state_and_status", asked)
+    (slurm / "states").write_text("RESIZING,END")
+    assert run(slurm, 4).score == pytest.approx(4 / 0.014)

@@ -1,0 +1,155 @@
+"""Slurm's programs: how they are called, how long they may take, and what its words for a job's state mean.
+
+Nothing else calls them or sorts states.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from megasched.errors import ConfigError
+
+# It waits for nodes, or will be started again.
+WAITING = {
+    "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT",
+    "SUSPENDED",
+}  # fmt: skip
+# It holds nodes.
+RUNNING = {"RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"}
+# Of those, its processes are being ended, or have ended.
+ENDING = {"COMPLETING", "STAGE_OUT"}
+FAILED = {"FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "LAUNCH_FAILED", "RECONFIG_FAIL"}
+COMPLETED = "COMPLETED"
+
+# Questions are answered in milliseconds, or the controller is not there; a submission may wait for its plugins.
+SECONDS_TO_ANSWER = 20
+SECONDS_TO_SUBMIT = 60
+_NOT_REACHED = ("Unable to contact slurm controller", "Connection refused", "timed out", "Socket timed out")
+
+
+class NoAnswerError(ConfigError):
+    """A program of Slurm's is there, and does not reach Slurm in time."""
+
+
+class Ended(NamedTuple):
+    """A program that has ended; what it printed, and its exit status."""
+
+    out: str
+    err: str
+    status: int
+
+    @property
+    def told(self) -> str:
+        """Its errors in one line, or its status."""
+        lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in self.err.splitlines() if line]
+        return "; ".join(lines) or f"status {self.status}"
+
+
+def call(words: Sequence[str], *, seconds: float = SECONDS_TO_ANSWER, remedy: str = "") -> Ended:
+    """Runs a program of Slurm's.
+
+    Args:
+        words: its name and arguments.
+        remedy: for the error where there is no such program.
+
+    Raises:
+        ConfigError: it can't be started.
+        NoAnswerError: it does not end in time, or says that it does not reach Slurm.
+    """
+    try:
+        found = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", check=False, timeout=seconds
+        )
+    except OSError as error:
+        more = f"; {remedy}" if remedy else ""
+        raise ConfigError(f"{words[0]}: it can't be started ({error.strerror}){more}") from error
+    except subprocess.TimeoutExpired as error:
+        raise NoAnswerError(f"{words[0]} did not answer within {seconds:g} s: is slurmctld up?") from error
+    ended = Ended(found.stdout, found.stderr, found.returncode)
+    if found.returncode and any(told in found.stderr for told in _NOT_REACHED):
+        raise NoAnswerError(f"{words[0]} does not reach Slurm: {ended.told}")
+    return ended
+
+
+def submit(arguments: Sequence[str], *, remedy: str = "") -> Ended:
+    """``sbatch``; see ``call``."""
+    return call(["sbatch", *arguments], seconds=SECONDS_TO_SUBMIT, remedy=remedy)
+
+
+def job_id(submitted: Ended) -> str:
+    """Of what ``sbatch --parsable`` printed: ``ID`` or ``ID;CLUSTER``."""
+    return submitted.out.partition(";")[0].strip()
+
+
+def cancel(job: str) -> str:
+    """``scancel``; why it did not work, empty if it did."""
+    try:
+        ended = call(["scancel", job])
+    except ConfigError as error:
+        return str(error)
+    return ended.told if ended.status else ""
+
+
+def queue_state(job: str) -> str:
+    """By the queue; empty for a job that is not in it (any more).
+
+    Raises:
+        ConfigError, NoAnswerError: as ``call``.
+    """
+    ended = call(["squeue", "--jobs", job, "--noheader", "--format", "%T"])
+    return "" if ended.status else ended.out.strip()
+
+
+def state_and_status(job: str) -> tuple[str, int]:
+    """State and exit status (negative: a signal): by the accounting, or by the queue where that knows nothing; no
+    state if neither does.
+
+    Raises:
+        NoAnswerError: Slurm can't be reached now.
+    """
+    fields = ["--allocations", "--noheader", "--parsable2", "--format", "State,ExitCode"]
+    try:
+        told = call(["sacct", "--jobs", job, *fields])
+        out = "" if told.status else told.out.strip()
+    except NoAnswerError:
+        out = ""  # the database may be away while the controller is not
+    except ConfigError:
+        out = ""  # a cluster without accounting may not have it
+    if out:
+        state, _, code = out.splitlines()[0].partition("|")
+        status, _, signal = code.partition(":")
+        return state.split()[0], -int(signal) if int(signal or 0) else int(status or 0)
+    return queue_state(job), 0
+
+
+class Life(Enum):
+    """What a job's state means to who waits for it."""
+
+    WAITS = "waits"
+    RUNS = "runs"
+    ENDED = "ended"
+    UNKNOWN = "unknown"
+
+
+def life(state: str) -> Life:
+    """
+    Args:
+        state: Slurm's word; empty where it tells none.
+    """
+    if not state:
+        return Life.UNKNOWN
+    if state in WAITING:
+        return Life.WAITS
+    return Life.RUNS if state in RUNNING else Life.ENDED
+
+
+def has_processes(job: str) -> bool:
+    """Whether a job is known to have processes that go on; False where Slurm does not say."""
+    try:
+        state = queue_state(job)
+    except ConfigError:
+        return False
+    return life(state) is Life.RUNS and state not in ENDING
