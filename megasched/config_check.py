@@ -20,7 +20,7 @@ FORM = {"model_type?": str, "architectures?": object}
 MOST = 1 << 31
 # Of layers, and of layers times experts: both are modules, which are made one by one. The largest published models
 # have 126 and 23,000.
-MOST_LAYERS, MOST_EXPERTS = 2048, 1 << 17
+MOST_LAYERS, MOST_EXPERTS = 1024, 1 << 17
 # By these parts of their names classes call the number of their layers and experts.
 LAYERS = (
     "num_hidden_layers",
@@ -72,6 +72,8 @@ def odd_sizes(file: Mapping[str, Any], where: str = "") -> Iterator[str]:
         place = f"{where}.{name}" if where else name
         if isinstance(value, dict):
             yield from odd_sizes(value, place)
+        if value != value:
+            yield f"{place} is NaN, which is no number"
         if type(value) is not int:
             continue
         if not -MOST <= value <= MOST:

@@ -55,17 +55,24 @@ def init_empty_weights() -> Iterator[None]:
     size is ever touched. Buffers (rotary frequencies and the like) are computed as the class does it,
     so that nothing has to be rebuilt afterwards. A parameter registered at two places stays one.
     What ``torch.empty`` makes above ``LARGE`` bytes is on meta at once: all experts of a layer are one tensor,
-    in DeepSeek-V3 of 28 GiB, which no memory may be there to promise.
+    in DeepSeek-V3 of 28 GiB, which no memory may be there to promise. What is to hold values and is as large is
+    refused: it is a size in the config that no model has.
     """
     import torch
     from torch.overrides import TorchFunctionMode
     from torch.utils.weak import WeakIdKeyDictionary
 
+    factories = {torch.empty, torch.arange, torch.zeros, torch.ones, torch.full, torch.linspace}
+    factories |= {torch.rand, torch.randn, torch.eye}
+
     class LargeOnMeta(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
-            if func is torch.empty and kwargs.get("device") is None:
+            if func in factories and kwargs.get("device") is None:
                 shape = func(*args, **{**kwargs, "device": "meta"})
+                if shape.nbytes > LARGE and func is not torch.empty:
+                    what = f"a buffer of {list(shape.shape)}, {shape.nbytes / 2**30:.1f} GiB"
+                    raise ConfigError(f"the config makes {what}; no model has one so large")
                 if shape.nbytes > LARGE:
                     return shape
             return func(*args, **kwargs)

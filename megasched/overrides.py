@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megasched.config_check import odd_sizes
 from megasched.config_file import (
     IDENTITY,
     Path,
@@ -74,6 +75,8 @@ def with_overrides(config: PretrainedConfig, file: Mapping[str, Any], texts: Seq
         old = _with_overridden(config, file, overrides)
         given = without_derived(config, old, {override.path for override in overrides})
         new = _with_values(given, overrides)
+        for why in odd_sizes(new):
+            raise ConfigError(f"{FLAG}: {why}")
         _refuse_other_lengths(config, given, new, overrides)
     made = _made_or_refused(config, new, overrides)
     for override in overrides:

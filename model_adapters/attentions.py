@@ -135,7 +135,8 @@ def _with_norms(attention: Attention, model: nn.Module, layers: list[str]) -> At
 
 def norm_eps(norm: Any) -> float:
     """Its epsilon, by whatever name."""
-    return getattr(norm, "variance_epsilon", None) or norm.eps
+    found = getattr(norm, "variance_epsilon", None)  # which may be 0
+    return norm.eps if found is None else found
 
 
 def _with_scales(attention: Attention, model: nn.Module, layers: list[str]) -> Attention | str:

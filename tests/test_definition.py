@@ -260,6 +260,12 @@ def test_a_config_that_can_not_be_read(tmp_path, text, message):
         load_config(tmp_path)
 
 
+def test_a_buffer_that_no_memory_holds_is_refused_before_it_is_made():
+    config = AutoConfig.for_model("llama", hidden_size=32, head_dim=2**31 - 8, num_hidden_layers=1)
+    with pytest.raises(ConfigError, match=r"the config makes a buffer of \[1073741820\], 4\.0 GiB"):
+        build_definition(config)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("model_type", ["llama", "glm4_moe", "ernie4_5_moe", "bailing_hybrid", "gpt_oss"])
 def test_what_transformers_loads_in_float32(tmp_path, model_type, dtype):
