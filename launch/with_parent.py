@@ -16,11 +16,16 @@ import sys
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
+def end_with_parent(sent: signal.Signals) -> None:
+    """Has the kernel send this process a signal when the one that started it is gone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, sent):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
 def main() -> None:
     parent, *command = sys.argv[1:]
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    end_with_parent(signal.SIGTERM)
     if os.getppid() == int(parent):  # it may be gone already
         os.execvp(command[0], command)
 

@@ -12,6 +12,7 @@ from megasched.launch.prepared import Prepared, look_over
 from megasched.launch.run_folder import RunFolder
 from megasched.launch.slurm.script import SlurmJob, render
 from megasched.launch.slurm.submit import refused_by_slurm, submit
+from megasched.launch.words import refuse_unusable
 
 
 def prepare(
@@ -27,6 +28,7 @@ def prepare(
     Raises:
         ConfigError: with everything that is wrong.
     """
+    refuse_unusable(job)
     text = render(job)
     ask = partial(_refused, text) if ask_slurm else None
     return look_over(job, text, gpu=gpu, check_run=check_run, ask=ask, intent="submitted")

@@ -24,6 +24,7 @@ from megasched.launch.status.failure_log import ENDED_BY
 from megasched.launch.torchrun.nodes import CERTAIN, Nodes
 from megasched.launch.torchrun.script import TorchrunJob, render
 from megasched.launch.watched_run import INTERRUPTED, sigterm_as_interrupt, tail
+from megasched.launch.words import refuse_unusable
 from megasched.weights.tracker import has_tracker, read_tracker
 
 NAME = "torchrun"
@@ -51,6 +52,7 @@ def prepare(
     Raises:
         ConfigError: with everything that is wrong.
     """
+    refuse_unusable(job)
     ask = partial(_refused, job) if ask_hosts and job.hosts else None
     return look_over(job, render(job), gpu=gpu, check_run=check_run, ask=ask, intent="started")
 

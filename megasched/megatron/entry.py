@@ -14,6 +14,7 @@ import io
 import os
 import re
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -24,14 +25,18 @@ from typing import NoReturn
 
 from megasched.errors import ConfigError, MegaschedError
 from megasched.imports import without_collections
+from megasched.launch.with_parent import end_with_parent
 from megasched.megatron.arguments import AUTO_SCHEDULE, add_megasched_arguments, refuse_unsupported
 from megasched.megatron.rehearsal import rehearsal_flags, rehearsal_mode, without_kernel_packages
+from megasched.reading.files import printable
 from megasched.schedule_file import split_file
 from megasched.tracing.run_trace import check_trace_file
 
 BUILDER = "megasched.megatron.builder.ScheduledModelBuilder"
 SUPPORTED_MEGATRON = ">=0.19,<0.20"
 TRACEBACK = "MEGASCHED_TRACEBACK"
+# torchrun sets it for its ranks; Slurm ends its own.
+OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 # Exit status of what megasched raises on purpose.
 REFUSED = 2
@@ -71,6 +76,8 @@ def run_script(script: str, argv: Sequence[str]) -> None:
         argv: the flags after it, Megatron's and megasched's.
     """
     write_whole_lines()
+    if os.environ.get(OF_TORCHRUN) and sys.platform == "linux":
+        end_with_parent(signal.SIGKILL)  # else a rank waits for the others until its communicator gives up
     try:
         _run(script, list(argv))
     except SystemExit as stop:
@@ -178,7 +185,8 @@ def write_whole_lines() -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a notebook or a test puts something else there
-            stream.reconfigure(line_buffering=True, write_through=False)
+            # What is no UTF-8 in a name of a file or a word of the command is escaped, and ends nothing.
+            stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")
 
 
 def arrange_process(path: Path, bundled: bool, mode: str) -> None:
@@ -297,7 +305,7 @@ def _fail(error: MegaschedError) -> NoReturn:
         where = f" on rank {rank}"
     if os.environ.get(TRACEBACK) == "1":
         traceback.print_exception(error)
-    print(f"megasched: error{where}: {error}", file=sys.stderr)
+    print(f"megasched: error{where}: {printable(str(error))}", file=sys.stderr)
     _end(REFUSED)
 
 

@@ -87,7 +87,9 @@ def launch_local(job: LocalJob, *, check_run: bool, as_json: bool) -> int:
     """
     from megasched.launch.checks import check, told
     from megasched.launch.local import narrow, run
+    from megasched.launch.words import refuse_unusable
 
+    refuse_unusable(job)
     checked = check(job.script, job.flags, job.ranks) if check_run else None
     if checked is not None and checked.problems:
         raise ConfigError(told(checked.problems))
