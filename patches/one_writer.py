@@ -12,6 +12,7 @@ from megasched.patches.registry import Patch
 _PRETRAIN = "megatron.training.training:pretrain"
 _SETUP = "megatron.training.training:setup_model_and_optimizer"
 _SAVE = "megatron.core.dist_checkpointing:save"
+_SAVE_CHECKPOINT = "megatron.training.training:save_checkpoint"
 _STORAGE = "megatron.training.checkpointing:maybe_msc"
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data"
 _TRACKER = "megatron.training.checkpointing:get_checkpoint_tracker_filename"
@@ -43,6 +44,14 @@ def _change() -> Undo:
             return write(checkpoint_dir)
         return _writers[-1].write(write, Path(checkpoint_dir), _keep_hf_files)
 
+    save_checkpoint = resolve(_SAVE_CHECKPOINT)
+
+    @wraps(save_checkpoint)
+    def begun(iteration: int, *given: Any, **named: Any) -> Any:
+        if _writers:
+            _writers[-1].begin(iteration)
+        return save_checkpoint(iteration, *given, **named)
+
     write_file = resolve(_WRITER)
 
     @wraps(write_file)
@@ -66,6 +75,7 @@ def _change() -> Undo:
     undos = [
         call_after(_PRETRAIN, _release, rebind=("megatron", "megasched")),
         set_attribute(_SETUP, claimed),
+        set_attribute(_SAVE_CHECKPOINT, begun),
         set_attribute(_SAVE, written),
         set_attribute(_STORAGE, storage),
         set_attribute(_WRITER, staticmethod(file_named)),
@@ -89,7 +99,7 @@ def _release() -> None:
 
 PATCH = Patch(
     name="one_writer",
-    targets=(_PRETRAIN, _SETUP, _SAVE, _STORAGE, _TRACKER, _WRITER),
+    targets=(_PRETRAIN, _SETUP, _SAVE_CHECKPOINT, _SAVE, _STORAGE, _TRACKER, _WRITER),
     versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "megatron/training/checkpointing.py:1011 writes the tracker in place, and every checkpoint into its final "
@@ -97,5 +107,5 @@ PATCH = Patch(
         "while a file is written core/dist_checkpointing/strategies/filesystem_async.py:291 tells the type alone"
     ),
     change=_change,
-    signature={_SAVE: ("sharded_state_dict", "checkpoint_dir")},
+    signature={_SAVE: ("sharded_state_dict", "checkpoint_dir"), _SAVE_CHECKPOINT: ("iteration",)},
 )

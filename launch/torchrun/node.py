@@ -6,12 +6,16 @@ when computed again (17) from a failure that a restart may mend. The arguments a
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Collection
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
+
+# Ranks that fail together do so within; torchrun notes whole seconds.
+SECONDS_TOGETHER = 10
 
 
 def main() -> None:
@@ -30,9 +34,16 @@ def first_failure(failures: Collection[ProcessFailure]) -> ProcessFailure:
     """Of ranks that torchrun found ended when it looked, the one that ended the others.
 
     It looks some ten times a second, and where it finds several it takes the lowest rank. But a rank that loses
-    another ends with 1, and the lost one by a signal or with a status of its own.
+    another ends with 1, and the lost one by a signal or with a status of its own. torchrun then ends what is left
+    by SIGTERM, and by SIGKILL 30 s later, and counts those among the failures.
     """
-    return min(failures, key=lambda failure: (failure.exitcode == 1, failure.timestamp))
+    begun = min(failure.timestamp for failure in failures)
+
+    def key(failure: ProcessFailure) -> tuple[bool, bool, bool, int]:
+        late = failure.timestamp - begun > SECONDS_TOGETHER
+        return late, failure.exitcode == -signal.SIGTERM, failure.exitcode == 1, failure.timestamp
+
+    return min(failures, key=key)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ def run_script(script: str, argv: Sequence[str]) -> None:
         if stop.code in (None, 0):
             raise
         if not isinstance(stop.code, int):
+            _await_rank_0()
             print(stop.code, file=sys.stderr)
         _end(stop.code if isinstance(stop.code, int) else 1)
     except MegaschedError as error:
@@ -297,16 +298,21 @@ def _say(text: str) -> None:
 
 def _fail(error: MegaschedError) -> NoReturn:
     """Says what is wrong, once for the job where that can be arranged, and ends this process."""
-    rank = _rank("RANK", "SLURM_PROCID")
-    where = ""
-    if rank:
-        local = min(_rank("LOCAL_RANK", "SLURM_LOCALID"), STAGGERED_RANKS)
-        time.sleep(GRACE_SECONDS + STAGGER_SECONDS * local)
-        where = f" on rank {rank}"
+    rank = _await_rank_0()
+    where = f" on rank {rank}" if rank else ""
     if os.environ.get(TRACEBACK) == "1":
         traceback.print_exception(error)
     print(f"megasched: error{where}: {printable(str(error))}", file=sys.stderr)
     _end(REFUSED)
+
+
+def _await_rank_0() -> int:
+    """Returns this rank; all but rank 0 wait for a while, in which the launcher ends them if rank 0 has failed."""
+    rank = _rank("RANK", "SLURM_PROCID")
+    if rank:
+        local = min(_rank("LOCAL_RANK", "SLURM_LOCALID"), STAGGERED_RANKS)
+        time.sleep(GRACE_SECONDS + STAGGER_SECONDS * local)
+    return rank
 
 
 def _end(status: int) -> NoReturn:

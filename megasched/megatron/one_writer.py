@@ -64,6 +64,37 @@ class OneWriter:
         """Whether ``path`` lies in the folder."""
         return Path(path).absolute().is_relative_to(self.save)
 
+    def begin(self, iteration: int) -> None:
+        """Makes the folders of a checkpoint that is to be written, on all ranks together.
+
+        Raises:
+            SaveError: on every rank, if rank 0 can't write there: nobody waits for one that has failed.
+            MegaschedError: on every rank, if another run has taken the folder over.
+        """
+        public = self.save / f"iter_{iteration:07d}"
+
+        def make() -> None:
+            if self.claim is not None:
+                self.claim.written_aside(public)
+                public.mkdir(parents=True, exist_ok=True)  # as Megatron does, on rank 0 alone
+
+        with self._told(public):
+            self._together(make)
+
+    def _together(self, work: Callable[[], None]) -> None:
+        """Work of rank 0, whose error every rank raises."""
+        found: list[Any] = [None]
+        if self.claim is not None:
+            try:
+                work()
+            except MegaschedError as error:
+                found = [error]
+            except OSError as error:
+                found = [OSError(error.errno, error.strerror, error.filename)]
+        torch.distributed.broadcast_object_list(found, src=0)
+        if isinstance(found[0], Exception):
+            raise found[0]
+
     def write(self, save: Callable[[str], Any], public: Path, add: Callable[[Path], None]) -> Any:
         """A checkpoint written by ``save``; what that returns.
 
@@ -81,7 +112,7 @@ class OneWriter:
             request = save(str(aside))
             if request is None:
                 torch.distributed.barrier()
-                self._publish(aside, public, add)
+                self._together(lambda: self._publish(aside, public, add))
             else:
                 request.finalize_fns.append(lambda: self._publish(aside, public, add))
         return request
@@ -137,4 +168,7 @@ class Storage:
 def _published(claim: SaveClaim, public: Path) -> Iterator[io.StringIO]:
     text = io.StringIO()
     yield text
-    claim.publish_text(text.getvalue(), public)
+    try:
+        claim.publish_text(text.getvalue(), public)
+    except OSError as error:
+        raise SaveError(public, error) from error

@@ -173,11 +173,12 @@ class SaveClaim:
             print(f"megasched: warning: {text}", file=sys.stderr, flush=True)
 
     def release(self) -> None:
-        """Gives the folder free; nothing happens if another run has taken it over."""
+        """Gives the folder free; nothing happens if another run has taken it over, or if nobody can write there
+        any more: the next run takes over what is left."""
         shutil.rmtree(self.aside, ignore_errors=True)
         try:
             self.folder.rename(self.inside / f"{GONE}{self.name}")
-        except FileNotFoundError:
+        except OSError:
             return
         shutil.rmtree(self.inside / f"{GONE}{self.name}", ignore_errors=True)
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import runpy
 import signal
+import subprocess
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -49,6 +50,21 @@ def killed_in_a_step() -> None:
         return len(steps) == HARMED_STEP - 2  # it goes on after iteration 2
 
     _before(training, "finalize_model_grads", last)
+
+
+def read_only_before_a_save() -> None:
+    """The disk of ``FAULT_DISK``, as a file server does after a fault."""
+    from megatron.training import training
+
+    save = training.save_checkpoint
+
+    @wraps(save)
+    def harmed(iteration: int, *given: Any, **named: Any) -> Any:
+        if iteration == HARMED_STEP:
+            subprocess.run(["mount", "-o", "remount,ro", os.environ["FAULT_DISK"]], check=True)
+        return save(iteration, *given, **named)
+
+    training.save_checkpoint = harmed
 
 
 def killed_in_its_tensors() -> None:

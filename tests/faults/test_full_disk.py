@@ -12,7 +12,7 @@ from megasched.verify.trainer_run import losses, train
 from megasched.weights.inspection import inspect_checkpoint
 from tests import tiny
 from tests.faults.disks import resize
-from tests.faults.runs import SAVING, TP2, grad_norms, tracked
+from tests.faults.runs import SAVING, TP2, grad_norms, run, tracked
 
 FLAGS = [*TP2, *SAVING]
 
@@ -38,3 +38,17 @@ def test_a_save_that_finds_no_room_ends_the_run(ranks, disk, tmp_path):
     whole = ranks.run(2, train, model, FLAGS, iterations=4)
     torch.testing.assert_close(losses(resumed), losses(whole)[2:], rtol=2e-6, atol=0)
     assert tracked(save) == "4"
+
+
+def test_a_disk_that_becomes_read_only_is_one_error_and_no_rank_is_left(disk, tmp_path, monkeypatch):
+    model, save = tiny.save("llama", tmp_path / "model"), disk / "ckpt"
+    monkeypatch.setenv("FAULT_DISK", str(disk))
+    saving = [*FLAGS, "--save", str(save), "--save-interval", "2", "--train-iters", "6", "--hf-random-init"]
+    ended = run(tmp_path, model, saving, fault="read_only_before_a_save")
+    assert ended.status == 1
+    assert "Traceback" not in ended.log
+    said = re.findall(r"SaveError: .*", ended.log)
+    assert len(said) == 1
+    assert said[0].startswith(f"SaveError: {save}/iter_0000004 can't be saved: [Errno 30] Read-only file system")
+    assert max(ended.grad_norms) == 4
+    assert tracked(save) == "2"

@@ -20,6 +20,12 @@ def test_a_rank_that_lost_another_is_not_the_first(status):
     assert first_failure([lost, killed]) is killed
 
 
+@pytest.mark.parametrize(("status", "timestamp"), [(-15, 50), (-15, 51), (-9, 80)])
+def test_a_rank_that_torchrun_has_ended_is_not_the_first(status, timestamp):
+    failed, ended = failure(1, 1, 50), failure(0, status, timestamp)
+    assert first_failure([ended, failed]) is failed
+
+
 def test_of_equal_ones_the_first_counts():
     late, early = failure(0, 1, 51), failure(1, 1, 50)
     assert first_failure([late, early]) is early
