@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,7 +80,7 @@ def describe(path: Path, key: str) -> tuple[tuple[int, ...], torch.dtype]:
     """
     with open_regular(path, SAFETENSORS) as file:
         status = os.fstat(file.fileno())
-    header = _header(path, status.st_mtime_ns, status.st_size)
+    header = _header(_Version(path, status.st_mtime_ns, status.st_size, key))
     if key not in header:
         raise CheckpointError(f"{path}, tensor {key}: the file has no tensor of this name")
     shape, dtype = header[key]
@@ -89,10 +90,20 @@ def describe(path: Path, key: str) -> tuple[tuple[int, ...], torch.dtype]:
     return shape, torch_dtype
 
 
+@dataclass(frozen=True)
+class _Version:
+    """A file as it was changed last, and the tensor that it is asked for, which errors name."""
+
+    path: Path
+    changed: int
+    size: int
+    asked_for: str = field(compare=False)
+
+
 @lru_cache(maxsize=1024)
-def _header(path: Path, changed: int, size: int) -> dict[str, tuple[tuple[int, ...], str]]:
+def _header(version: _Version) -> dict[str, tuple[tuple[int, ...], str]]:
     """Tensor name -> shape and safetensors' name of the dtype, of the file as it was changed last."""
-    with open_safetensors(path) as file:
+    with open_safetensors(version.path, version.asked_for) as file:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         return {key: (tuple(part.get_shape()), part.get_dtype()) for key, part in slices.items()}
 
