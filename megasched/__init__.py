@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megasched.registry import Primitive, list_primitives, register_primitive
     from megasched.schedule import Schedule, ScheduleList, replay
     from megasched.schedule_file import register_schedule
+    from megasched.trial.op_rules import register_op_rule
     from megasched.weights.materialize import materialize
 
 __version__ = "0.1.0"
@@ -56,6 +57,7 @@ _PUBLIC = {
     "materialize": "megasched.weights.materialize",
     "register_compiler": "megasched.graph.compilers",
     "register_lowering": "megasched.lowering.record_lowerings",
+    "register_op_rule": "megasched.trial.op_rules",
     "register_primitive": "megasched.registry",
     "register_schedule": "megasched.schedule_file",
     "replay": "megasched.schedule",

@@ -8,6 +8,7 @@ where a TP region begins, which dropouts must differ between ranks.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -57,6 +58,7 @@ def propagate(
     not_regions: frozenset[str] = frozenset()
     rows_inside: frozenset[str] = frozenset()
     parts: dict[Argument, Part] = {}
+    without_rule: dict[str, set[str]] = defaultdict(set)
     while True:
         known = (gather, forked_by_user, components or {}, regions, not_regions, rows_inside, parts)
         run = RecordedCalls(model, cuts, structure, sequence_parallel, *known, heads)
@@ -83,10 +85,12 @@ def propagate(
         rows = rows_inside | run.derived.rows_inside
         if (found, wanted, refused, rows) == (gather, regions, not_regions, rows_inside) and not run.parts.wanted:
             break
+        for operator, paths in run.derived.without_rule.items():
+            without_rule[operator] |= paths
         gather, regions, not_regions, rows_inside = found, wanted, refused, rows
         parts |= run.parts.wanted
     run.derived.gather, run.derived.rows_inside = set(gather), set(rows_inside)
-    run.derived.regions = entries
+    run.derived.regions, run.derived.without_rule = entries, without_rule
     for path in run.derived.needed_regions:
         columns = tuple(
             column for column in cuts if column in run.derived.inside and column.startswith(path + ".")

@@ -12,6 +12,7 @@ from megasched.certificate import require_certificate, subject_of
 from megasched.compatibility import refuse_unverified, unchecked_options
 from megasched.errors import NAMED_MODULES, Problem, ScheduleError
 from megasched.lowering.fp8 import left_in_16_bits
+from megasched.megatron.decisions import without_rule
 from megasched.megatron.lora_run import tell_of_adapters, with_adapters
 from megasched.megatron.session import Session, open_session, set_session
 from megasched.megatron.sft_flags import settle_sft
@@ -90,6 +91,8 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     tell_of_adapters(session.schedule, session.replaced, args.rank)
     tell_of_unreached(session.replaced, session.reach, args.rank)
     _tell_of_16_bits(session, args.rank)
+    for line in without_rule(plan) if args.rank == 0 else ():
+        print(f"megasched: {line}")
     _settle_accumulation(args)
     settle_without_te(args)
     settle_attention_backend(args)

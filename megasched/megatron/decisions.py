@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megasched.indices import label_indices
+from megasched.lowering.plan import Plan
 from megasched.megatron.session import Session
 from megasched.placement import Placement
 from megasched.roles import Roles
@@ -111,3 +112,25 @@ def fold_decisions(decisions: Iterable[Decision]) -> list[Decision]:
         replace(decision, parameter=decision.parameter.replace("*", label_indices(indices), 1))
         for decision, indices in groups.items()
     ]
+
+
+def without_rule(plan: Plan) -> list[str]:
+    """Operators that took whole what could have been a part, since nothing is known of them: a line for each."""
+    lines = []
+    for operator, paths in sorted(plan.derived.without_rule.items()):
+        where = ", ".join(_folded(sorted(paths))) or "the model's own code"
+        lines.append(
+            f"{operator} has no rule, so what it takes is whole (in {where}); a rule is registered by "
+            f"@megasched.register_op_rule(torch.ops.{operator})"
+        )
+    return lines
+
+
+def _folded(paths: Iterable[str]) -> list[str]:
+    """Paths, as one where they differ in the index of their layer alone."""
+    groups: dict[str, list[int]] = {}
+    for path in paths:
+        index = re.search(r"\.(\d+)(?=\.|$)", path)
+        pattern = path if index is None else f"{path[: index.start()]}.*{path[index.end() :]}"
+        groups.setdefault(pattern, []).append(int(index[1]) if index else -1)
+    return [pattern.replace("*", label_indices(indices), 1) for pattern, indices in groups.items() if pattern]

@@ -9,7 +9,7 @@ from typing import Any
 from megasched.indices import label_indices
 from megasched.layout import Layout
 from megasched.lowering.plan import Plan
-from megasched.megatron.decisions import Decision, decisions_of
+from megasched.megatron.decisions import Decision, decisions_of, without_rule
 from megasched.megatron.session import open_session
 from megasched.report.show import AUTO
 
@@ -20,17 +20,25 @@ class Explanation:
 
     Attributes:
         context: what context parallelism does, in words; empty without.
+        without_rule: operators that no rule is known of, and that are handed whole tensors for it.
     """
 
     model: str
     layout: Layout
     decisions: list[Decision]
     context: tuple[str, ...] = ()
+    without_rule: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON."""
         decisions = [asdict(decision) for decision in self.decisions]
-        return {"model": self.model, "layout": vars(self.layout), "decisions": decisions, "context": self.context}
+        return {
+            "model": self.model,
+            "layout": vars(self.layout),
+            "decisions": decisions,
+            "context": self.context,
+            "without_rule": self.without_rule,
+        }
 
 
 def explain_schedule(
@@ -56,7 +64,8 @@ def explain_schedule(
         objective=objective,
     )
     decisions = decisions_of(session, by_user=schedule != AUTO)
-    return Explanation(type(session.definition).__name__, layout, decisions, context_lines(session.plan))
+    told = context_lines(session.plan), tuple(without_rule(session.plan))
+    return Explanation(type(session.definition).__name__, layout, decisions, *told)
 
 
 def context_lines(plan: Plan) -> tuple[str, ...]:

@@ -12,9 +12,10 @@ from megasched.report.explain import Explanation
 def print_explanation(explanation: Explanation, console: Console) -> None:
     """Prints a few lines a parameter; made for 100 columns."""
     console.print(Text.assemble((explanation.model, "bold"), f" on {explanation.layout}\n"))
-    for line in explanation.context:
+    told = (*explanation.context, *explanation.without_rule)
+    for line in told:
         console.print(Text(line))
-    if explanation.context:
+    if told:
         console.print()
     for decision in explanation.decisions:
         console.print(_lines(decision))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megasched.trial.meta_call import tensors_in
+from megasched.trial.op_rules import OpRule, op_rule
 from megasched.trial.operators import arguments_of
 
 
@@ -75,6 +76,10 @@ class NeedsWhole(Exception):
         self.met = met
 
 
+class NoRule(NeedsWhole):
+    """Nothing is known of the operation, so that it is taken for one that needs the whole."""
+
+
 # Take the whole of the dimensions they are told, or of all where they are told none.
 WHOLE = frozenset(
     (
@@ -96,10 +101,14 @@ _KEEPS = frozenset(
 # Take elements along a dimension, or put them there: where an index of their shape says, or a list of places.
 _BY_ELEMENT = frozenset(["gather", "scatter", "scatter_", "scatter_add", "scatter_add_"])
 _BY_PLACE = frozenset(["index_add", "index_add_"])
+_MOVES = frozenset(
+    ("transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "index", "cat", "stack", "copy_")
+)
 NORMS = frozenset(["native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"])
 VIEWS = frozenset(["view", "_unsafe_view", "reshape", "_reshape_alias"])
 PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm", "matmul"])
 PARTS = frozenset(["slice", "select", "split", "split_with_sizes", "unbind", "index_select", "narrow"])
+_KNOWN = WHOLE | _KEEPS | _BY_ELEMENT | _BY_PLACE | NORMS | VIEWS | PRODUCTS | PARTS | _MOVES
 
 
 def follow(
@@ -109,20 +118,26 @@ def follow(
     outputs: list[torch.Tensor],
     along: Callable[..., Any],
 ) -> list[Along | None]:
-    """How each output of an ATen operation is cut; None where that is not known.
+    """How each output of an operation is cut; None where that could not be followed.
 
     Args:
         along: tensor -> ``Along``, or None for one that is not cut, or of which it is not known how.
 
     Raises:
-        NeedsWhole: the operation needs all of a dimension that is cut.
+        NeedsWhole: the operation needs all of a dimension that is cut; ``NoRule`` where it is not known.
     """
     operands = tensors_in((args, kwargs))
     cut = [(tensor, found) for tensor in operands if (found := along(tensor)) is not None]
-    if not cut or not isinstance(func, torch._ops.OpOverload):
+    if not cut:
         return [None] * len(outputs)
+    if not isinstance(func, torch._ops.OpOverload):
+        raise NoRule
+    if (rule := op_rule(func)) is not None:
+        return _by_rule(rule, arguments_of(func, args, kwargs), along, outputs)
     x, a = cut[0]
     name = func.overloadpacket.__name__
+    if name not in _KNOWN and torch.Tag.pointwise not in func.tags and not name.startswith("new_"):
+        raise NoRule
     if torch.Tag.pointwise in func.tags or name == "copy_":
         return [_pointwise(operands, cut, out) for out in outputs]
     told = arguments_of(func, args, kwargs)
@@ -154,6 +169,18 @@ def follow(
         return _part(name, told, x, a, outputs)
     moved = _moved(name, told, x, a, outputs[0]) if outputs else None
     return [moved] * len(outputs)
+
+
+def _by_rule(
+    rule: OpRule, told: dict[str, Any], along: Callable[..., Any], outputs: list[torch.Tensor]
+) -> list[Along | None]:
+    tensors = {name: value for name, value in told.items() if isinstance(value, torch.Tensor)}
+    cut = {name: place for name, tensor in tensors.items() if (place := along(tensor)) is not None}
+    kinds = {replace(place, dim=0) for place in cut.values()}
+    dim = rule({name: place.dim for name, place in cut.items()}, told) if len(kinds) == 1 else None
+    if dim is None:
+        raise NeedsWhole
+    return [replace(kinds.copy().pop(), dim=dim % out.dim()) for out in outputs]
 
 
 def _dims(told: dict[str, Any], x: torch.Tensor) -> list[int]:

@@ -16,7 +16,7 @@ from megasched.experts import is_experts
 from megasched.lora import DROPOUT, A
 from megasched.roles import Cut
 from megasched.trial.backward_code import Function, FunctionTrials
-from megasched.trial.dims import ON_ALL_RANKS, Along, NeedsWhole, follow
+from megasched.trial.dims import ON_ALL_RANKS, Along, NeedsWhole, NoRule, follow
 from megasched.trial.entries import ColumnCall
 from megasched.trial.labels import Derived, Label
 from megasched.trial.meta_call import DefaultScalars, tensors_in
@@ -160,6 +160,8 @@ class LabelRun(DefaultScalars):
             found = follow(func, args, kwargs, outputs, lambda tensor: self.label(tensor).along)
         except NeedsWhole as needs:
             found = None
+            if isinstance(needs, NoRule) and joined.region == "T":
+                self.derived.without_rule[str(func)].add(self.stack[-1][0] if self.stack else "")
             if joined.region == "T" and self.parts.want(needs.met, joined.columns, self._around()):
                 return [None] * len(outputs)
         # What gives no tensor asks for a number, which each rank would answer by its part.

@@ -81,6 +81,8 @@ class Derived:
         overwritten: what is cut and has its output changed in place.
         read_elsewhere: what is cut, or has experts, and has its weights read by code other than its own -> the
             module whose code that is.
+        without_rule: operator that no rule is known of, and that took cut tensors whole ->
+            modules whose code has it.
         cut_sizes: column -> sizes of the dimensions along which what stems from it is cut; TP must divide them.
         by_heads: columns whose output is viewed as heads [b, s, heads, d] or turned: the module that does so reads
             the length of the sequence off its own input.
@@ -112,6 +114,7 @@ class Derived:
     split_slots: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
     overwritten: set[str] = field(default_factory=set)
     read_elsewhere: dict[str, str] = field(default_factory=dict)
+    without_rule: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     cut_sizes: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     by_heads: set[str] = field(default_factory=set)
     shared: list[tuple[str, ...]] = field(default_factory=list)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megasched.trial.dims import NORMS, PRODUCTS, VIEWS, WHOLE, Along, NeedsWhole, follow
+from megasched.trial.op_rules import op_rule
 from megasched.trial.operators import arguments_of
 
 Place = Callable[[torch.Tensor], Along | None]
@@ -46,9 +47,10 @@ def follow_sequence(
     if name.endswith("_") and name != "copy_":
         name = name[:-1]
     told = arguments_of(func, args, kwargs)
-    if name in _SPECIAL:
+    ruled = op_rule(func) is not None
+    if name in _SPECIAL and not ruled:
         return [_SPECIAL[name](told, along, outputs[0])] * len(outputs)
-    if name not in _KNOWN and name != "copy_" and torch.Tag.pointwise not in func.tags:
+    if not ruled and name not in _KNOWN and name != "copy_" and torch.Tag.pointwise not in func.tags:
         return [None] * len(outputs)
     try:
         return follow(func, args, kwargs, outputs, along)

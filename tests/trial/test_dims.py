@@ -5,7 +5,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megasched.trial.dims import ON_ALL_RANKS, Along, NeedsWhole, follow
+from megasched.trial.dims import ON_ALL_RANKS, Along, NeedsWhole, NoRule, follow
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
@@ -183,9 +183,6 @@ def test_needs_the_whole(make):
 @pytest.mark.parametrize(
     ("make", "kept"),
     [
-        (lambda x: torch.nn.functional.pad(x, (1, -1)), False),  # a token later, and as many
-        (lambda x: torch.nn.functional.pad(x, (0, 0, 1, -1)), False),
-        (lambda x: torch.nn.functional.conv1d(x, torch.zeros(3, 3, 3, device="meta"), padding=1), False),
         (lambda x: x[:, [2, 0, 1]], True),
         (lambda x: x[..., [7, 6, 5, 4, 3, 2, 1, 0]], False),
         (lambda x: torch.rand_like(x), True),
@@ -193,6 +190,20 @@ def test_needs_the_whole(make):
 )
 def test_a_shape_that_stays_says_nothing_by_itself(make, kept):
     assert moved(make, (2, 3, 8), X)[0] == (X if kept else None)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.nn.functional.pad(x, (1, -1)),  # a token later, and as many
+        lambda x: torch.nn.functional.pad(x, (0, 0, 1, -1)),
+        lambda x: torch.nn.functional.conv1d(x, torch.zeros(3, 3, 3, device="meta"), padding=1),
+        lambda x: torch.cdist(x, x),
+    ],
+)
+def test_nothing_is_known_of_the_others(make):
+    with pytest.raises(NoRule):
+        moved(make, (2, 3, 8), X)
 
 
 PACKED = Along(2, components=(4, 2, 2))
