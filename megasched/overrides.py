@@ -87,16 +87,16 @@ def with_overrides(config: PretrainedConfig, file: Mapping[str, Any], texts: Seq
 def _parsed(text: str) -> Override:
     if why := unsound_text(text):
         raise ConfigError(f"{FLAG}: {why}")
+    shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
     key, separator, value = text.partition("=")
     if not separator:
-        raise ConfigError(f"{FLAG} {text!r}: expected key=value")
+        raise ConfigError(f"{FLAG} {shown!r}: expected key=value")
     try:
         parsed = parse_json(value)
     except NoJson:
         parsed = value
     except ValueError as error:
         raise ConfigError(f"{FLAG} {text:.80}: {error}") from error
-    shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
     return Override(shown, tuple(key.strip().split(".")), parsed)
 
 

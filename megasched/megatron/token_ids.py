@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megasched.errors import ConfigError
 from megasched.files import write_whole
 from megasched.reading.files import MIB, Expected
-from megasched.reading.idx_file import Idx, read_idx
+from megasched.reading.idx_file import Idx, map_tokens, read_idx
 from megasched.reading.json_file import read_json
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _range(path: Path, idx: Idx, status: os.stat_result) -> Range:
     count = status.st_size // itemsize
     smallest = largest = (0, 0)
     if count:
-        ids = numpy.memmap(path, dtype=numpy.dtype(idx.dtype).newbyteorder("<"), mode="r", shape=(count,))
+        ids = map_tokens(path, idx, count)
         length = BLOCK // itemsize
         blocks = -(-count // length)
         for block in numpy.unique(numpy.linspace(0, blocks - 1, min(blocks, BLOCKS)).astype(int)).tolist():

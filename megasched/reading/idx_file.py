@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy
 
 IDX = Expected("an index of a data set, as Megatron's tools/preprocess_data.py writes it beside a .bin file")
+TOKENS = Expected("the tokens of a data set")
 MAGIC = b"MMIDIDX\0\0"
 HEAD = struct.Struct("<9sQBQQ")
 DTYPES = ("", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
@@ -59,6 +60,18 @@ def read_idx(path: str | os.PathLike[str], bin_size: int, expected: Expected = I
     """
     with open_regular(path, expected) as file:
         return _read(path, file, bin_size, expected)
+
+
+def map_tokens(path: str | os.PathLike[str], idx: Idx, count: int) -> numpy.ndarray:
+    """The first ``count`` tokens of the .bin file, [count] of the index's dtype, mapped.
+
+    Raises:
+        MegaschedError: there is no such file, or it is no regular one.
+    """
+    import numpy
+
+    with open_regular(path, TOKENS):
+        return numpy.memmap(path, dtype=numpy.dtype(idx.dtype).newbyteorder("<"), mode="r", shape=(count,))
 
 
 def _read(path: Any, file: BinaryIO, bin_size: int, expected: Expected) -> Idx:
