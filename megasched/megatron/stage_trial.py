@@ -39,11 +39,12 @@ def why_not_alone(model: nn.Module, structure: Structure) -> str:
     start = structure.count // 2
     if structure.uncuttable or start <= structure.first or start > structure.last:
         return ""
-    whole = _Run(meta_copy(model), structure, start)
+    probe = meta_copy(model)
+    whole = _Run(probe, structure, start)
     whole.run()
     if whole.hidden is None:  # that layer is not called
         return ""
-    stage = _Run(meta_copy(model), structure, start)
+    stage = _Run(probe, structure, start)
     try:
         stage.run_as_stage(whole.hidden, whole.sides)
     except ScheduleError as error:
@@ -73,6 +74,8 @@ class _Run(DefaultScalars):
         self.hidden: torch.Tensor | None = None
         self.sides: dict[Side, torch.Tensor] = {}
         self.stack: list[tuple[str, Any, Any]] = []
+        places = (place.path for side in structure.sides for place in side.places)
+        self.watched = {*structure.layer_paths(), *places}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -86,7 +89,7 @@ class _Run(DefaultScalars):
 
     def run(self, inputs: Mapping[str, Any] | None = None) -> None:
         """One forward; of token ids by default."""
-        with call_hooks(self.model, self._before, self._after):
+        with call_hooks(self.model, self._before, self._after, lambda path, module: path in self.watched):
             run_on_meta(self.model, inputs or self._inputs(), self)
 
     def run_as_stage(self, hidden: torch.Tensor, sides: Mapping[Side, torch.Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -125,8 +125,7 @@ class LabelRun(DefaultScalars):
             if not (self._in_adapter_of_column(path) and self.label(tensor).region == "S"):
                 self.other_uses[id(tensor)].update(entry[0] for entry in self.stack)
             self.kept.append(tensor)
-            if id(tensor) in self.names:
-                self.derived.met.add(self.names[id(tensor)])
+        self._meet(operands)
         changed = written(func, args, kwargs or {})
         for tensor in changed:
             for held in (tensor, base_of(tensor)):
@@ -171,6 +170,9 @@ class LabelRun(DefaultScalars):
             else:
                 self._need_sequence()
         return found or [None] * len(outputs)
+
+    def _meet(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.derived.met.update(self.names[id(tensor)] for tensor in tensors if id(tensor) in self.names)
 
     def _watch_weights(self, func: Any, operands: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Of a weight that is cut a rank has a part: only its module's own code is made to know that."""

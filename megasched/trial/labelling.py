@@ -36,6 +36,7 @@ class Labelling(LabelRun):
         if path in self.cuts:
             if not self.silent:
                 self._enter_cut(path, args, kwargs)
+            self._meet(module.parameters())
             self.silent += 1
         return changed
 
@@ -265,6 +266,7 @@ class Labelling(LabelRun):
     def attend(self, real: Any, module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Attention is heads apart: it takes q, k and v [b, heads, s, d] that are cut along their heads."""
         operands = tensors_in((query, args, kwargs))
+        self._meet(operands)
         label = self._join([self.label(tensor) for tensor in operands])
         if label.region == "T":
             cut = [self.label(tensor).along for tensor in operands if self.label(tensor).region == "T"]

@@ -52,7 +52,7 @@ def test_all_experts_have_whole_gradients(ranks, tmp_path, layout):
     folder, (world, tp, flags) = remote.write(tmp_path / "model", MIXTURE), LAYOUTS[layout]
     reports = ranks.run(world, train, folder, [*flags.split(), "--trust-remote-code"], iterations=1)
     (expected,) = ranks.run(1, hf_step, folder, batches_of(reports), trust_remote_code=True)
-    assert not expected.unused
+    assert all(gradient.any() for gradient in expected.gradients.values())  # every expert got tokens
     outcome = compare(reports, expected, tp)
     assert outcome.verdict == "equal", outcome.why
     assert max(outcome.errors.values()) <= TOLERANCE
