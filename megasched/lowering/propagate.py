@@ -75,7 +75,7 @@ def propagate(
             for tensor in tensors_in(output):
                 run.derived.gather |= run.label(tensor).columns
         entries = find_entries(run.column_calls, run.other_uses, cuts, structure)
-        if sequence_parallel:
+        if sequence_parallel and structure is not None and not structure.repeated:
             run.want_lengths({column for region in entries.values() for column in region.columns})
         refused = frozenset(run.not_regions)
         wanted = (regions | run.wanted_regions) - refused

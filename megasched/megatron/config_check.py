@@ -16,6 +16,8 @@ from megasched.config_file import Path as Field
 from megasched.config_file import config_or_none, quietly
 from megasched.errors import CheckpointError
 from megasched.megatron.position_limit import is_limit_alone
+from megasched.reading.files import Expected
+from megasched.reading.json_file import parse_json, read_json
 from megasched.weights.torch_dist import HF_FILES
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ NO_NUMBERS = {
     "prefix",
     "bos_token_id", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id",
 }  # fmt: skip
+CONFIG = Expected("the JSON of an HF config", CheckpointError)
 LIMIT = "max_position_embeddings"
 _ABSENT = object()
 
@@ -84,19 +87,14 @@ def config_differences(checkpoint: Path, config: PretrainedConfig) -> list[Diffe
     path = checkpoint / HF_FILES / "config.json"
     if not path.is_file():
         return None
-    try:
-        then = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected the JSON of an HF config: {error}") from error
-    if not isinstance(then, dict):
-        raise CheckpointError(f"{path}: expected the JSON of an HF config, found {type(then).__name__}")
-    now = json.loads(config.to_json_string(use_diff=True))
+    then = read_json(path, CONFIG, {})
+    now = parse_json(config.to_json_string(use_diff=True))
     if then.get("model_type", now.get("model_type")) != now.get("model_type"):
         return [Difference(("model_type",), then["model_type"], now.get("model_type"))]
     with quietly():
         made = [config_or_none(config, file) for file in (then, now)]
     # There are classes that refuse what they have written: the files are compared then.
-    whole = [json.loads(one.to_json_string(use_diff=False)) for one in made if one is not None]
+    whole = [parse_json(one.to_json_string(use_diff=False)) for one in made if one is not None]
     fields, limit_alone = whole if len(whole) == 2 else (then, now), is_limit_alone(config)
     return [
         difference

@@ -171,7 +171,9 @@ class FlowRun(DefaultScalars):
             first_stage_only: the one that later stages do not have.
         """
         self._made.update(id(tensor) for tensor in tensors_in(dict(inputs)))
-        buffers = dict(self._model.named_buffers())
+        # Those that are not kept in checkpoints are made of something else again (rotary frequencies).
+        kept = self._model.state_dict(keep_vars=True)
+        buffers = {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
         self._buffers = {id(buffer): name for name, buffer in buffers.items()}
         if first_stage_only is not None:
             ids = inputs[first_stage_only]
@@ -180,9 +182,8 @@ class FlowRun(DefaultScalars):
             self._set(ids, frozenset([0]))
         with call_hooks(self._model, self._before, self._after):
             run_on_meta(self._model, inputs, self)
-        for name in self._model.state_dict(keep_vars=True).keys() & buffers.keys():
-            if self._model.get_buffer(name) is not buffers[name]:
-                self.changed_buffers.add(name)
+        now = self._model.get_buffer
+        self.changed_buffers |= {name for name, held in buffers.items() if now(name) is not held}
         self._join_entries()
         for found in self.sides():
             where = found.places[0].path

@@ -313,10 +313,12 @@ class LabelRun(DefaultScalars):
         Args:
             entered: columns that read what a module around them takes over.
         """
-        settled = self.gather | self.derived.gather | self.derived.inside
-        for column in sorted(self.derived.by_heads - settled):
+        settled = self.gather | self.derived.gather | self.derived.inside | self.derived.whole_inputs
+        columns = {path for path in self.derived.by_heads - settled if self.cuts[path] == "column"}
+        for column in sorted(columns):
             index = None if self.structure is None else self.structure.index_of(column)
-            if column in entered or self.structure is None or index is None:
+            of_adapter = column.rpartition(".")[0] in self.cuts  # its linear's output is what is viewed
+            if column in entered or of_adapter or self.structure is None or index is None:
                 continue
             layer = self.structure.layer_path(index)
             path = f"{layer}.{column.removeprefix(f'{layer}.').partition('.')[0]}"

@@ -16,8 +16,12 @@ READING = {
     *("pickle.load", "pickle.loads", "numpy.load", "numpy.fromfile", "numpy.memmap", "np.load", "np.fromfile"),
     *("read_text", "read_bytes"),
 }
-# What processes of one run hand each other through pipes of their own, and what Megatron opens.
+# What processes of one run hand each other through pipes and folders of their own, what Megatron opens, and the
+# code of classes that were imported.
 NO_FILES_OF_OTHERS = {
+    ("megasched/certificate.py", "read_bytes"),
+    *(("megasched/verify/plain/reference.py", call) for call in ("json.loads", "read_text")),
+    *(("megasched/verify/plain_runs.py", call) for call in ("json.loads", "read_text")),
     ("launch/torchrun/nodes.py", "open"),
     ("megasched/megatron/one_writer.py", "open"),
     ("megasched/verify/rank_pool.py", "pickle.loads"),
