@@ -25,11 +25,12 @@ def test_damaged_files_are_refused_or_read(capfd):
 @pytest.mark.timeout(3600)
 def test_many_damaged_files_are_refused_or_read():
     done = subprocess.run([sys.executable, "-m", "tests.fuzz.run", str(MANY), "7"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, done.stdout), done.stdout[-4000:]
+    assert done.returncode == 0, done.stdout[-4000:]
     assert f"{MANY} inputs, 0 failures" in done.stdout
 
 
-@pytest.mark.parametrize("name", READERS)
+# The others read words of a command line.
+@pytest.mark.parametrize("name", sorted(READERS.keys() - {"option", "override"}))
 @pytest.mark.parametrize("kind", ["fifo", "folder", "socket", "device", "loop"])
 def test_what_is_no_file_is_refused_at_once(name, kind, tmp_path, monkeypatch, capfd):
     reader = READERS[name]
@@ -48,8 +49,6 @@ def test_what_is_no_file_is_refused_at_once(name, kind, tmp_path, monkeypatch, c
         case "socket":
             monkeypatch.chdir(path.parent)  # the path of a socket is short
             socket.socket(socket.AF_UNIX).bind(path.name)
-    if name in ("option", "override"):  # no files, but words of a command line
-        pytest.skip("it reads a word")
     assert failure(reader, tmp_path) == ""
     if name == "owner":
         assert "the claim is taken over" in capfd.readouterr().err
