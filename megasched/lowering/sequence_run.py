@@ -22,7 +22,7 @@ from megasched.lowering import attention
 from megasched.lowering.context_masks import context_masks, whole_sequence
 from megasched.lowering.given_positions import takes_counted_positions
 from megasched.lowering.zigzag import Zigzag
-from megasched.trial.backward_code import watched_backward
+from megasched.trial.backward_code import handed_to_hooks, watched_backward
 from megasched.trial.dims import Along
 from megasched.trial.meta_call import call_hooks, meta_copy, run_on_meta, tensors_in
 from megasched.trial.recorded import change_leaves
@@ -122,6 +122,8 @@ class SequenceRun(SequenceFlow):
 
     def after(self, path: str, module: nn.Module, output: Any) -> Any:
         _, args, kwargs = self.stack[-1]
+        for tensor in handed_to_hooks(module, args, kwargs, output):
+            self.hooked(tensor)
         changed = None
         if path == self.inside:
             self.inside = None

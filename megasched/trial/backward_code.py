@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from megasched.instances import close, real_tensors
 from megasched.trial.dims import Along
@@ -39,20 +40,31 @@ def watched_backward(
             ``args`` are those of ``apply``.
         hooked: a tensor that gets a hook on its gradient.
     """
-    functions = [function for function in _functions(torch.autograd.Function) if "forward" in vars(function)]
-    forwards = [vars(function)["forward"] for function in functions]
+    # Of each class, also of one that has its forward from another: its backward may be its own.
+    functions = {function: function.forward for function in _functions(torch.autograd.Function)}
+    own = {function: vars(function)["forward"] for function in functions if "forward" in vars(function)}
     hooks = {name: getattr(torch.Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook")}
-    for function in functions:
-        function.forward = staticmethod(_watched(function, function.forward, called))  # type: ignore[method-assign]
+    for function, forward in functions.items():
+        function.forward = staticmethod(_watched(function, forward, called))  # type: ignore[method-assign]
     for name, register in hooks.items():
         setattr(torch.Tensor, name, _watched_hook(register, hooked))
     try:
         yield
     finally:
-        for function, forward in zip(functions, forwards, strict=True):
-            function.forward = forward  # type: ignore[method-assign]
+        for function in functions:
+            if function in own:
+                function.forward = own[function]  # type: ignore[method-assign]
+            else:
+                del function.forward
         for name, register in hooks.items():
             setattr(torch.Tensor, name, register)
+
+
+def handed_to_hooks(module: nn.Module, *values: Any) -> list[torch.Tensor]:
+    """Of what a module took and gave, the tensors whose gradients its own backward hooks are handed."""
+    if not (module._backward_hooks or module._backward_pre_hooks):
+        return []
+    return [tensor for tensor in tensors_in(values) if tensor.is_floating_point()]
 
 
 def _functions(base: Function) -> Iterator[Function]:
@@ -68,7 +80,8 @@ def _watched(function: Function, forward: Callable[..., Any], called: Callable[.
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        called(function, args[own:], output)
+        if any(tensor.is_meta for tensor in tensors_in(output)):  # the trial of a function has real ones
+            called(function, args[own:], output)
         return output
 
     return watched

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megasched.experts import is_experts
+from megasched.trial.backward_code import handed_to_hooks
 from megasched.trial.dims import Along
 from megasched.trial.entries import ColumnCall
 from megasched.trial.label_run import LabelRun
@@ -49,9 +50,8 @@ class Labelling(LabelRun):
             self._as_if_region(output)
         elif path and self.structure is not None and self.structure.holds_layers(path):
             changed = self._leave_layers(output)
-        if module._backward_hooks or module._backward_pre_hooks:
-            for tensor in tensors_in((args, kwargs, output)):
-                self.hooked(tensor)
+        for tensor in handed_to_hooks(module, args, kwargs, output):
+            self.hooked(tensor)
         self.stack.pop()
         handed = {id(tensor) for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(output):

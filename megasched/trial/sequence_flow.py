@@ -127,16 +127,22 @@ class SequenceFlow(DefaultScalars):
     def own_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
         """A function with a backward of its own, which may take other tokens' gradients than its own."""
         outputs = tensors_in(output)
-        if self.silent or self.inside or not any(id(tensor) in self.places for tensor in outputs):
+        if self.inside:  # where each rank has the whole sequence, and of a gradient the term of its own part
+            if not self.functions.works_by_parts(function, args, output, lambda tensor: None):
+                what = f"the backward of {function.__name__} does not take a part of a gradient"
+                self._problem(self.inside, f"context parallelism: {what}", REMEDY)
+            return
+        if self.silent or not any(id(tensor) in self.places for tensor in outputs):
             return
         if not self.functions.works_by_parts(function, args, output, self.place):
             origin = self._origin(f"the backward of {function.__name__} takes other tokens than its own")
             self._spoil_all("", outputs, origin)
 
     def hooked(self, tensor: torch.Tensor) -> None:
-        """A hook sees the gradient of a tensor, which must be whole on each rank then; a parameter's is not."""
+        """A hook sees the gradient of a tensor, which must be whole on each rank then. That of a parameter is not,
+        nor is any inside of a region, of which a rank hands out its own part; nothing is followed in silence."""
         of_part = id(tensor) in self.places or self._origin_of(tensor) is not None
-        if not self.silent and (of_part or isinstance(tensor, nn.Parameter)):
+        if self.silent or self.inside or of_part or isinstance(tensor, nn.Parameter):
             what = "context parallelism: a hook is handed a gradient of which each rank has a part"
             self._problem(self.stack[-1].path if self.stack else "", what, REMEDY)
 

@@ -56,6 +56,14 @@ class Normed(torch.autograd.Function):
         return grad / (grad.norm(dim=-1, keepdim=True) + 1e-3)
 
 
+class NormedFromAnother(Scaled):
+    """Has its forward from another one, and not its backward."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (grad.norm(dim=-1, keepdim=True) + 1e-3)
+
+
 class Weighted(torch.autograd.Function):
     """A weight with a gradient that is made by hand, a sum over all but the last dimension."""
 
@@ -138,6 +146,7 @@ CASES = {
     # name: (model, whether the pair stays cut, which of them are left whole)
     "elementwise function": (lambda: Between(Scaled.apply), True, set()),
     "gradient normed by a function": (lambda: Between(Normed.apply), False, set()),
+    "by a function with another's forward": (lambda: Between(NormedFromAnother.apply), False, set()),
     "by a reference that was kept": (lambda: Between(kept), False, set()),
     "by a hook": (lambda: Between(normed_by_hook), False, set()),
     "by a module's hook": (Hooked, False, set()),

@@ -155,3 +155,57 @@ def test_a_model_that_is_built_without_the_trainer_is_refused():
         ScheduleError, match="context parallelism is for causal language models in Megatron's trainer"
     ):
         make_plan(schedule)
+
+
+class Doubled(torch.autograd.Function):
+    """Linear in the gradient, each token by itself."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class NormedGradient(Doubled):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (grad.norm() + 1e-3)
+
+
+class Mixing(nn.Module):
+    """Takes other tokens than its own, so that it is run on the whole sequence."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x).cumsum(1)
+
+
+def hooked(module):
+    module.register_full_backward_hook(lambda module, grad_input, grad_output: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda mlp: With(mlp, Doubled.apply), ""),
+        (lambda mlp: nn.Sequential(mlp, Mixing(Doubled.apply)), ""),
+        (lambda mlp: nn.Sequential(mlp, Mixing(NormedGradient.apply)), "does not take a part of a gradient"),
+        (lambda mlp: With(mlp, NormedGradient.apply), "does not take a part of a gradient"),
+        (hooked, "a hook is handed a gradient of which each rank has a part"),
+        (lambda mlp: nn.Sequential(mlp, Mixing(hooked(nn.Tanh()))), "a hook is handed a gradient"),
+    ],
+)
+def test_what_runs_in_the_backward_alone_takes_parts_of_gradients_or_is_refused(change, why):
+    model = tiny_model("llama")
+    layer = model.model.layers[1]
+    layer.mlp = change(layer.mlp)
+    found = plan(model)
+    assert bool(found.problems) is bool(why)
+    assert all(why in what for _, what in problems(found))
