@@ -42,12 +42,12 @@ def without_gradient(model_type: str) -> set[str]:
 )
 def test_it_is_what_plain_hf_has_gradients_for(model_type):
     try:
-        definition, expected = build_definition(small_config(model_type)), without_gradient(model_type)
-        found = reach_of(definition)
-    except Exception as error:  # of whatever kind: HF can't make it, or run it, or it has no list of layers
+        expected = without_gradient(model_type)
+    except Exception as error:  # of whatever kind, of transformers' own: there is nothing to compare with
         if model_type in FAST:
             raise
-        pytest.skip(str(error)[:100])
+        pytest.skip(f"plain HF does not run it: {error}"[:100])
+    found = reach_of(build_definition(small_config(model_type)))
     assert set(found.never) == expected
     assert found.perhaps == ()
 
