@@ -42,13 +42,18 @@ class Problem:
 NAMED_MODULES = 3
 
 
+def some_of(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - NAMED_MODULES} more" if len(names) > NAMED_MODULES else ""
+    return f"{', '.join(names[:NAMED_MODULES])}{more}"
+
+
 def describe(problem: Problem, modules: Sequence[str]) -> str:
     """A problem that several modules share, as lines of text."""
     lines = [problem.what]
     if modules:
-        more = f" and {len(modules) - NAMED_MODULES} more" if len(modules) > NAMED_MODULES else ""
         title = "module" if len(modules) == 1 else "modules"
-        lines.append(f"{title}: {', '.join(modules[:NAMED_MODULES])}{more}")
+        lines.append(f"{title}: {some_of(modules)}")
     if problem.source:
         lines.append(f"asked for at: {problem.source}")
     if problem.remedy:

@@ -114,10 +114,8 @@ def state_and_status(job: str) -> tuple[str, int]:
     try:
         told = call(["sacct", "--jobs", job, *fields])
         out = "" if told.status else told.out.strip()
-    except NoAnswerError:
-        out = ""  # the database may be away while the controller is not
-    except ConfigError:
-        out = ""  # a cluster without accounting may not have it
+    except ConfigError:  # a cluster without accounting may not have it, and the database may be away by itself
+        out = ""
     if out:
         state, _, code = out.splitlines()[0].partition("|")
         status, _, signal = code.partition(":")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megasched.certificate import require_certificate, subject_of
 from megasched.compatibility import refuse_unverified, unchecked_options
-from megasched.errors import NAMED_MODULES, Problem, ScheduleError
+from megasched.errors import Problem, ScheduleError, some_of
 from megasched.lowering.fp8 import left_in_16_bits
 from megasched.megatron.decisions import without_rule
 from megasched.megatron.lora_run import tell_of_adapters, with_adapters
@@ -112,8 +112,7 @@ def _tell_of_16_bits(session: Session, rank: int) -> None:
     """What 8-bit training was asked for and does not reach is said."""
     left = left_in_16_bits(session.plan, session.replaced)
     if left and rank == 0:
-        more = f" and {len(left) - NAMED_MODULES} more" if len(left) > NAMED_MODULES else ""
-        print(f"megasched: linears that stay in 16 bits: {', '.join(left[:NAMED_MODULES])}{more}")
+        print(f"megasched: linears that stay in 16 bits: {some_of(left)}")
 
 
 def _tell_of_options(session: Session, rank: int) -> None:

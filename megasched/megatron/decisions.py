@@ -118,7 +118,7 @@ def without_rule(plan: Plan) -> list[str]:
     """Operators that took whole what could have been a part, since nothing is known of them: a line for each."""
     lines = []
     for operator, paths in sorted(plan.derived.without_rule.items()):
-        where = ", ".join(_folded(sorted(paths))) or "the model's own code"
+        where = ", ".join(fold_paths(paths)) or "the model's own code"
         lines.append(
             f"{operator} has no rule, so what it takes is whole (in {where}); a rule is registered by "
             f"@megasched.register_op_rule(torch.ops.{operator})"
@@ -126,10 +126,10 @@ def without_rule(plan: Plan) -> list[str]:
     return lines
 
 
-def _folded(paths: Iterable[str]) -> list[str]:
+def fold_paths(paths: Iterable[str]) -> list[str]:
     """Paths, as one where they differ in the index of their layer alone."""
     groups: dict[str, list[int]] = {}
-    for path in paths:
+    for path in sorted(paths):
         index = re.search(r"\.(\d+)(?=\.|$)", path)
         pattern = path if index is None else f"{path[: index.start()]}.*{path[index.end() :]}"
         groups.setdefault(pattern, []).append(int(index[1]) if index else -1)

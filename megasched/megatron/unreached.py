@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megasched.errors import NAMED_MODULES, ConfigError, Problem, ScheduleError
+from megasched.errors import ConfigError, Problem, ScheduleError, some_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,11 +33,9 @@ def tell_of_unreached(model: nn.Module, reach: Reach, rank: int) -> None:
         return
     parameters = dict(model.named_parameters())
     size = sum(parameters[name].numel() for name in reach.never)
-    modules = folded(model, reach.never)
-    more = f" and {len(modules) - NAMED_MODULES} more" if len(modules) > NAMED_MODULES else ""
     print(
         f"megasched: {size:,} parameters have no part in the loss of these batches; they stay as they are and "
-        f"have no optimizer state: {', '.join(modules[:NAMED_MODULES])}{more}"
+        f"have no optimizer state: {some_of(folded(model, reach.never))}"
     )
 
 

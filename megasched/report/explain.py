@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megasched.indices import label_indices
 from megasched.layout import Layout
 from megasched.lowering.plan import Plan
-from megasched.megatron.decisions import Decision, decisions_of, without_rule
+from megasched.megatron.decisions import Decision, decisions_of, fold_paths, without_rule
 from megasched.megatron.session import open_session
 from megasched.report.show import AUTO
 
@@ -74,21 +73,7 @@ def context_lines(plan: Plan) -> tuple[str, ...]:
         return ()
     lines = [f"each CP rank runs the definition on 2 of {2 * plan.layout.cp} pieces of a sequence"]
     if plan.sequence.attention:
-        lines.append(f"queries meet the keys of all CP ranks: {_fold_layers(plan, plan.sequence.attention)}")
+        lines.append(f"queries meet the keys of all CP ranks: {', '.join(fold_paths(plan.sequence.attention))}")
     if plan.sequence.regions:
-        lines.append(f"run on whole sequences by each CP rank: {_fold_layers(plan, plan.sequence.regions)}")
+        lines.append(f"run on whole sequences by each CP rank: {', '.join(fold_paths(plan.sequence.regions))}")
     return tuple(lines)
-
-
-def _fold_layers(plan: Plan, paths: Iterable[str]) -> str:
-    """Paths, as one where they differ in their layer alone."""
-    structure = plan.structure
-    assert structure is not None
-    groups: dict[str, list[int]] = {}
-    for path in sorted(paths):
-        index = structure.index_of(path)
-        inside = path if index is None else path.removeprefix(structure.layer_path(index))
-        groups.setdefault(inside, []).extend([] if index is None else [index])
-    folded = [(f"{structure.layers}.{label_indices(sorted(found))}" if found else "") + inside
-              for inside, found in groups.items()]  # fmt: skip
-    return ", ".join(folded)

@@ -101,14 +101,13 @@ _KEEPS = frozenset(
 # Take elements along a dimension, or put them there: where an index of their shape says, or a list of places.
 _BY_ELEMENT = frozenset(["gather", "scatter", "scatter_", "scatter_add", "scatter_add_"])
 _BY_PLACE = frozenset(["index_add", "index_add_"])
-_MOVES = frozenset(
-    ("transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "index", "cat", "stack", "copy_")
-)
+MOVES = frozenset(["transpose", "t", "permute", "unsqueeze", "squeeze", "expand"])
 NORMS = frozenset(["native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"])
 VIEWS = frozenset(["view", "_unsafe_view", "reshape", "_reshape_alias"])
 PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm", "matmul"])
 PARTS = frozenset(["slice", "select", "split", "split_with_sizes", "unbind", "index_select", "narrow"])
-_KNOWN = WHOLE | _KEEPS | _BY_ELEMENT | _BY_PLACE | NORMS | VIEWS | PRODUCTS | PARTS | _MOVES
+_KNOWN = WHOLE | _KEEPS | _BY_ELEMENT | _BY_PLACE | NORMS | VIEWS | PRODUCTS | PARTS | MOVES
+_KNOWN |= {"index", "cat", "stack", "copy_"}
 
 
 def follow(
@@ -177,10 +176,13 @@ def _by_rule(
     tensors = {name: value for name, value in told.items() if isinstance(value, torch.Tensor)}
     cut = {name: place for name, tensor in tensors.items() if (place := along(tensor)) is not None}
     kinds = {replace(place, dim=0) for place in cut.values()}
-    dim = rule({name: place.dim for name, place in cut.items()}, told) if len(kinds) == 1 else None
+    if len(kinds) > 1:
+        raise NeedsWhole
+    dim = rule({name: place.dim for name, place in cut.items()}, told)
     if dim is None:
         raise NeedsWhole
-    return [replace(kinds.copy().pop(), dim=dim % out.dim()) for out in outputs]
+    (kind,) = kinds
+    return [replace(kind, dim=dim % out.dim()) for out in outputs]
 
 
 def _dims(told: dict[str, Any], x: torch.Tensor) -> list[int]:

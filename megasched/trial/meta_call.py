@@ -226,6 +226,17 @@ def call_hooks(
             handle.remove()
 
 
+@contextmanager
+def loss_function_of(model: Any, function: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """In which an HF model's ``loss_function`` is another one."""
+    before = vars(model).get("_loss_function")
+    model.loss_function = function
+    try:
+        yield
+    finally:
+        model.loss_function = before
+
+
 def run_on_meta(
     model: nn.Module, inputs: Mapping[str, Any], mode: TorchDispatchMode | None = None, *, autograd: bool = False
 ) -> Any:

@@ -12,7 +12,14 @@ from torch.nn import functional as F
 
 from megasched.errors import ScheduleError
 from megasched.objectives import Objective, objective_of
-from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.trial.meta_call import (
+    DefaultScalars,
+    call_hooks,
+    loss_function_of,
+    meta_copy,
+    run_on_meta,
+    tensors_in,
+)
 from megasched.trial.structure import Structure
 
 # Of the batch that is tried: enough labels for those that a loss may leave out.
@@ -225,7 +232,7 @@ class _Trial:
             if not per_token:
                 return self.probe(**given), leaves
             self.calls = 0
-            with _loss_function(self.probe, self._of_each):
+            with loss_function_of(self.probe, self._of_each):
                 return self.probe(**given), leaves
 
     def _of_each(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -253,16 +260,6 @@ def _close(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Of each label, as ``VocabParallelLoss`` gives it."""
     return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
-
-
-@contextmanager
-def _loss_function(probe: Any, function: Callable[..., torch.Tensor]) -> Iterator[None]:
-    before = vars(probe).get("_loss_function")
-    probe.loss_function = function
-    try:
-        yield
-    finally:
-        probe.loss_function = before
 
 
 @contextmanager

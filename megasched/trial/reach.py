@@ -5,8 +5,8 @@ Plain PyTorch leaves the gradient of all others at None, and its optimizers pass
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 
 from megasched.errors import ScheduleError
 from megasched.trial.choices import others_of_its_kind
-from megasched.trial.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
+from megasched.trial.meta_call import DefaultScalars, call_hooks, loss_function_of, run_on_meta, tensors_in
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _ReachRun(DefaultScalars):
         self._asked: set[str] = set()
         self._read_aside: set[int] = set()
         self._parameters = {id(parameter) for parameter in model.parameters()}
-        with suppress(ScheduleError), _sum_for_loss(model), call_hooks(model, self._before, self._after):
+        with suppress(ScheduleError), loss_function_of(model, _sum), call_hooks(model, self._before, self._after):
             output = run_on_meta(model, inputs, self, autograd=True)
             self.reached, by_functions = _sources(_roots(output, calls_loss))
             if by_functions:  # their backward may have a gradient for what they have read
@@ -124,15 +124,9 @@ class _ReachRun(DefaultScalars):
         return any(not path or asked == path or asked.startswith(f"{path}.") for asked in self._asked)
 
 
-@contextmanager
-def _sum_for_loss(model: nn.Module) -> Iterator[None]:
-    """Has ``loss_function`` give what depends on all logits; what a class adds to its loss, it adds to that."""
-    before = vars(model).get("_loss_function")
-    model.loss_function = lambda logits, *args, **kwargs: logits.float().sum()
-    try:
-        yield
-    finally:
-        model.loss_function = before
+def _sum(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A loss that depends on all logits; what a class adds to its loss, it adds to that."""
+    return logits.float().sum()
 
 
 def _roots(output: Any, calls_loss: bool) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megasched.trial.dims import NORMS, PRODUCTS, VIEWS, WHOLE, Along, NeedsWhole, follow
+from megasched.trial.dims import MOVES, NORMS, PRODUCTS, VIEWS, WHOLE, Along, NeedsWhole, follow
 from megasched.trial.op_rules import op_rule
 from megasched.trial.operators import arguments_of
 
@@ -26,11 +26,10 @@ _SAME = frozenset(
         *("native_dropout", "dropout"),
     )
 )
-_MOVES = frozenset(["transpose", "t", "permute", "unsqueeze", "squeeze", "expand"])
 _COMPUTED = (
     PRODUCTS | WHOLE | NORMS | {"cat", "stack", "slice", "select", "split", "split_with_sizes", "unbind", "narrow"}
 )
-_KNOWN = _SAME | _MOVES | VIEWS | _COMPUTED
+_KNOWN = _SAME | MOVES | VIEWS | _COMPUTED
 
 
 def follow_sequence(

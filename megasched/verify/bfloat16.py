@@ -24,6 +24,7 @@ import torch
 from megasched.definition import cast_as_loaded
 from megasched.verify.checks import Check
 from megasched.verify.locate import Finding, Locator
+from megasched.verify.plain.loading import own_experts, widen
 from megasched.verify.plain.watching import Float64
 from megasched.verify.reference import HfStep, hf_loss, hf_model, relative
 from megasched.verify.trainer_run import gather, logits_of, losses
@@ -68,14 +69,9 @@ def rounded_step(
     """
     model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
     cast_as_loaded(model, torch.bfloat16)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, dtype))
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.dtype == torch.bfloat16:
-                module._buffers[name] = buffer.to(dtype)
-    if dtype == torch.float64 and model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # torch's grouped product takes no float64
+    widen(model, dtype)
+    if dtype == torch.float64:
+        own_experts(model)
     total, logits = 0.0, []
     gradients = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
     wide = torch.promote_types(dtype, torch.float32)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megasched.objectives import CAUSAL_LM, Objective
+from megasched.verify.plain.loading import own_experts
 from megasched.verify.plain.watching import Float64, Sightings
 
 if TYPE_CHECKING:
@@ -90,8 +91,7 @@ def hf_step(
     model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
     if not in_float64:
         return _step_of(model, batches, per_token)
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # torch's grouped product takes no float64
+    own_experts(model)
     model = model.double()
     with Float64():
         return _step_of(model, batches, per_token)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from megasched.errors import NAMED_MODULES, CheckpointError
+from megasched.errors import CheckpointError, some_of
 
 if TYPE_CHECKING:
     import torch
@@ -47,8 +47,7 @@ def of_passed_over(architecture: str, names: Sequence[str]) -> str:
         architecture: the class that leaves them aside.
         names: one at least.
     """
-    more = f" and {len(names) - NAMED_MODULES} more" if len(names) > NAMED_MODULES else ""
     return (
-        f"not taken, as {architecture} does not take them: {', '.join(names[:NAMED_MODULES])}{more}; no "
+        f"not taken, as {architecture} does not take them: {some_of(names)}; no "
         "checkpoint of a run has them, and no export"
     )

@@ -62,7 +62,7 @@ def load_model(job: Job, folder: Path) -> Any:
         widen(model, getattr(torch, job.dtype))
     elif job.dtype == "float64":
         model = model.double()
-    if job.dtype == "float64" and hasattr(model, "set_experts_implementation"):
+    if job.dtype == "float64":
         own_experts(model)
     return model.train()
 
