@@ -92,7 +92,7 @@ WHOLE = frozenset(
 # Compute nothing, or each element by itself, and are not tagged as pointwise.
 _KEEPS = frozenset(
     (
-        *("clone", "detach", "alias", "contiguous", "_to_copy", "lift_fresh", "native_dropout", "view_as_real"),
+        *("clone", "detach", "alias", "contiguous", "_to_copy", "lift_fresh", "native_dropout"),
         *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
         *("fill_", "zero_", "uniform_", "normal_", "exponential_", "bernoulli", "bernoulli_"),
         "log_sigmoid_forward",
@@ -106,7 +106,9 @@ NORMS = frozenset(["native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_no
 VIEWS = frozenset(["view", "_unsafe_view", "reshape", "_reshape_alias"])
 PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm", "matmul"])
 PARTS = frozenset(["slice", "select", "split", "split_with_sizes", "unbind", "index_select", "narrow"])
-_KNOWN = WHOLE | _KEEPS | _BY_ELEMENT | _BY_PLACE | NORMS | VIEWS | PRODUCTS | PARTS | MOVES
+# Leave a dimension where it is, or need the whole of it.
+STAYS = frozenset(["view_as_complex", "view_as_real", "constant_pad_nd", "convolution"])
+_KNOWN = WHOLE | _KEEPS | _BY_ELEMENT | _BY_PLACE | NORMS | VIEWS | PRODUCTS | PARTS | MOVES | STAYS
 _KNOWN |= {"index", "cat", "stack", "copy_"}
 
 
@@ -162,8 +164,12 @@ def follow(
         return [a if out.dim() == x.dim() else None for out in outputs]
     if name in _BY_ELEMENT | _BY_PLACE:
         return [_along_one(told, along, places=name in _BY_PLACE)] * len(outputs)
-    if x is not told.get("self", x) or len(cut) > 1:
+    if x is not told.get("self", told.get("input", x)) or len(cut) > 1:
         raise NeedsWhole  # a table that is whole is read by indices of a part
+    if name in STAYS:
+        if not _stays(name, told, x, a.dim):
+            raise NeedsWhole
+        return [a]
     if name in PARTS:
         return _part(name, told, x, a, outputs)
     moved = _moved(name, told, x, a, outputs[0]) if outputs else None
@@ -314,6 +320,20 @@ def _moved(name: str, told: dict[str, Any], x: torch.Tensor, a: Along, out: torc
     elif out.shape != x.shape or name not in _KEEPS:
         return None
     return replace(a, dim=dim)
+
+
+def _stays(name: str, told: dict[str, Any], x: torch.Tensor, dim: int) -> bool:
+    """Whether the places of a dimension are taken one by one."""
+    if name == "view_as_complex":
+        return dim < x.dim() - 1  # the last one has the two parts of a number
+    if name == "constant_pad_nd":
+        pad, after = told["pad"], 2 * (x.dim() - 1 - dim)
+        return not any(pad[after : after + 2])
+    if name == "convolution" and dim > 0:
+        alone = {"stride": 1, "padding": 0, "output_padding": 0}
+        by_itself = all(set(told[name]) == {value} for name, value in alone.items())
+        return dim > 1 and told["weight"].shape[dim] == 1 and by_itself
+    return True
 
 
 def _along_one(told: dict[str, Any], along: Callable[..., Any], *, places: bool) -> Along:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megasched.trial.dims import MOVES, NORMS, PRODUCTS, VIEWS, WHOLE, Along, NeedsWhole, follow
+from megasched.trial.dims import MOVES, NORMS, PRODUCTS, STAYS, VIEWS, WHOLE, Along, NeedsWhole, follow
 from megasched.trial.op_rules import op_rule
 from megasched.trial.operators import arguments_of
 
@@ -29,7 +29,7 @@ _SAME = frozenset(
 _COMPUTED = (
     PRODUCTS | WHOLE | NORMS | {"cat", "stack", "slice", "select", "split", "split_with_sizes", "unbind", "narrow"}
 )
-_KNOWN = _SAME | MOVES | VIEWS | _COMPUTED
+_KNOWN = _SAME | MOVES | VIEWS | STAYS | _COMPUTED
 
 
 def follow_sequence(
@@ -92,21 +92,11 @@ def _index_select(told: dict[str, Any], along: Place, out: torch.Tensor) -> Alon
     return Along(told["dim"] % out.dim(), index.outer)
 
 
-def _pad(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | None:
-    place = along(told["self"])
-    return place if place is not None and place.dim < out.dim() - len(told["pad"]) // 2 else None
-
-
 def _repeat(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | None:
     place, new = along(told["self"]), len(told["repeats"]) - told["self"].dim()
     if place is None or told["repeats"][new + place.dim] != 1:
         return None
     return Along(new + place.dim, place.outer)
-
-
-def _of_last(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | None:
-    place = along(told["self"])
-    return place if place is not None and place.dim < min(out.dim(), told["self"].dim() - 1) else None
 
 
 def _glu(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | None:
@@ -120,9 +110,6 @@ _SPECIAL: dict[str, Callable[[dict[str, Any], Place, torch.Tensor], Along | None
     "gather": _gather,
     "scatter": _scatter,
     "index_select": _index_select,
-    "constant_pad_nd": _pad,
     "repeat": _repeat,
-    "view_as_complex": _of_last,
-    "view_as_real": _of_last,
     "glu": _glu,
 }

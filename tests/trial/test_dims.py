@@ -10,7 +10,7 @@ from megasched.trial.dims import ON_ALL_RANKS, Along, NeedsWhole, NoRule, follow
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
-def moved(make, shape, along):
+def moved(make, shape, along, dtype=torch.float32):
     """What ``follow`` says of the last operation that ``make`` does on a tensor of this shape."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,7 +31,7 @@ def moved(make, shape, along):
 
     kept = []
     with torch.no_grad():
-        x = torch.zeros(shape, device="meta")
+        x = torch.zeros(shape, device="meta", dtype=dtype)
         known[id(x)] = along
         with Watch():
             make(x)
@@ -192,18 +192,44 @@ def test_a_shape_that_stays_says_nothing_by_itself(make, kept):
     assert moved(make, (2, 3, 8), X)[0] == (X if kept else None)
 
 
+def conv(x, *kernel, **options):
+    weight = torch.zeros(4, x.shape[1] // options.get("groups", 1), *kernel, device="meta")
+    return torch.conv1d(x, weight, **options)
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("make", "dim", "kept"),
     [
-        lambda x: torch.nn.functional.pad(x, (1, -1)),  # a token later, and as many
-        lambda x: torch.nn.functional.pad(x, (0, 0, 1, -1)),
-        lambda x: torch.nn.functional.conv1d(x, torch.zeros(3, 3, 3, device="meta"), padding=1),
-        lambda x: torch.cdist(x, x),
+        (lambda x: torch.nn.functional.pad(x, (1, -1)), 2, False),  # a token later, and as many
+        (lambda x: torch.nn.functional.pad(x, (0, 0, 1, -1)), 2, True),
+        (lambda x: torch.nn.functional.pad(x, (0, 0, 1, -1)), 1, False),
+        (lambda x: torch.nn.functional.pad(x, (1, -1)), 0, True),
+        (lambda x: torch.view_as_complex(x.view(2, 4, 4, 2)), 2, True),
+        (lambda x: torch.view_as_complex(x.view(2, 4, 4, 2)), 1, True),
+        (lambda x: torch.view_as_complex(x.transpose(0, 2).contiguous()), 0, False),  # parts of numbers
+        (lambda x: torch.view_as_real(x), 1, True),
+        (lambda x: conv(x, 3, padding=1), 0, True),
+        (lambda x: conv(x, 3, padding=1), 1, False),
+        (lambda x: conv(x, 3, padding=1), 2, False),
+        (lambda x: conv(x, 3, padding=1, groups=4), 1, False),  # of weights that are whole
+        (lambda x: conv(x, 1), 2, True),
+        (lambda x: conv(x, 1, stride=2), 2, False),
     ],
 )
-def test_nothing_is_known_of_the_others(make):
+def test_where_a_dimension_stays(make, dim, kept):
+    dtype = torch.complex64 if "view_as_real" in make.__code__.co_names else torch.float32
+    shape = (2, 4, 8)
+    if kept:
+        assert moved(make, shape, Along(dim), dtype)[0] == Along(dim)
+    else:
+        with pytest.raises(NeedsWhole) as raised:
+            moved(make, shape, Along(dim), dtype)
+        assert not isinstance(raised.value, NoRule)
+
+
+def test_nothing_is_known_of_the_others():
     with pytest.raises(NoRule):
-        moved(make, (2, 3, 8), X)
+        moved(lambda x: torch.cdist(x, x), (2, 3, 8), X)
 
 
 PACKED = Along(2, components=(4, 2, 2))
