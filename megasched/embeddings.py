@@ -6,6 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from megasched.instances import real_tensors
+from megasched.undisturbed import undisturbed
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +55,13 @@ def _reads_no_table(module: nn.Embedding) -> bool:
     }
     alone.__class__ = type(cls.__name__, (cls, Lookup), {"__module__": cls.__module__})
     try:
-        with real_tensors(), torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
+        with (
+            undisturbed(alone),
+            real_tensors(),
+            torch.random.fork_rng(devices=[]),
+            torch.device("meta"),
+            torch.no_grad(),
+        ):
             found = alone.forward(torch.zeros(2, 3, dtype=torch.long))
     except Exception:  # of whatever kind: the table is read, or it can't be called so
         return False

@@ -96,8 +96,10 @@ def computes(
     """
     import torch
 
+    from megasched.undisturbed import undisturbed
+
     # A plan must not change what a run draws.
-    with real_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with undisturbed(small), real_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         for vars(small)["training"] in (True, False):
             if not all(_same(small, function, scale, shape, tolerance) for scale in (*_SCALES, *scales)):
                 return False

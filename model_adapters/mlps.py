@@ -72,10 +72,12 @@ def _tried(module: nn.Module, linears: Mapping[str, nn.Module]) -> Mlp | str:
     import torch
     from torch import nn
 
+    from megasched.undisturbed import undisturbed
+
     if any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()):
         return "it drops out in training, and Megatron's does not"
     reason = "it computes something else than Megatron's"
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+    with undisturbed(module), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         for mlp in _forms(linears):
             small = _small(module, linears, mlp)
             x = torch.randn(2, 3, _HIDDEN, dtype=torch.float64)

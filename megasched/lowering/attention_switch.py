@@ -20,6 +20,7 @@ from megasched.instances import close, real_tensors
 from megasched.lowering import attention
 from megasched.objectives import objective_of
 from megasched.trial.meta_call import call_hooks, meta_copy, run_on_meta, to_meta
+from megasched.undisturbed import undisturbed
 
 OWN = "eager"
 _SCALES = (1.0, 8.0)
@@ -184,7 +185,7 @@ def _shapes(arguments: Any) -> tuple[Any, ...]:
 def _agree(function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a function gives what ours does, and the same gradients, of random tensors of these shapes."""
     kwargs = {**kwargs, "dropout": 0.0}
-    with real_tensors(), torch.enable_grad():
+    with undisturbed(module), real_tensors(), torch.enable_grad():
         for scale in _SCALES:
             try:
                 real = _Real(scale)

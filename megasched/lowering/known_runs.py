@@ -52,7 +52,6 @@ class KnownRuns:
     def unproven_sizes(
         self,
         derived: Derived,
-        structure: Structure | None,
         rank: Rank,
         cuts: Mapping[str, Cut],
         counts: Mapping[str, tuple[str, ...]],
@@ -61,7 +60,7 @@ class KnownRuns:
         key = (id(derived), *(_frozen(value) for value in vars(rank).values()), _frozen(counts))
         if key not in self._unproven:
             assert self._probe is not None
-            found = columns_of_unproven_sizes(self._probe, derived.calls, structure, rank, cuts, counts)
+            found = columns_of_unproven_sizes(self._probe, derived.calls, rank, cuts, counts)
             self._unproven[key] = found
         return self._unproven[key]
 

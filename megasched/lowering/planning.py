@@ -262,14 +262,19 @@ def _experts_read_elsewhere(plan: Plan) -> list[Problem]:
 
 def _unproven_sizes(plan: Plan, runs: KnownRuns, asked: Mapping[str, Any], roles: Roles) -> set[str]:
     """Columns that stay cut, and of whose sizes the code that follows may make something else on a rank."""
-    if plan.layout.tp == 1:
-        return set()
     settled = plan.derived.gather | plan.derived.scatter
     cuts = {path: cut for path, cut in plan.cuts.items() if path not in settled}
-    rank = Rank(plan.layout.tp, cuts, asked["components"], asked["heads"])
+    if plan.layout.tp == 1:  # all sizes are the definition's own, but for a vocabulary that is padded
+        cuts = {path: cut for path, cut in cuts.items() if cut == "column" and _is_padded(plan, path)}
+    rank = Rank(max(2, plan.layout.tp), cuts, asked["components"], asked["heads"])
     sharded = sharded_attention(plan)
     counts = {path: names for path, names in roles.local_attributes.items() if sharded(path)}
-    return runs.unproven_sizes(plan.derived, plan.structure, rank, plan.cuts, counts)
+    return runs.unproven_sizes(plan.derived, rank, plan.cuts, counts)
+
+
+def _is_padded(plan: Plan, path: str) -> bool:
+    weight = plan.placement(path, "weight")
+    return weight.padded is not None and weight.padded != weight.shape[weight.axis or 0]
 
 
 def _components(plan: Plan, path: str) -> tuple[int, ...]:

@@ -7,9 +7,10 @@ such numbers; run with a rank's shapes, the code shows what it makes of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -20,8 +21,9 @@ from megasched.linears import output_axis
 from megasched.lowering.local_attributes import local_count
 from megasched.roles import Cut
 from megasched.trial.dims import Along
-from megasched.trial.meta_call import DefaultScalars, call_hooks, tensors_in
+from megasched.trial.meta_call import DefaultScalars, call_hooks, loss_function_of, tensors_in
 from megasched.trial.module_calls import SAME, ModuleCall, numbers_of
+from megasched.undisturbed import undisturbed
 
 # Which layer a module is of, as HF calls it: no count, and other than that layers may be the same.
 PLACES = frozenset(["layer_idx", "layer_id", "layer_number", "block_idx"])
@@ -131,11 +133,21 @@ def replay(
     def after(inner: str, child: nn.Module, output: Any) -> None:
         run.silent -= join(path, inner) in cuts
 
+    def loss(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        run.silent += 1
+        try:
+            return logits.new_zeros(())
+        finally:
+            run.silent -= 1
+
     args, kwargs = call.arguments(tp, made)
     try:
         with (
             attention.stand_in(silently),
+            loss_function_of(module, loss) if hasattr(module, "loss_function") else nullcontext(),
+            _given_by_layers(module, path, call),
             call_hooks(module, before, after),
+            undisturbed(module),
             torch.no_grad(),
             torch.device("meta"),
             run,
@@ -145,6 +157,32 @@ def replay(
         return None
     complete = (run.done, run.computed) == (len(call.results), len(call.numbers))
     return run.made if complete else None
+
+
+@contextmanager
+def _given_by_layers(module: nn.Module, path: str, call: ModuleCall) -> Iterator[None]:
+    """In which layers hand out what they gave in the labelled run, and do nothing."""
+    with ExitStack() as stack:
+        for full, outputs in call.layers.items():
+            layer = module.get_submodule(full.removeprefix(f"{path}.") if path else full)
+            stack.enter_context(_forward_of(layer, partial(_next, iter(outputs))))
+        yield
+
+
+def _next(given: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+    return next(given)
+
+
+@contextmanager
+def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
 
 
 @contextmanager
@@ -165,30 +203,25 @@ def divided(module: nn.Module, counts: Mapping[str, int]) -> Iterator[None]:
 @contextmanager
 def local_linears(module: nn.Module, path: str, rank: Rank) -> Iterator[None]:
     """Linears and embeddings inside hand out, and take, what they do on one rank."""
-    changed = []
-    for inner, child in module.named_modules():
-        full = join(path, inner)
-        if rank.cuts.get(full) not in ("column", "row", "features"):
-            continue
-        features, taken = rank.sizes(full, child)
-
-        def forward(x: torch.Tensor, features: int = features, taken: int | None = taken) -> torch.Tensor:
-            if taken is None:  # ids
-                return torch.empty(*x.shape, features, device="meta")
-            if x.shape[-1] != taken:
-                raise Mismatch
-            return torch.empty(*x.shape[:-1], features, dtype=x.dtype, device="meta")
-
-        held = dict(child._parameters)
-        child._parameters.update(_local_parameters(child, features, taken))
-        child.forward = forward
-        changed.append((child, held))
-    try:
+    with ExitStack() as stack:
+        for inner, child in module.named_modules():
+            full = join(path, inner)
+            if rank.cuts.get(full) not in ("column", "row", "features"):
+                continue
+            features, taken = rank.sizes(full, child)
+            stack.callback(child._parameters.update, dict(child._parameters))
+            child._parameters.update(_local_parameters(child, features, taken))
+            stack.enter_context(_forward_of(child, partial(_handed_out, features, taken)))
         yield
-    finally:
-        for child, held in changed:
-            child._parameters.update(held)
-            del child.forward
+
+
+def _handed_out(features: int, taken: int | None, x: torch.Tensor) -> torch.Tensor:
+    """What a linear gives on one rank, or an embedding, which takes ids."""
+    if taken is None:
+        return torch.empty(*x.shape, features, device="meta")
+    if x.shape[-1] != taken:
+        raise Mismatch
+    return torch.empty(*x.shape[:-1], features, dtype=x.dtype, device="meta")
 
 
 def _local_parameters(child: nn.Module, features: int, taken: int | None) -> dict[str, nn.Parameter]:

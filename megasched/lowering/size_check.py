@@ -10,13 +10,11 @@ from torch import nn
 
 from megasched.lowering.replay import PLACES, Rank, divided, join, local_linears, replay
 from megasched.trial.module_calls import ModuleCall
-from megasched.trial.structure import Structure
 
 
 def columns_of_unproven_sizes(
     probe: nn.Module,
     calls: Mapping[str, ModuleCall],
-    structure: Structure | None,
     rank: Rank,
     cuts: Container[str],
     counts: Mapping[str, tuple[str, ...]],
@@ -30,7 +28,8 @@ def columns_of_unproven_sizes(
     Args:
         probe: a ``meta_copy`` of the definition.
         calls: of its modules, as a labelled run recorded them.
-        rank: what one rank has; of what is gathered, or cut only then, its ``cuts`` say nothing.
+        rank: what one rank has; of what is gathered, or cut only then, its ``cuts`` say nothing, and nor do they
+            of columns that nobody asks for.
         cuts: paths of what was cut in that run.
         counts: path of a module -> its attributes that will be divided by TP.
     """
@@ -38,8 +37,7 @@ def columns_of_unproven_sizes(
     known: dict[Any, list[tuple[int, ...]] | None] = {}
     made: dict[int, tuple[int, ...]] = {}
     for path, call in calls.items():
-        # What a causal language model makes of its logits is the loss function's, which takes shards.
-        if path in cuts or (structure is not None and structure.index_of(path) is None):
+        if path in cuts or call.columns.isdisjoint(rank.cuts):
             continue
         module = probe.get_submodule(path)
         kind = (type(module), _numbers(module), *call.kind(made))

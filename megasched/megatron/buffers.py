@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch import nn
 
 from megasched.lowering.plan import Plan
+from megasched.weights.materialize import fill_buffers
 
 if TYPE_CHECKING:
     from megasched.megatron.stage import Stage
@@ -31,24 +32,15 @@ def buffers_by_name(definition: nn.Module, renamed: Mapping[str, str]) -> dict[s
     return {renamed.get(name, name): buffer for name, buffer in definition.named_buffers()}
 
 
-def fill_buffers(
+def place_buffers(
     definition: nn.Module,
-    names: Sequence[str],
     source: WeightSource,
-    device: torch.device,
+    names: Sequence[str],
     renamed: Mapping[str, str],
+    device: torch.device,
 ) -> None:
-    """Copies what the source has, and moves all buffers to the device.
-
-    Args:
-        names: of persistent buffers, before the definition was lowered.
-        renamed: as for ``buffers_by_name``.
-    """
-    held = buffers_by_name(definition, renamed)
-    for name in names:
-        value = source.buffer(name)
-        if value is not None:
-            held[name].copy_(value)
+    """``fill_buffers``, and moves all of them to the device."""
+    fill_buffers(definition, source, names, renamed)
     for module in definition.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -43,8 +43,10 @@ class KnownModel:
     def own_loss(self) -> OwnLoss:
         """How the definition computes its loss."""
         from megasched.trial.own_loss import own_loss
+        from megasched.undisturbed import undisturbed
 
-        return own_loss(self.definition, self.structure)
+        with undisturbed(self.definition):
+            return own_loss(self.definition, self.structure)
 
     @cached_property
     def why_not_stages(self) -> str:
@@ -96,11 +98,16 @@ def know_model(
     """
     from megasched.definition import build_definition, load_config
     from megasched.lowering import attention_switch
+    from megasched.module_copy import holds_tensor
     from megasched.schedule_file import find_schedule
 
     function = find_schedule(schedule)
     config = load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
     definition = build_definition(config, find_objective(objective), trust_remote_code=trust_remote_code)
+    if (path := holds_tensor(definition)) is not None:
+        what = "a function on it (its forward, or a hook) holds a parameter or a buffer, and a run has others"
+        remedy = "have the function hold the module, and read the tensor off that when it runs"
+        raise ScheduleError(Problem(what, path, remedy=remedy))
     attention_switch.switch_on(definition)
     return KnownModel(definition, structure_of(definition), schedule, function)
 

@@ -22,7 +22,7 @@ from megasched.lowering.context_masks import context_masks, packed_masks
 from megasched.lowering.context_parallel import ContextParallel
 from megasched.lowering.fp8 import enter_fp8, fp8_pass
 from megasched.lowering.lower import lower, lower_sequence_boundaries
-from megasched.megatron.buffers import SavedBuffers, fill_buffers, persistent_buffers
+from megasched.megatron.buffers import SavedBuffers, persistent_buffers, place_buffers
 from megasched.megatron.checkpoint import Place, copy_loaded, sharded_entry
 from megasched.megatron.loss import VocabParallelLoss
 from megasched.megatron.packed_batch import as_rows, packed_arguments, unpack_rows
@@ -90,7 +90,7 @@ class ScheduledModel(MegatronModule):
         made = {name: parameter.dtype for name, parameter in definition.named_parameters()}
         self._float32 = self._float32.union(n for n in self._assemblies if made.get(n) == torch.float32)
         here = [name for name in persistent if self._here(name.rpartition(".")[0])]
-        fill_buffers(definition, here, source, self._device, renamed)
+        place_buffers(definition, source, here, renamed, self._device)
         self.not_loaded: frozenset[str] = frozenset()
         self._buffers_saved = SavedBuffers(persistent, definition, renamed, plan, stages, stage)
         self._tie()

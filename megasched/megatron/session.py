@@ -6,7 +6,6 @@ every rank at once.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,6 +25,7 @@ from megasched.megatron.cut import balance, cuts_asked_for, layer_costs, layout_
 from megasched.megatron.known_model import KnownModel, know_model
 from megasched.megatron.stage_trial import why_not_alone
 from megasched.megatron.unreached import freeze_unreached
+from megasched.module_copy import copy_module
 from megasched.objectives import CAUSAL_LM, objective_of
 from megasched.schedule import Schedule
 from megasched.trial.meta_call import meta_copy
@@ -102,7 +102,7 @@ class Session:
             what += "call of one and joins it after the last"
             raise ScheduleError(Problem(what, plan.structure.layers, remedy="run it without --sequence-parallel"))
         self._refuse_another_loss()
-        _refuse_changed_buffers(plan)
+        _refuse_changed_state(plan)
         if plan.layout.pp > 1:
             refuse_stages(plan, self.definition.config)
             self._refuse_state_between_stages(plan)
@@ -279,7 +279,7 @@ class Session:
 
     def copy_of_definition(self) -> Any:
         """A definition (replacements made) for one stage to take apart."""
-        return copy.deepcopy(self.replaced)
+        return copy_module(self.replaced)
 
 
 def open_session(
@@ -319,10 +319,10 @@ def _open(known: KnownModel, layout: Layout, make_vocab_size_divisible_by: int) 
     replaced: Any = definition
     renamed: dict[str, str] = {}
     if any(r.primitive in ("replace", "replace_all") for r in root.records):
-        replaced = copy.deepcopy(definition)
+        replaced = copy_module(definition)
         renamed = replace_modules(root, replaced)
     if adapted(root.records):
-        replaced = copy.deepcopy(definition) if replaced is definition else replaced
+        replaced = copy_module(definition) if replaced is definition else replaced
         adapt_modules(root, replaced)
     if replaced is not definition:
         structure = structure_of(replaced)  # of what runs now
@@ -330,12 +330,23 @@ def _open(known: KnownModel, layout: Layout, make_vocab_size_divisible_by: int) 
     return Session(definition, root, replaced, renamed, vocab_multiple, known, structure)
 
 
-def _refuse_changed_buffers(plan: Plan) -> None:
-    changed = plan.structure.changed_buffers if plan.structure is not None else ()
-    if changed and max(plan.layout.data_parallel_size, plan.layout.cp) > 1:
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        what = f"a forward changes buffers ({changed[0]}{more}), and each replica would come to others of its own"
-        raise ScheduleError(Problem(what, changed[0].rpartition(".")[0], remedy="run it without DP and CP"))
+def _refuse_changed_state(plan: Plan) -> None:
+    """A forward changes what outlives it: replicas would come apart, and the optimizer has copies of its own."""
+    structure = plan.structure
+    if structure is None:
+        return
+    if names := structure.changed_parameters:
+        what = f"a forward writes to parameters ({_first(names)}), which the optimizer writes anew after each step"
+        remedy = "have the forward write to buffers, or compute what it needs of the parameter"
+        raise ScheduleError(Problem(what, names[0].rpartition(".")[0], remedy=remedy))
+    names = structure.changed_buffers
+    if names and max(plan.layout.data_parallel_size, plan.layout.cp) > 1:
+        what = f"a forward changes buffers ({_first(names)}), and each replica would come to others of its own"
+        raise ScheduleError(Problem(what, names[0].rpartition(".")[0], remedy="run it without DP and CP"))
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def refuse_stages(plan: Plan, config: Any) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megasched.errors import ConfigError
+from megasched.module_copy import copy_module
 from megasched.planner import kernels
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def copy_with_layers(session: Session, kept: range) -> Any:
             empty = copy.copy(layer)
             empty._parameters, empty._buffers, empty._modules = {}, {}, {}
             memo[id(layer)] = empty
-    return copy.deepcopy(session.replaced, memo)
+    return copy_module(session.replaced, memo)
 
 
 def build_stage(

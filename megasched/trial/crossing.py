@@ -20,7 +20,7 @@ from torch import nn
 
 from megasched.trial.chance import Chance
 from megasched.trial.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
-from megasched.trial.operators import base_of, written
+from megasched.trial.operators import base_of, storage_of, written
 
 if TYPE_CHECKING:
     from megasched.trial.slot import Slot
@@ -124,6 +124,7 @@ class FlowRun(DefaultScalars):
         bare: module -> where others read its parameters: the number of layers for what comes after them, None for
             the model's own code before.
         changed_buffers: those that a forward writes to: they are other ones after it.
+        changed_parameters: those that it writes to, under whatever name.
         refused: why the model can't be cut into stages; empty where it can.
     """
 
@@ -143,6 +144,8 @@ class FlowRun(DefaultScalars):
         self._order = {path: index for index, path in enumerate(layers)}
         self._indices = [int(path.rpartition(".")[2]) for path in layers]
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        # What .data gives is a tensor of its own, of the same storage.
+        self._stored = {storage_of(parameter): name for name, parameter in model.named_parameters()}
         self._owners: dict[str, set[str]] = defaultdict(set)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._owners[self._parameters[id(parameter)]].add(name.rpartition(".")[0])
@@ -159,6 +162,7 @@ class FlowRun(DefaultScalars):
         self.found: list[Found] = []
         self.bare: dict[str, set[int | None]] = {}
         self.changed_buffers: set[str] = set()
+        self.changed_parameters: set[str] = set()
         self.refused = ""
         self.by_chance = False
         self._chance = Chance()
@@ -174,7 +178,7 @@ class FlowRun(DefaultScalars):
         # Those that are not kept in checkpoints are made of something else again (rotary frequencies).
         kept = self._model.state_dict(keep_vars=True)
         buffers = {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
-        self._buffers = {id(buffer): name for name, buffer in buffers.items()}
+        self._buffers = {storage_of(buffer): name for name, buffer in buffers.items()}
         if first_stage_only is not None:
             ids = inputs[first_stage_only]
             self.found.append(Found(ids, BEFORE, places=[Place("")]))
@@ -255,11 +259,13 @@ class FlowRun(DefaultScalars):
                 reader = "what comes after the layers" if place in (None, self._end) else f"layer {place}"
                 self._refuse(f"{reader} reads a tensor that layer {layer} wrote to, and was not handed it")
         for base in map(base_of, changed):
-            if id(base) in self._made or id(base) in self._parameters:
+            if (name := self._stored.get(storage_of(base))) is not None:
+                self.changed_parameters.add(name)
+            if id(base) in self._made or name is not None:
                 continue
             self._kept.append(base)
-            if id(base) in self._buffers:
-                self.changed_buffers.add(self._buffers[id(base)])
+            if (buffer := self._buffers.get(storage_of(base))) is not None:
+                self.changed_buffers.add(buffer)
             if place is not None:
                 self._state[id(base)] = place
 

@@ -5,7 +5,6 @@ It costs no memory and no arithmetic. The model that runs is a copy; the definit
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasched.errors import MegaschedError, Problem, ScheduleError
+from megasched.module_copy import copy_module
 from megasched.trial.meta_results import MetaResults
+from megasched.undisturbed import undisturbed
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -26,36 +27,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
-    return _copied(model, memo)
-
-
-def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """As ``copy.deepcopy`` does it, which takes three times as long for what every module has."""
-    if id(module) in memo:
-        return memo[id(module)]
-    kind = type(module)
-    if hasattr(kind, "__deepcopy__") or _reduces(kind):
-        return copy.deepcopy(module, memo)
-    made = memo[id(module)] = kind.__new__(kind)
-    for name, value in vars(module).items():
-        if type(value) in _PLAIN:
-            own = value
-        elif name == "_modules":
-            own = type(value)(
-                (key, None if child is None else _copied(child, memo)) for key, child in value.items()
-            )
-        elif name in _OF_EVERY_MODULE and not value:
-            own = type(value)()
-        else:
-            own = copy.deepcopy(value, memo)
-        made.__dict__[name] = own
-    return made
-
-
-def _reduces(kind: type) -> bool:
-    """Whether a class says by itself how it is copied."""
-    ways = ("__reduce__", "__reduce_ex__", "__setstate__", "__getstate__")
-    return any(getattr(kind, way, None) is not getattr(nn.Module, way, None) for way in ways)
+    return copy_module(model, memo)
 
 
 class DefaultScalars(TorchDispatchMode):
@@ -243,7 +215,7 @@ def run_on_meta(
     """One forward in training mode; the model must be a ``meta_copy``."""
     model.train()
     mode = mode or DefaultScalars()
-    with torch.set_grad_enabled(autograd), torch.device("meta"), _DefaultLists(mode), mode:
+    with undisturbed(model), torch.set_grad_enabled(autograd), torch.device("meta"), _DefaultLists(mode), mode:
         return model(**inputs)
 
 
@@ -255,7 +227,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 _PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}
-_OF_EVERY_MODULE = vars(nn.Module()).keys()  # mostly hooks, of which there are none
 
 
 def _collect(value: Any, found: list[torch.Tensor]) -> None:

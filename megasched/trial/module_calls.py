@@ -66,9 +66,11 @@ class ModuleCall:
 
     Attributes:
         args, kwargs: its arguments, each tensor an ``Argument``.
-        results: what its operations give, in their order; None where it is not known how that is cut.
+        results: what its operations give, in their order; None where it is not known how that is cut. What layers
+            inside do is not among them.
         numbers: by which its operations on single elements go.
         columns: whose output its own code works on.
+        layers: path of a layer that it calls -> what that gave, call by call.
     """
 
     args: tuple[Any, ...]
@@ -76,6 +78,7 @@ class ModuleCall:
     results: tuple[Placed | None, ...]
     numbers: tuple[tuple[float, ...], ...]
     columns: frozenset[str]
+    layers: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def of_one_value(self) -> list[int]:
@@ -97,11 +100,13 @@ class ModuleCall:
 
 @dataclass
 class _Open:
-    """A call that has not ended: its arguments, where its operations begin, and the columns that it has met."""
+    """A call that has not ended: its arguments, and what it has done so far, as ``ModuleCall`` has it."""
 
     arguments: tuple[Any, Any]
-    begin: tuple[int, int]
     columns: set[str] = field(default_factory=set)
+    results: list[Placed | None] = field(default_factory=list)
+    numbers: list[tuple[float, ...]] = field(default_factory=list)
+    layers: dict[str, list[Any]] = field(default_factory=dict)
 
 
 class RecordedCalls(Labelling):
@@ -110,12 +115,11 @@ class RecordedCalls(Labelling):
     def __init__(self, *known: Any, **more: Any) -> None:
         self.open: list[_Open] = []  # labels are set from the beginning
         super().__init__(*known, **more)
-        self.results: list[Placed | None] = []
-        self.numbers: list[tuple[float, ...]] = []
+        self.apart = frozenset(self.structure.layer_paths() if self.structure else ())
 
     def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         # What it takes a part of is its own affair, so that it is open by then.
-        self.open.append(_Open((args, kwargs), (len(self.results), len(self.numbers))))
+        self.open.append(_Open((args, kwargs)))
         changed = super().before(path, module, args, kwargs)
         self.open[-1].arguments = as_it_is(changed if changed is not None else (args, kwargs))
         return changed
@@ -125,10 +129,22 @@ class RecordedCalls(Labelling):
         if call.columns and path not in self.derived.calls:
             placed = lambda tensor: Argument(tensor, self._placed(tensor))  # noqa: E731
             args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, placed, call.arguments)
-            results, numbers = self.results[call.begin[0] :], self.numbers[call.begin[1] :]
-            columns = frozenset(call.columns)
-            self.derived.calls[path] = ModuleCall(args, kwargs, tuple(results), tuple(numbers), columns)
-        return super().after(path, module, output)
+            done = tuple(call.results), tuple(call.numbers), frozenset(call.columns), call.layers
+            self.derived.calls[path] = ModuleCall(args, kwargs, *done)
+        changed = super().after(path, module, output)
+        if self.open:
+            self._within(self.open[-1], path, call, output if changed is None else changed)
+        return changed
+
+    def _within(self, around: _Open, path: str, call: _Open, output: Any) -> None:
+        """What a call did is a part of what the call around it does, but for a layer's: that runs by itself."""
+        if path in self.apart:
+            around.layers.setdefault(path, []).append(output)
+            return
+        around.results += call.results
+        around.numbers += call.numbers
+        for layer, outputs in call.layers.items():
+            around.layers.setdefault(layer, []).extend(outputs)
 
     def _set(self, tensor: torch.Tensor, label: Label) -> None:
         super()._set(tensor, label)
@@ -139,9 +155,9 @@ class RecordedCalls(Labelling):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self.silent and func not in SAME:
-            self.results += [self._placed(tensor) for tensor in tensors_in(output)]
-            self.numbers += numbers_of(func, args, kwargs)
+        if self.open and not self.silent and func not in SAME:
+            self.open[-1].results += [self._placed(tensor) for tensor in tensors_in(output)]
+            self.open[-1].numbers += numbers_of(func, args, kwargs)
         return output
 
     def _placed(self, tensor: torch.Tensor) -> Placed | None:

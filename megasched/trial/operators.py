@@ -64,3 +64,8 @@ def _written_arguments(func: Any) -> tuple[str, ...]:
         return ()
     arguments = func._schema.arguments
     return tuple(argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The same for all tensors that have their values in one place, as a parameter and its ``.data`` do."""
+    return tensor.untyped_storage()._cdata

@@ -58,7 +58,8 @@ def follow_sequence(
 
 
 def _embedding(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | None:
-    return along(told["indices"]) if along(told["weight"]) is None else None
+    by_frequency = told["scale_grad_by_freq"]  # of an id in all of the sequence
+    return along(told["indices"]) if along(told["weight"]) is None and not by_frequency else None
 
 
 def _index(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from megasched.errors import CheckpointError
 from megasched.placement import Placement
 from megasched.weights.names import canonical_names
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PreTrainedModel
 
     from megasched.weights.source import WeightSource
@@ -49,8 +53,35 @@ def materialize(
             filled[first].__dict__.update(empty.__dict__)
         slots[leaf] = filled[first]
     persistent = definition.state_dict()
-    for name, buffer in definition.named_buffers():
-        value = source.buffer(name) if name in persistent else None
-        if value is not None:
-            buffer.copy_(value)
+    fill_buffers(definition, source, [name for name, _ in definition.named_buffers() if name in persistent])
     return definition
+
+
+def fill_buffers(
+    definition: nn.Module,
+    source: WeightSource,
+    names: Iterable[str],
+    renamed: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Gives buffers what the source has; the others are as the class made them.
+
+    Args:
+        names: of persistent buffers, before the definition was lowered.
+        renamed: name in the lowered definition -> name before, where it differs.
+
+    Raises:
+        CheckpointError: the class made a buffer of weights, which had no values, and the source has none.
+    """
+    values = {name: value for name in names if (value := source.buffer(name)) is not None}
+    for path, module in definition.named_modules():
+        for name, buffer in module._buffers.items():
+            full = f"{path}.{name}" if path else name
+            value = values.get(renamed.get(full, full))
+            if buffer is None or (value is None and not buffer.is_meta):
+                continue
+            if value is None:
+                raise CheckpointError(
+                    f"{renamed.get(full, full)} is a buffer that the class makes of its weights, and none of the "
+                    "weights to start from has it: start from weights that do, without --hf-random-init"
+                )
+            module._buffers[name] = value.to(buffer.dtype) if buffer.is_meta else buffer.copy_(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -44,13 +43,15 @@ class RandomInit:
     """
 
     def __init__(self, definition: PreTrainedModel, seed: int) -> None:
+        from megasched.module_copy import copy_module
+
         for name, param in definition.named_parameters():
             if not param.is_meta:
                 raise ConfigError(
                     f"RandomInit: {name} is on {param.device}, not on meta; give it the definition as "
                     "build_definition returns it, before it is filled"
                 )
-        self._skeleton = copy.deepcopy(definition)
+        self._skeleton = copy_module(definition)
         self._seed = seed
         for original, param in zip(definition.parameters(), self._skeleton.parameters(), strict=True):
             # deepcopy drops attributes of parameters, and some _init_weights read theirs.

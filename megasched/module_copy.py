@@ -1,0 +1,160 @@
+"""Copies of modules: as ``copy.deepcopy`` makes them, faster, and of what functions on them hold, too.
+
+A function is shared by all copies of what has it. Where one was put on a module (its ``forward``, a hook) and
+holds another module by its closure or its defaults, the copy's would run the original's weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+_PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}
+_OF_EVERY_MODULE = vars(nn.Module()).keys()  # mostly hooks, of which there are none
+_FUNCTIONS = (FunctionType, MethodType, partial)
+
+
+def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
+    """A copy of a module and of all that is in it.
+
+    Args:
+        memo: id of an object -> what stands for it in the copy, as ``copy.deepcopy`` takes it.
+    """
+    memo = {} if memo is None else memo
+    if id(module) in memo:
+        return memo[id(module)]
+    kind = type(module)
+    if hasattr(kind, "__deepcopy__") or _reduces(kind):
+        return copy.deepcopy(module, memo)
+    made = memo[id(module)] = kind.__new__(kind)
+    for name, value in vars(module).items():
+        if name == "_modules":
+            own: Any = type(value)(
+                (key, None if child is None else copy_module(child, memo)) for key, child in value.items()
+            )
+        elif name in _OF_EVERY_MODULE and not value:
+            own = type(value)()
+        else:
+            own = _copied(value, memo)
+        made.__dict__[name] = own
+    return made
+
+
+def holds_tensor(model: nn.Module) -> str | None:
+    """Path of a module with a function on it that holds a parameter or a buffer of the model; None without one.
+
+    That tensor stays what it was, and the model gets others in its place.
+    """
+    tensors = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for path, module in model.named_modules():
+        held = [
+            value for name, value in vars(module).items() if name not in ("_modules", "_parameters", "_buffers")
+        ]
+        hooks = [item for value in held if type(value) in (dict, OrderedDict) for item in value.values()]
+        if any(_holds(function, tensors, set()) for function in (*held, *hooks) if type(function) in _FUNCTIONS):
+            return path
+    return None
+
+
+def _holds(value: Any, tensors: set[int], seen: set[int]) -> bool:
+    if isinstance(value, torch.Tensor):
+        return id(value) in tensors
+    if id(value) in seen or isinstance(value, nn.Module):
+        return False
+    seen.add(id(value))
+    return any(_holds(item, tensors, seen) for item in _inside(value))
+
+
+def _inside(value: Any) -> list[Any]:
+    """What a function or a container holds."""
+    if type(value) is FunctionType:
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if type(value) is MethodType:
+        return [value.__func__, value.__self__]
+    if type(value) is partial:
+        return [value.func, *value.args, *value.keywords.values()]
+    if type(value) in (list, tuple, set):
+        return list(value)
+    return list(value.values()) if type(value) in (dict, OrderedDict) else []
+
+
+def _reduces(kind: type) -> bool:
+    """Whether a class says by itself how it is copied."""
+    ways = ("__reduce__", "__reduce_ex__", "__setstate__", "__getstate__")
+    return any(getattr(kind, way, None) is not getattr(nn.Module, way, None) for way in ways)
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of what a module has."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind in _FUNCTIONS or isinstance(value, torch.Tensor):
+        return _held(value, memo)
+    if kind in (dict, OrderedDict) and any(type(item) in _FUNCTIONS for item in value.values()):  # hooks
+        return kind((key, _copied(item, memo)) for key, item in value.items())
+    return copy.deepcopy(value, memo)
+
+
+def _held(value: Any, memo: dict[int, Any]) -> Any:
+    """What a function holds: of the model the copy's, a container of the copy's own, all else as it is."""
+    if id(value) in memo:
+        return memo[id(value)]
+    kind = type(value)
+    if isinstance(value, nn.Module):
+        return copy_module(value, memo)
+    if isinstance(value, torch.Tensor):
+        if not value.is_leaf:  # a hook makes it before each forward, as weight_norm's does
+            memo[id(value)] = value.detach().clone()
+        return copy.deepcopy(value, memo)
+    if kind is FunctionType:
+        return _function(value, memo)
+    if kind is MethodType:
+        return MethodType(_held(value.__func__, memo), _held(value.__self__, memo))
+    if kind is partial:
+        keywords = {name: _held(item, memo) for name, item in value.keywords.items()}
+        return partial(_held(value.func, memo), *(_held(item, memo) for item in value.args), **keywords)
+    if kind in (tuple, set):
+        return kind(_held(item, memo) for item in value)
+    if kind is list:
+        made = memo[id(value)] = []
+        made.extend(_held(item, memo) for item in value)
+        return made
+    if kind in (dict, OrderedDict):
+        named = memo[id(value)] = kind()
+        named.update((key, _held(item, memo)) for key, item in value.items())
+        return named
+    return value
+
+
+def _function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    cells = function.__closure__ or ()
+    if not cells and not function.__defaults__ and not function.__kwdefaults__:
+        return function
+    own = tuple(memo.setdefault(id(cell), CellType()) for cell in cells)
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, None, own)
+    memo[id(function)] = made
+    for cell, copied in zip(cells, own, strict=True):
+        if not _is_filled(copied) and _is_filled(cell):
+            copied.cell_contents = _held(cell.cell_contents, memo)
+    made.__defaults__ = _held(function.__defaults__, memo)
+    made.__kwdefaults__ = _held(function.__kwdefaults__, memo)
+    made.__qualname__, made.__module__, made.__doc__ = function.__qualname__, function.__module__, function.__doc__
+    made.__annotations__ = function.__annotations__
+    made.__dict__.update(function.__dict__)
+    return made
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:  # of a name that has no value yet
+        return False
+    return True

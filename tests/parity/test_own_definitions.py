@@ -1,0 +1,154 @@
+"""Definitions of one's own that do not do part by part what they do as a whole: right, or refused by name."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+import pytest
+
+from megasched.verify.parity import TOLERANCE, compare
+from megasched.verify.rank_pool import RankError
+from megasched.verify.reference import hf_step
+from megasched.verify.trainer_run import batches_of, train
+from tests import remote
+
+FLAGS = {
+    "one": [],
+    "tp2": ["--tensor-model-parallel-size", "2"],
+    "cp2": ["--context-parallel-size", "2"],
+}
+
+
+def outcome_of(ranks, folder, layout):
+    size = 1 if layout == "one" else 2
+    reports = ranks.run(size, train, folder, [*FLAGS[layout], "--trust-remote-code"], iterations=1)
+    (expected,) = ranks.run(1, hf_step, folder, batches_of(reports), trust_remote_code=True)
+    return compare(reports, expected, 2 if layout == "tp2" else 1)
+
+
+# The vocabulary is padded, at one rank, too, which the definition's code must not see.
+OF_LOGITS = {
+    "scaled by their number": "logits = logits * (logits.shape[-1] / 90)",
+    "in groups": "logits = (logits.unflatten(-1, (9, -1)) * 0.5).flatten(-2)",
+    "by their places": "logits = logits - 0.1 * (torch.arange(logits.shape[-1]) > 50)",
+}
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2"])
+@pytest.mark.parametrize("lines", OF_LOGITS.values(), ids=OF_LOGITS)
+def test_logits_are_as_many_as_the_vocabulary_has(ranks, tmp_path, lines, layout):
+    outcome = outcome_of(ranks, remote.write_of_logits(tmp_path / "model", lines), layout)
+    assert outcome.verdict == "equal", outcome.why
+    assert max(outcome.errors.values()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("layout", ["tp2", "cp2"])
+def test_gradients_by_frequency_are_of_the_whole_sequence(ranks, tmp_path, layout):
+    folder = remote.write_changed(tmp_path / "model", "self.model.embed_tokens.scale_grad_by_freq = True")
+    outcome = outcome_of(ranks, folder, layout)
+    assert outcome.verdict == "equal", outcome.why
+
+
+WRITTEN = {
+    "by the embedding": "self.model.embed_tokens.max_norm = 0.5",
+    "under another name": """
+        def bounded(module, args):
+            module.weight.data.clamp_(-1, 1)
+
+        self.lm_head.register_forward_pre_hook(bounded)
+        """,
+}
+
+
+@pytest.mark.parametrize("lines", WRITTEN.values(), ids=WRITTEN)
+def test_a_forward_that_writes_to_parameters_is_refused(ranks, tmp_path, lines):
+    """The optimizer's own copies would be written over it; and replicas would come apart."""
+    folder = remote.write_changed(tmp_path / "model", lines)
+    with pytest.raises(RankError, match="a forward writes to parameters"):
+        outcome_of(ranks, folder, "one")
+
+
+# What they hold, and leave outside of modules, is the run's own: not the trial's, and not another copy's.
+HELD = {
+    "a hook over another module": """
+        def scaled(norm):
+            return lambda module, args, output: output * (1 + norm.weight.mean())
+
+        for layer in self.model.layers:
+            layer.mlp.register_forward_hook(scaled(layer.input_layernorm))
+        """,
+    "a forward in another's place": """
+        def halved(before):
+            return lambda *args, **kwargs: before(*args, **kwargs) * 0.5
+
+        for layer in self.model.layers:
+            layer.mlp.forward = halved(layer.mlp.forward)
+        """,
+    "a list": """
+        box = []
+        for layer in self.model.layers:
+            layer.mlp.register_forward_hook(lambda module, args, output: box.append(output))
+        self.model.register_forward_pre_hook(lambda module, args: box.clear())
+        self.model.norm.register_forward_hook(lambda module, args, output: output + 0.1 * box[1])
+        """,
+}
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2"])
+@pytest.mark.parametrize("lines", HELD.values(), ids=HELD)
+def test_what_functions_on_modules_hold(ranks, tmp_path, lines, layout):
+    outcome = outcome_of(ranks, remote.write_changed(tmp_path / "model", lines), layout)
+    assert outcome.verdict == "equal", outcome.why
+
+
+LEFT = {
+    "on a class": """
+        class Mlp(LlamaMLP):
+            table = None
+
+            def forward(self, x):
+                if Mlp.table is None:
+                    Mlp.table = torch.linspace(0.5, 1.5, x.shape[-1], device=x.device)
+                return super().forward(x) * Mlp.table
+        """,
+    "in a cache": """
+        from functools import lru_cache
+
+
+        @lru_cache
+        def table(size):
+            return torch.linspace(0.5, 1.5, size)
+
+
+        class Mlp(LlamaMLP):
+            def forward(self, x):
+                return super().forward(x) * table(x.shape[-1])
+        """,
+    "in a global": """
+        calls = []
+
+
+        class Mlp(LlamaMLP):
+            def forward(self, x):
+                calls.append(1)
+                return super().forward(x) * (1 + len(calls) % 4)  # of four layers
+        """,
+}
+
+
+@pytest.mark.parametrize("code", LEFT.values(), ids=LEFT)
+def test_what_trials_leave_outside_of_modules(ranks, tmp_path, code):
+    head = "from transformers.models.llama.modeling_llama import LlamaMLP\n\n\n"
+    folder = remote.write(tmp_path / "model", head + dedent(code))
+    outcome = outcome_of(ranks, folder, "tp2")
+    assert outcome.verdict == "equal", outcome.why
+
+
+def test_a_function_that_holds_a_parameter_is_refused(ranks, tmp_path):
+    lines = """
+        weight = self.model.norm.weight
+        self.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * weight,))
+        """
+    with pytest.raises(RankError, match="holds a parameter or a buffer") as raised:
+        outcome_of(ranks, remote.write_changed(tmp_path / "model", lines), "one")
+    assert "lm_head" in str(raised.value)
