@@ -12,6 +12,7 @@ from megasched.certificate import require_certificate, subject_of
 from megasched.compatibility import refuse_unverified, unchecked_options
 from megasched.errors import Problem, ScheduleError, some_of
 from megasched.lowering.fp8 import left_in_16_bits
+from megasched.lowering.plan import Plan
 from megasched.megatron.decisions import without_rule
 from megasched.megatron.lora_run import tell_of_adapters, with_adapters
 from megasched.megatron.session import Session, open_session, set_session
@@ -91,6 +92,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     tell_of_adapters(session.schedule, session.replaced, args.rank)
     tell_of_unreached(session.replaced, session.reach, args.rank)
     _tell_of_16_bits(session, args.rank)
+    _tell_of_written(session.plan, args)
     for line in without_rule(plan) if args.rank == 0 else ():
         print(f"megasched: {line}")
     _settle_accumulation(args)
@@ -113,6 +115,15 @@ def _tell_of_16_bits(session: Session, rank: int) -> None:
     left = left_in_16_bits(session.plan, session.replaced)
     if left and rank == 0:
         print(f"megasched: linears that stay in 16 bits: {some_of(left)}")
+
+
+def _tell_of_written(plan: Plan, args: Namespace) -> None:
+    """What a forward writes to parameters of 16 bits does not reach the optimizer's copies of them, in 32."""
+    names = sorted(plan.structure.changed_parameters) if plan.structure is not None else []
+    if names and (args.bf16 or args.fp16) and args.rank == 0:
+        print(
+            f"megasched: a forward writes to {some_of(names)}; each step of the optimizer undoes that, in 16 bits"
+        )
 
 
 def _tell_of_options(session: Session, rank: int) -> None:

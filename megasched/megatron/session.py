@@ -331,18 +331,15 @@ def _open(known: KnownModel, layout: Layout, make_vocab_size_divisible_by: int) 
 
 
 def _refuse_changed_state(plan: Plan) -> None:
-    """A forward changes what outlives it: replicas would come apart, and the optimizer has copies of its own."""
+    """What a forward changes by what it is given would be another one on each replica."""
     structure = plan.structure
-    if structure is None:
+    if structure is None or max(plan.layout.data_parallel_size, plan.layout.cp) == 1:
         return
-    if names := structure.changed_parameters:
-        what = f"a forward writes to parameters ({_first(names)}), which the optimizer writes anew after each step"
-        remedy = "have the forward write to buffers, or compute what it needs of the parameter"
-        raise ScheduleError(Problem(what, names[0].rpartition(".")[0], remedy=remedy))
-    names = structure.changed_buffers
-    if names and max(plan.layout.data_parallel_size, plan.layout.cp) > 1:
-        what = f"a forward changes buffers ({_first(names)}), and each replica would come to others of its own"
-        raise ScheduleError(Problem(what, names[0].rpartition(".")[0], remedy="run it without DP and CP"))
+    parameters = [name for name, by_inputs in structure.changed_parameters.items() if by_inputs]
+    for kind, names in (("parameters", parameters), ("buffers", structure.changed_buffers)):
+        if names:
+            what = f"a forward changes {kind} ({_first(names)}), and each replica would come to others of its own"
+            raise ScheduleError(Problem(what, names[0].rpartition(".")[0], remedy="run it without DP and CP"))
 
 
 def _first(names: Sequence[str]) -> str:

@@ -124,7 +124,7 @@ class FlowRun(DefaultScalars):
         bare: module -> where others read its parameters: the number of layers for what comes after them, None for
             the model's own code before.
         changed_buffers: those that a forward writes to: they are other ones after it.
-        changed_parameters: those that it writes to, under whatever name.
+        changed_parameters: those that it writes to, under whatever name -> whether the inputs say what.
         refused: why the model can't be cut into stages; empty where it can.
     """
 
@@ -144,7 +144,6 @@ class FlowRun(DefaultScalars):
         self._order = {path: index for index, path in enumerate(layers)}
         self._indices = [int(path.rpartition(".")[2]) for path in layers]
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
-        # What .data gives is a tensor of its own, of the same storage.
         self._stored = {storage_of(parameter): name for name, parameter in model.named_parameters()}
         self._owners: dict[str, set[str]] = defaultdict(set)
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -162,7 +161,7 @@ class FlowRun(DefaultScalars):
         self.found: list[Found] = []
         self.bare: dict[str, set[int | None]] = {}
         self.changed_buffers: set[str] = set()
-        self.changed_parameters: set[str] = set()
+        self.changed_parameters: dict[str, bool] = {}
         self.refused = ""
         self.by_chance = False
         self._chance = Chance()
@@ -231,7 +230,8 @@ class FlowRun(DefaultScalars):
         names = [self._parameters[id(tensor)] for tensor in operands if id(tensor) in self._parameters]
         label |= {_Inner(place, name) for name in names}
         self._note_bare(names, place)
-        self._note_state(operands, written(func, args, kwargs or {}), place)
+        by_inputs = any(isinstance(item, int) for item in label)
+        self._note_state(operands, written(func, args, kwargs or {}), place, by_inputs)
         if str(func).startswith(_SHAPE_ONLY):
             label = _NOTHING
         for tensor in tensors_in(output):
@@ -250,7 +250,9 @@ class FlowRun(DefaultScalars):
             if not running & (self._owners[name] | self._order.keys()):
                 self.bare.setdefault(name.rpartition(".")[0], set()).add(place)
 
-    def _note_state(self, read: list[torch.Tensor], changed: list[torch.Tensor], place: int | None) -> None:
+    def _note_state(
+        self, read: list[torch.Tensor], changed: list[torch.Tensor], place: int | None, by_inputs: bool
+    ) -> None:
         """Tensors that were there before this forward, and are after it: what a layer writes to one is on its
         stage alone."""
         for base in map(base_of, read):
@@ -260,7 +262,7 @@ class FlowRun(DefaultScalars):
                 self._refuse(f"{reader} reads a tensor that layer {layer} wrote to, and was not handed it")
         for base in map(base_of, changed):
             if (name := self._stored.get(storage_of(base))) is not None:
-                self.changed_parameters.add(name)
+                self.changed_parameters[name] = self.changed_parameters.get(name, False) or by_inputs
             if id(base) in self._made or name is not None:
                 continue
             self._kept.append(base)

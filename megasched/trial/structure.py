@@ -58,7 +58,7 @@ class Structure:
         recorded: what HF's hooks record inside of layers.
         bare: modules outside of the layers whose parameters the code of others reads.
         changed_buffers: buffers that a forward writes to, and that are other ones after it.
-        changed_parameters: parameters that a forward writes to.
+        changed_parameters: parameters that a forward writes to -> whether the inputs say what.
         by_chance: whether the code around the layers asks for a number that it draws, to skip some of them.
         uncuttable: why there can be no pipeline stages; empty where there can.
     """
@@ -76,7 +76,7 @@ class Structure:
     recorded: tuple[Place, ...] = ()
     bare: tuple[str, ...] = ()
     changed_buffers: tuple[str, ...] = ()
-    changed_parameters: tuple[str, ...] = ()
+    changed_parameters: dict[str, bool] = field(default_factory=dict)
     uncuttable: str = ""
     by_chance: bool = False
     repeated: bool = False
@@ -272,7 +272,7 @@ def find_structure(model: nn.Module) -> Structure:
         found.uncuttable = "the model computes their gradients by a function of its own"
     found.bare = tuple(run.bare)
     found.changed_buffers = tuple(sorted(run.changed_buffers))
-    found.changed_parameters = tuple(sorted(run.changed_parameters))
+    found.changed_parameters = run.changed_parameters
     start, end = calls.index(of_layers[0]), of_layers[-1].end
     found.before = {call.path: None for call in calls[:start] if call.path in outside}
     found.after = tuple(dict.fromkeys(call.path for call in calls[end:] if call.path in outside))

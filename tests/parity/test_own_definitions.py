@@ -49,23 +49,27 @@ def test_gradients_by_frequency_are_of_the_whole_sequence(ranks, tmp_path, layou
     assert outcome.verdict == "equal", outcome.why
 
 
-WRITTEN = {
-    "by the embedding": "self.model.embed_tokens.max_norm = 0.5",
-    "under another name": """
-        def bounded(module, args):
-            module.weight.data.clamp_(-1, 1)
+BOUNDED = "self.model.embed_tokens.max_norm = 0.5"  # of the rows that a batch reads
+CLAMPED = """
+    def clamped(module, args):
+        module.weight.data.clamp_(-0.02, 0.02)
 
-        self.lm_head.register_forward_pre_hook(bounded)
-        """,
-}
+    self.lm_head.register_forward_pre_hook(clamped)
+    """
 
 
-@pytest.mark.parametrize("lines", WRITTEN.values(), ids=WRITTEN)
-def test_a_forward_that_writes_to_parameters_is_refused(ranks, tmp_path, lines):
-    """The optimizer's own copies would be written over it; and replicas would come apart."""
-    folder = remote.write_changed(tmp_path / "model", lines)
-    with pytest.raises(RankError, match="a forward writes to parameters"):
-        outcome_of(ranks, folder, "one")
+def test_parameters_that_a_forward_writes_to_by_its_inputs(ranks, tmp_path):
+    folder = remote.write_changed(tmp_path / "model", BOUNDED)
+    assert outcome_of(ranks, folder, "tp2").verdict == "equal"
+    with pytest.raises(RankError, match="each replica would come to others") as raised:
+        outcome_of(ranks, folder, "cp2")
+    assert "a forward changes parameters (model.embed_tokens.weight)" in str(raised.value)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "cp2"])
+def test_parameters_that_each_replica_writes_to_alike(ranks, tmp_path, layout):
+    outcome = outcome_of(ranks, remote.write_changed(tmp_path / "model", CLAMPED), layout)
+    assert outcome.verdict == "equal", outcome.why
 
 
 # What they hold, and leave outside of modules, is the run's own: not the trial's, and not another copy's.
