@@ -8,8 +8,9 @@ model of the same config: types, what instances hold, and the code of classes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -143,36 +144,75 @@ def _overridden(own: type, other: type) -> str:
 def _foreign(kind: type) -> str:
     """A method of a class of transformers' or torch's that is somebody else's, or a function that it calls by a
     global name; empty where there is none."""
-    import sys
-
     if not _ours(kind.__module__):
         return "__class__"
     for base in (base for base in kind.__mro__ if base.__module__.startswith("transformers.")):
         for name, value in vars(base).items():
-            if not _ours(getattr(_function(value), "__module__", None)):
+            if name not in _CLASS and not _known(value):
                 return name
-    functions = vars(sys.modules[kind.__module__])
-    called = {name for name in _names(kind) if name in functions}
-    return next((name for name in sorted(called) if not _ours(getattr(functions[name], "__module__", None))), "")
+    called = _called(kind)
+    return next((name for name in sorted(called) if not _known(called[name])), "")
 
 
-def _function(value: Any) -> Callable[..., Any] | None:
-    found = getattr(value, "fget", None) or getattr(value, "__func__", value)
-    return found if hasattr(found, "__code__") else None
+def _called(kind: type) -> dict[str, Any]:
+    """What global names stand for in the code of a class's own methods, and in that of functions of the same
+    module that are called so."""
+    import sys
+
+    names: Mapping[str, Any] = vars(sys.modules[kind.__module__])
+    found: dict[str, Any] = {}
+    left = [function for value in vars(kind).values() for function in _functions(value)]
+    while left:
+        for name in _names(left.pop().__code__) & names.keys() - found.keys():
+            found[name] = value = names[name]
+            left += [function for function in _functions(value) if function.__module__ == kind.__module__]
+    return found
 
 
-def _names(kind: type) -> set[str]:
-    """Global names in the code of a class's own methods."""
-    import inspect
+def _functions(value: Any) -> list[FunctionType]:
+    """That a class keeps under one name, with those that they are wrapped around."""
+    ends = [value.fget, value.fset, value.fdel] if isinstance(value, property) else [value]
+    found = []
+    for end in ends:
+        while end is not None:
+            end = getattr(end, "__func__", end)  # of a class or static method
+            if isinstance(end, FunctionType):
+                found.append(end)
+            end = getattr(end, "__wrapped__", None)
+    return found
 
-    functions = [inspect.unwrap(found) for value in vars(kind).values() if (found := _function(value)) is not None]
-    return {name for function in functions for name in function.__code__.co_names}
+
+def _names(code: CodeType) -> set[str]:
+    """Global names in the code of a function, and of those made in it."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _known(value: Any) -> bool:
+    """Whether a value holds no code but that of transformers, torch and Python. A function is known by the module
+    whose names it sees: under what name it goes can be set."""
+    if functions := _functions(value):
+        return all(_ours(function.__globals__.get("__name__")) for function in functions)
+    if isinstance(value, dict):
+        return all(_known(one) for one in value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(_known(one) for one in value)
+    if isinstance(value, partial):
+        return _known([value.func, *value.args, *value.keywords.values()])
+    if isinstance(value, ModuleType):
+        return _ours(value.__name__)
+    if isinstance(value, type):
+        return _ours(value.__module__)
+    if isinstance(value, BuiltinFunctionType):  # of a module or a class; of torch's, the module is not told
+        owner = value.__self__
+        return _known(owner if isinstance(owner, type | ModuleType) else type(owner))
+    return _ours(type(value).__module__)
 
 
 def _ours(module: str | None) -> bool:
-    """Whether code comes with transformers, torch or Python, where it says where it comes from."""
+    """Whether a module comes with transformers, torch or Python; what says of none where it is from does not."""
     known = ("transformers", "torch", "kernels", "megasched")
-    return module is None or module.partition(".")[0] in (*known, *_standard())
+    return module is not None and module.partition(".")[0] in (*known, *_standard())
 
 
 @cache

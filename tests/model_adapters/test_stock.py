@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial, wraps
+
 import pytest
 import torch
 from torch import nn
@@ -194,6 +196,51 @@ def test_transformers_code_that_was_exchanged_is_seen_in_its_own_classes(monkeyp
         raise AssertionError
 
     monkeypatch.setattr(owner, name, other)
+    assert roles_of(made(LlamaForCausalLM)).block == f"{told} is not transformers' own"
+
+
+def without_a_module(original):
+    def other(*args, **kwargs):
+        raise AssertionError
+
+    other.__module__ = None
+    return other
+
+
+def under_its_name(original):
+    @wraps(original)
+    def other(*args, **kwargs):
+        raise AssertionError
+
+    return other
+
+
+def bound(original):
+    return partial(under_its_name(original), 1)
+
+
+class Called:
+    """Neither function nor method, but called as one."""
+
+    def __init__(self, original):
+        self.original = original
+
+    def __call__(self, *args, **kwargs):
+        raise AssertionError
+
+
+@pytest.mark.usefixtures("_fresh_code")
+@pytest.mark.parametrize("other", [without_a_module, under_its_name, bound, Called])
+@pytest.mark.parametrize(
+    ("owner", "name", "told"),
+    [
+        (LlamaAttention, "forward", "LlamaAttention.forward"),
+        (modeling_llama, "apply_rotary_pos_emb", "LlamaAttention.apply_rotary_pos_emb"),
+        (modeling_llama, "rotate_half", "LlamaAttention.rotate_half"),
+    ],
+)
+def test_code_that_does_not_say_whose_it_is_is_not_transformers(monkeypatch, owner, name, told, other):
+    monkeypatch.setattr(owner, name, other(getattr(owner, name)))
     assert roles_of(made(LlamaForCausalLM)).block == f"{told} is not transformers' own"
 
 
