@@ -2,13 +2,16 @@
 
 transformers gives such a class one form (``use_experts_implementation`` in transformers/integrations/moe.py): it
 counts ``num_experts``, each parameter has an entry for each expert along its first axis, and it is called with
-tokens [t, h], their experts [t, k] and the weights of these [t, k]. Modules are known by that form, not by name.
+tokens [t, h], their experts [t, k] and the weights of these [t, k]. Modules are known by that form, not by name;
+and of what has it, numbers tell whether experts can be computed apart (``expert_trials.py``).
 """
 
 from __future__ import annotations
 
 import inspect
 from typing import TYPE_CHECKING, Any
+
+from megasched.expert_trials import why_not_apart
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,8 +22,8 @@ MARKER = "is_transposed"
 ARGUMENTS = 3
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module has the form of HF's experts, so that some of them can be computed by themselves."""
+def has_form(module: nn.Module) -> bool:
+    """Whether a module has the form of HF's experts, whatever it computes."""
     own: Any = dict(module.named_parameters(recurse=False))
     count = getattr(module, "num_experts", None)
     if not hasattr(module, MARKER) or not own or not isinstance(count, int):
@@ -35,6 +38,20 @@ def is_experts(module: nn.Module) -> bool:
     )
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether some of a module's experts can be computed by themselves, and each token by itself.
+
+    Where it was not tried yet, it is tried with numbers: not to be asked first while a run is hooked or recorded.
+    """
+    return has_form(module) and not why_not_apart(module)
+
+
 def find_experts(model: nn.Module) -> dict[str, int]:
     """Path of each module of experts in a model -> how many experts it has."""
     return {path: module.num_experts for path, module in model.named_modules() if is_experts(module)}  # type: ignore[misc]
+
+
+def not_apart(model: nn.Module) -> dict[str, str]:
+    """Path of each module that has the form of experts alone -> why they can't be computed apart."""
+    formed = ((path, module) for path, module in model.named_modules() if has_form(module))
+    return {path: reason for path, module in formed if (reason := why_not_apart(module))}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megasched.definition import text_config
 from megasched.embeddings import looks_up
 from megasched.errors import ConfigError
-from megasched.experts import find_experts
+from megasched.experts import find_experts, not_apart
 from megasched.linears import is_linear
 from megasched.model_adapters.attentions import attention_of
 from megasched.model_adapters.blocks import block_of
@@ -222,7 +222,13 @@ def roles_of(model: nn.Module) -> Roles:
     roles = _that_can_be_cut(model, roles)
     experts = dict.fromkeys(find_experts(model), "moe.experts")
     origin = dict.fromkeys(experts, "has the form of HF's experts")
-    return replace(roles, role={**roles.role, **experts}, origin={**roles.origin, **origin})
+    whole = {path: f"has the form of HF's experts, but {why}" for path, why in not_apart(model).items()}
+    return replace(
+        roles,
+        role={**roles.role, **experts},
+        origin={**roles.origin, **origin},
+        declined={**roles.declined, **whole},
+    )
 
 
 def _that_can_be_cut(model: nn.Module, roles: Roles) -> Roles:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megasched.experts import is_experts
+from megasched.experts import has_form
 from megasched.lowering import attention
 from megasched.lowering.attention_flops import attended, attention_flops
 from megasched.trial.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
@@ -91,18 +91,18 @@ class _FlopRun(DefaultScalars):
 
     def looks_at(self, path: str, module: nn.Module) -> bool:
         """Whether a module's calls matter; of large models nearly none do."""
-        return path in self.numbers or is_experts(module)
+        return path in self.numbers or has_form(module)
 
     def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if path in self.numbers:
             self._begin(self.numbers[path])
-        if is_experts(module):
+        if has_form(module):
             if not self.silent:
                 self._count(_of_experts(module, tensors_in((args, kwargs))[1]))
             self.silent += 1
 
     def after(self, path: str, module: nn.Module, output: Any) -> None:
-        self.silent -= is_experts(module)
+        self.silent -= has_form(module)
         if path in self.numbers:
             self.running = None
 

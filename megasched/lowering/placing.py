@@ -11,7 +11,8 @@ from torch import nn
 
 from megasched.embeddings import looks_up
 from megasched.errors import Problem
-from megasched.experts import is_experts
+from megasched.expert_trials import why_not_apart
+from megasched.experts import has_form
 from megasched.linears import is_linear, output_axis
 from megasched.lora import A, B
 from megasched.lowering.plan import Plan
@@ -64,7 +65,7 @@ def _place_one(
     param, axis = record.arguments["param"], record.arguments["axis"]
     if param == "bias" and is_linear(module):
         return _check_bias(module, plan, record)
-    if axis == 0 and is_experts(module):
+    if axis == 0 and has_form(module):
         return _place_experts(module, plan, record)
     cut = _cut_of(module, param, axis)
     if cut is None:
@@ -118,6 +119,9 @@ def _place_experts(module: nn.Module, plan: Plan, record: Record) -> list[Proble
     path, ep = record.path, plan.layout.ep
     if ep == 1:
         return []
+    if reason := why_not_apart(module):
+        what = f"the experts of this {type(module).__name__} can't be shared out: {reason}"
+        return [Problem(what, path, record.source, "leave them whole")]
     problems = []
     for name, parameter in module.named_parameters(recurse=False):
         placement = Placement(plan.canonical[f"{path}.{name}"], tuple(parameter.shape), axis=0, group="ep")

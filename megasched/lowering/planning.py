@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
-from megasched.experts import find_experts
+from megasched.experts import find_experts, not_apart
 from megasched.lowering.block.choice import choose_blocks, mixture_problems, overlap_problems
 from megasched.lowering.fp8 import choose_fp8
 from megasched.lowering.joining import join_columns
@@ -124,6 +124,12 @@ def _check_expert_parallel(plan: Plan, model: nn.Module) -> list[Problem]:
     if ep == 1 or plan.experts:
         return []
     what = f"EP {ep}, and no experts are shared out"
+    if not experts and (alike := not_apart(model)):
+        path, reason = next(iter(alike.items()))
+        what += (
+            f": this {type(model.get_submodule(path)).__name__} has the form that HF gives experts, but {reason}"
+        )
+        return [Problem(what, path, remedy="leave --expert-model-parallel-size at 1")]
     if not experts:
         what += ": the model has no module of the form that HF gives experts"
         return [Problem(what, remedy="leave --expert-model-parallel-size at 1")]

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
-from megasched.experts import is_experts
 from megasched.lowering import attention
 from megasched.lowering.context_masks import context_masks, whole_sequence
 from megasched.lowering.given_positions import takes_counted_positions
@@ -114,7 +113,7 @@ class SequenceRun(SequenceFlow):
             return None
         if path in self.regions:
             return self._enter(path, args, kwargs)
-        if is_experts(module):  # each token by itself, however they are sorted for it
+        if path in self.experts:  # each token by itself, however they are sorted for it
             for tensor in tensors_in((args, kwargs)):
                 self._take_part(tensor, "experts")
             self.silent += 1
@@ -129,7 +128,7 @@ class SequenceRun(SequenceFlow):
             self.inside = None
             self.open_regions.close()
             changed = self._leave(path, output)
-        elif is_experts(module) and not self.inside and self.silent == 1:
+        elif path in self.experts and not self.inside and self.silent == 1:
             self.silent -= 1
             along = self.place(tensors_in((args, kwargs))[0])
             for tensor in tensors_in(output) if along is not None else ():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem
-from megasched.experts import is_experts
+from megasched.experts import find_experts
 from megasched.lora import DROPOUT, A
 from megasched.roles import Cut
 from megasched.trial.backward_code import Function, FunctionTrials
@@ -87,8 +87,9 @@ class LabelRun(DefaultScalars):
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters():
             self._set(parameter, Label(params=frozenset([name])))
+        self.experts = set(find_experts(model))
         for path, module in model.named_modules():
-            if path in cuts or is_experts(module):
+            if path in cuts or path in self.experts:
                 self.weights.update((id(parameter), path) for parameter in module.parameters(recurse=False))
 
     # labels -----------------------------------------------------------------------------------------

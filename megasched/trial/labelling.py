@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.experts import is_experts
 from megasched.trial.backward_code import handed_to_hooks
 from megasched.trial.dims import Along
 from megasched.trial.entries import ColumnCall
@@ -32,7 +31,7 @@ class Labelling(LabelRun):
             changed = self._take_parts(path, *(changed or (args, kwargs))) or changed
         if changed is not None:
             self.stack[-1] = (path, *changed)
-        if is_experts(module):
+        if path in self.experts:
             self.derived.experts[path] = self.label(tensors_in(self.stack[-1][1:])[0]).region
         if path in self.cuts:
             if not self.silent:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem
+from megasched.experts import find_experts
 from megasched.trial.backward_code import Function, FunctionTrials
 from megasched.trial.dims import Along
 from megasched.trial.meta_call import DefaultScalars, tensors_in
@@ -44,6 +45,7 @@ class SequenceFlow(DefaultScalars):
         self.model, self.structure, self.size = model, structure, size
         self.regions, self.refuse_region = regions, refuse_region
         self.batch, self.length = sizes
+        self.experts = set(find_experts(model))
         self.numbers: list[tuple[Any, ...]] = []
         self.plan = SequencePlan()
         self.wanted: set[str] = set()
