@@ -22,14 +22,14 @@ _LARGE = 1e3  # parameters, the same
 _TORCH = frozenset(["_parameters", "_buffers", "_modules"])
 
 
-class _Itself:
+class Itself:
     """An object that is only like itself: a config that all layers share is."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self.value is other.value
+        return isinstance(other, Itself) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -57,7 +57,7 @@ def own_state(module: nn.Module) -> Any:
         if name in _TORCH or (name.startswith("_") and not value):
             continue
         alike = value is None or callable(value) or isinstance(value, bool | int | float | str)
-        plain.append((name, type(value), value if alike else _Itself(value)))
+        plain.append((name, type(value), value if alike else Itself(value)))
     parameters = tuple((name, held is None) for name, held in module._parameters.items())
     return type(module), tuple(sorted(plain, key=lambda item: item[0])), parameters
 

@@ -37,6 +37,7 @@ class Context:
         megatron_finalizes: Megatron's ``finalize_model_grads`` will run, which sums the gradients of parameters
             marked ``sequence_parallel`` over TP; otherwise a hook on the parameter does.
         context_parallel: the ranks that share a sequence; None without context parallelism.
+        process_groups: Megatron's groups for its own modules; None: those of this process.
         float32: names of what stays in float32 whatever the run's precision
             (``megasched.definition.kept_in_float32``).
         assemblies: name in the lowered model -> HF tensors, for parameters of blocks.
@@ -56,6 +57,14 @@ class Context:
     expert_group: Any = None
     context_parallel: ContextParallel | None = None
     float32: frozenset[str] = frozenset()
+    process_groups: Any = None
+
+    @property
+    def groups(self) -> Any:
+        """A ``ProcessGroupCollection`` for Megatron's own modules."""
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        return self.process_groups or ProcessGroupCollection.use_mpu_process_groups()
 
     @property
     def rank(self) -> int:

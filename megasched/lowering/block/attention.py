@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -89,7 +88,7 @@ def lower_attention(
     )
     assert isinstance(config, TransformerConfig)
     refuse_in_context(path, index, config, context)
-    options: dict[str, Any] = {"pg_collection": ProcessGroupCollection.use_mpu_process_groups()}
+    options: dict[str, Any] = {"pg_collection": context.groups}
     if context.context_parallel is not None:
         options["cp_comm_type"] = comm_type(config, index)
     made: Any = build_module(

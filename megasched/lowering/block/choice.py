@@ -34,7 +34,8 @@ def choose_blocks(plan: Plan, model: nn.Module, roles: Roles, by_trainer: bool) 
         what = "Megatron's layers need the config of its trainer"
         remedy = "train through `python -m megasched pretrain_gpt.py`, or use level('fused')"
         return [Problem(what, path, r.source, remedy) for path, r in asked.items() if required(r)]
-    why_not, parts = WhyNot(plan, model, roles), _parts(plan, model, roles)
+    parts = _parts(plan, model, roles)
+    why_not = WhyNot(plan, model, roles, parts)
     problems = []
     for path, record in asked.items():
         if structure.index_of(path) is not None and path not in parts:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
@@ -84,7 +83,7 @@ def lower_block(
     assert isinstance(block, Block)
     index = structure.index_of(path)
     assert index is not None
-    config, groups = _config(path, index, roles, context), ProcessGroupCollection.use_mpu_process_groups()
+    config, groups = _config(path, index, roles, context), context.groups
     own = angles(index)
     mixture, te = mixture_in(plan, path, roles), uses_transformer_engine(context.device)
     mlp_bias = has_bias(plan, path, block.mlp.down) if mixture is None else mixture.expert.biased

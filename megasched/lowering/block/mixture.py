@@ -8,7 +8,6 @@ import torch
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
@@ -46,7 +45,7 @@ def lower_mixture(path: str, model: nn.Module, mixture: Mixture, context: Contex
     assert structure is not None
     index = structure.index_of(path)
     assert index is not None
-    layer, groups = structure.layer_path(index), ProcessGroupCollection.use_mpu_process_groups()
+    layer, groups = structure.layer_path(index), context.groups
     config = context.config_with(
         **mixture_config(layer, mixture, context),
         hidden_size=plan.placement(f"{layer}.{mixture.router}", "weight").shape[1],

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from megatron.core.activations import squared_relu
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
@@ -57,7 +56,7 @@ def lower_mlp(path: str, model: nn.Module, context: Context) -> MegatronMlp:
         output_layer_init_method=nn.init.zeros_,
     )
     assert isinstance(config, TransformerConfig)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups = context.groups
     linears = mlp_linears(uses_transformer_engine(context.device))
     made = MLP(config, linears, ffn_hidden_size=config.ffn_hidden_size, tp_group=groups.tp)
     fill_module(path, made, mlp_assemblies(plan, layer, mlp), model, context)

@@ -21,9 +21,11 @@ from megasched.lowering.block.parameters import (
     parameter_names,
     whole_of_mixture,
 )
+from megasched.lowering.block.trial import Subject
+from megasched.lowering.block.trials import Trials
 from megasched.lowering.plan import Plan
 from megasched.records import Record
-from megasched.roles import Attention, Cut, Mlp, Roles
+from megasched.roles import Attention, Block, Cut, Mixture, Mlp, Roles
 
 if TYPE_CHECKING:
     from torch import nn
@@ -90,12 +92,34 @@ class _Content:
 class WhyNot:
     """Why Megatron's modules can't stand for those of one plan; empty where they can."""
 
-    def __init__(self, plan: Plan, model: nn.Module, roles: Roles) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, roles: Roles, parts: Mapping[str, Part]) -> None:
         self.plan, self.roles = plan, roles
+        self.subjects = {
+            path: Subject(part.kind, path, part.layer)
+            for path, part in parts.items()
+            if self._is_described(path, part)
+        }
+        self.trials = Trials(plan, model, roles, self.subjects.values())
         self.trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         self.inside = _Inside(plan)
 
     def __call__(self, path: str, part: Part) -> str:
+        reason = self._by_description(path, part)
+        if reason or part.kind == "MLP":  # which was tried when it was described
+            return reason
+        return self.trials(self.subjects[path])
+
+    def _is_described(self, path: str, part: Part) -> bool:
+        """Whether it is known how a layer, attention or mixture would be Megatron's."""
+        roles = self.roles
+        if part.kind == "layer":
+            described = isinstance(roles.block, Block)
+            return described and self.plan.holds_parameters(f"{path}.{roles.block.attention.out}")
+        if part.kind == "attention":
+            return isinstance(roles.attention, Attention) and path == f"{part.layer}.{roles.attention.module}"
+        return part.kind == "mixture" and isinstance(roles.mixture, Mixture)
+
+    def _by_description(self, path: str, part: Part) -> str:
         if part.kind == "layer":
             return self._why_not_layer(path)
         if part.kind == "attention":
