@@ -1,4 +1,4 @@
-"""Megatron's layers, attention and mixtures stand in where numbers show that they compute what an instance does."""
+"""Megatron's layers, attention and mixtures stand in where numbers show that they compute what HF's do."""
 
 from __future__ import annotations
 
