@@ -6,13 +6,14 @@ import copy
 
 import pytest
 import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from megasched import create_schedule
+from megasched import create_schedule, patches
 from megasched.definition import init_empty_weights
 from megasched.layout import Layout
-from megasched.lowering.block import trials
-from megasched.lowering.block.trial import Subject, why_another
-from megasched.lowering.block.trials import Trials
+from megasched.lowering.block import trial
+from megasched.lowering.block.trial import why_another
+from megasched.lowering.block.trials import Subject, Trials
 from megasched.lowering.planning import make_plan
 from megasched.model_adapters.attentions import ATTENTIONS
 from megasched.model_adapters.blocks import LAYERS
@@ -182,7 +183,7 @@ def test_layers_that_are_alike_are_tried_once(monkeypatch):
         asked.append(subject.layer)
         return ""
 
-    monkeypatch.setattr(trials, "why_another", tried)
+    monkeypatch.setattr(trial, "why_another", tried)
     for _ in range(2):  # of another layout
         known = Trials(plan, model, roles, subjects)
         assert not any(known(subject) for subject in subjects)
@@ -193,9 +194,11 @@ def test_a_trial_changes_nothing():
     model = made("deepseek_v3")
     plan, roles = planned(model), roles_of(model)
     before = {name: (type(value), id(value)) for name, value in vars(model.get_submodule(LAYER)).items()}
-    state = torch.get_rng_state()
+    state, active = torch.get_rng_state(), patches.active()
     assert not why_another(plan, model, roles, Subject("layer", LAYER, LAYER))
     assert {name: (type(value), id(value)) for name, value in vars(model.get_submodule(LAYER)).items()} == before
     assert torch.equal(torch.get_rng_state(), state)
     assert all(held.is_meta for held in model.parameters())
     assert not torch.distributed.is_initialized()
+    assert patches.active() == active
+    assert MoEAlltoAllTokenDispatcher.cuda_dtoh_stream is None

@@ -21,8 +21,7 @@ from megasched.lowering.block.parameters import (
     parameter_names,
     whole_of_mixture,
 )
-from megasched.lowering.block.trial import Subject
-from megasched.lowering.block.trials import Trials
+from megasched.lowering.block.trials import Subject, Trials
 from megasched.lowering.plan import Plan
 from megasched.records import Record
 from megasched.roles import Attention, Block, Cut, Mixture, Mlp, Roles

@@ -3,7 +3,8 @@
 Small copies of both, of the same weights by the mapping that a run loads them with, get the same input; output and
 gradients of input and parameters must be the same. It is tried where a plan is made, on the CPU, in groups of one
 rank: what is declined is then planned at another level, and `show` says why before any GPU is held. Megatron's own
-modules are used without Transformer Engine; what that computes, its own tests compare.
+modules are used without Transformer Engine; what that computes, its own tests compare. They are imported with this
+module, so before CUDA is emulated: what they find of it then, a run goes by.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.nn import functional as F
 
+from megasched import patches
 from megasched.instances import close, real_tensors
 from megasched.layout import Layout
+from megasched.lowering.block.angles import rotary_angles
+from megasched.lowering.block.attention import lower_attention
+from megasched.lowering.block.layer import lower_block
 from megasched.lowering.block.layer_calls import layer_calls
+from megasched.lowering.block.mixture import lower_mixture
 from megasched.lowering.block.parameters import mixture_in
 from megasched.lowering.block.small_copy import (
     HIDDEN,
@@ -32,9 +40,11 @@ from megasched.lowering.block.small_copy import (
     mixture_sizes,
     replaced_in,
 )
+from megasched.lowering.block.trials import Subject
 from megasched.lowering.carry import carry_hooks
+from megasched.lowering.context import Context
 from megasched.lowering.plan import Plan
-from megasched.patches.attributes import set_attribute
+from megasched.patches.attributes import set_attribute, undo_all
 from megasched.placement import Placement
 from megasched.roles import Attention, Block, Mixture, Roles
 
@@ -46,21 +56,6 @@ WINDOW = 7  # in the place of a longer one, so that there are tokens beyond it
 _TOLERANCE = 3e-5  # of the largest number; of float32
 # Of inputs: small ones show the epsilon of norms.
 _SCALES = {"layer": (1.0, 1e-3, 30.0), "attention": (1.0, 0.1, 3.0), "mixture": (1.0, 3.0)}
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is tried.
-
-    Attributes:
-        kind: layer, attention or mixture.
-        path: of the module.
-        layer: of the layer that it is or is in.
-    """
-
-    kind: str
-    path: str
-    layer: str
 
 
 def why_another(plan: Plan, model: nn.Module, roles: Roles, subject: Subject) -> str:
@@ -194,11 +189,6 @@ def _megatron(
     plan: Plan, model: Any, roles: Roles, subject: Subject, sizes: Sizes
 ) -> tuple[nn.Module, dict[str, Assembly]]:
     """Megatron's module with the values of the small copy, and what its parameters are made of."""
-    from megasched.lowering.block.angles import rotary_angles
-    from megasched.lowering.block.attention import lower_attention
-    from megasched.lowering.block.layer import lower_block
-    from megasched.lowering.block.mixture import lower_mixture
-
     context, path = _context(_small_plan(plan, subject.layer, sizes)), subject.path
     if subject.kind == "mixture":
         assert isinstance(roles.mixture, Mixture)
@@ -222,17 +212,19 @@ def _megatron(
 def _alone() -> Iterator[None]:
     """Where there may be neither a GPU nor process groups: Megatron's modules ask for CUDA, and a real one is not
     touched; and they keep the groups that they are given."""
-    from megasched import patches
-
     emulated = "host_cuda" in patches.active()
     if not emulated:
         patches.apply("host_cuda", force=True, quiet=True)
     target = "megatron.core.utils:get_tensor_model_parallel_group_if_none"
-    undo = set_attribute(target, lambda tp_group, *args, **kwargs: tp_group, rebind=("megatron",))
+    stream = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.cuda_dtoh_stream"
+    undo = [
+        set_attribute(target, lambda tp_group, *args, **kwargs: tp_group, rebind=("megatron",)),
+        set_attribute(stream, None),  # made once for all, and this one is emulated
+    ]
     try:
         yield
     finally:
-        undo()
+        undo_all(undo)
         if not emulated:
             patches.undo("host_cuda")
 
@@ -253,11 +245,6 @@ def _small_plan(plan: Plan, layer: str, sizes: Sizes) -> Plan:
 
 
 def _context(plan: Plan) -> Any:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megasched.lowering.context import Context
-
     alone = torch.distributed.ProcessGroup(0, 1)
     groups = ProcessGroupCollection()
     for field in fields(ProcessGroupCollection):
@@ -370,5 +357,4 @@ def _constant_dropout() -> Iterator[None]:
     try:
         yield
     finally:
-        for one in reversed(undo):
-            one()
+        undo_all(undo)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from megasched.instances import Itself
 from megasched.lowering.block.parameters import mixture_in
-from megasched.lowering.block.trial import Subject, why_another
 from megasched.lowering.plan import Plan
 from megasched.roles import Attention, Roles
 
@@ -20,6 +19,21 @@ if TYPE_CHECKING:
 # A definition -> what was found of it: a plan is made anew for each layout that a search looks at.
 _KNOWN: WeakKeyDictionary[Any, dict[Hashable, str]] = WeakKeyDictionary()
 _OF_MODULES = frozenset(["_parameters", "_buffers", "_modules"])
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is tried.
+
+    Attributes:
+        kind: layer, attention or mixture.
+        path: of the module.
+        layer: of the layer that it is or is in.
+    """
+
+    kind: str
+    path: str
+    layer: str
 
 
 class Trials:
@@ -44,6 +58,8 @@ class Trials:
 
     def _try(self, subjects: Iterable[Subject]) -> str:
         """Of the first and the last of those that are alike but for their numbers: code may scale by depth."""
+        from megasched.lowering.block.trial import why_another  # with which Megatron is imported
+
         for subject in subjects:
             if reason := why_another(self.plan, self.model, self.roles, subject):
                 return f"it computes something else than Megatron's: {reason}"
