@@ -14,6 +14,7 @@ from torch import nn
 from megasched.assembly import Assembly
 from megasched.definition import init_empty_weights
 from megasched.lowering.plan import Plan
+from megasched.lowering.tokens import Tokens
 from megasched.placement import Placement
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Context:
         assemblies: name in the lowered model -> HF tensors, for parameters of blocks.
         renamed_buffers: name in the lowered model -> name in the definition, for buffers of blocks.
         made: canonical name -> parameter on this rank, so that ties stay ties.
+        tokens: how they stand in what linears take, where activations are split along the sequence.
     """
 
     plan: Plan
@@ -57,6 +59,7 @@ class Context:
     expert_group: Any = None
     context_parallel: ContextParallel | None = None
     float32: frozenset[str] = frozenset()
+    tokens: Tokens = field(default_factory=Tokens)
     process_groups: Any = None
 
     @property

@@ -114,7 +114,7 @@ class JointColumns(HandingOut):
         )
         split = first.sequence_parallel
         output = forward(
-            sequence_first(x).contiguous() if split else x,
+            first.tokens.sequence_first(x).contiguous() if split else x,
             weight,
             _Join.apply(*biases) if biases else None,
             gradient_accumulation_fusion=added,
@@ -122,14 +122,9 @@ class JointColumns(HandingOut):
             sequence_parallel=split,
             tp_group=first.tp_group,
         )
-        output = sequence_first(output) if split else output
+        output = first.tokens.as_before(output, x) if split else output
         parts = output.split([weight.shape[0] for weight in weights], dim=-1)
         return {id(member): part for member, part in zip(order, parts, strict=True)}
-
-
-def sequence_first(x: torch.Tensor) -> torch.Tensor:
-    """[b, s, h] <-> [s, b, h]; flattened tokens [b*s, h] stay as they are."""
-    return x.transpose(0, 1) if x.dim() == 3 else x
 
 
 def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> None:

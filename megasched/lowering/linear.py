@@ -16,14 +16,16 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
 )
 from torch import nn
 from torch.nn import functional as F
 
 from megasched.linears import output_axis
 from megasched.lowering.context import Context
-from megasched.lowering.joint import JointColumns, sequence_first
-from megasched.lowering.region import gather_for_region, sum_gradient
+from megasched.lowering.joint import JointColumns
+from megasched.lowering.region import sum_gradient
+from megasched.lowering.tokens import Tokens
 from megasched.placement import Placement
 
 
@@ -36,12 +38,14 @@ class ColumnLinear(ColumnParallelLinear):
         overwritten: the definition changes the output in place, which autograd allows of no view that a custom
             function made.
         joint: the columns that are computed by one matrix product with this one, if there are any.
+        tokens: how they stand in what it takes.
     """
 
     real_features: int | None = None
     inside: bool = False
     overwritten: bool = False
     joint: JointColumns | None = None
+    tokens: Tokens
     # Megatron's has an empty entry for Transformer Engine in its state dict; the definition's has none.
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
@@ -51,14 +55,14 @@ class ColumnLinear(ColumnParallelLinear):
         return output.clone() if self.overwritten else output
 
     def _computed(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dim() > 3:  # Megatron's backward takes up to three dimensions
-            return self._computed(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        if x.dim() not in (2, 3) and not self.sequence_parallel:  # Megatron's backward takes no other
+            return _as_before(x, self._computed(x.reshape(-1, x.shape[-1])))
         if self.joint is not None:
             output = self.joint.part(self, x)
             if output is not None:
                 return output
         if self.sequence_parallel:
-            return sequence_first(super().forward(sequence_first(x).contiguous())[0])
+            return self.tokens.as_before(super().forward(self.tokens.sequence_first(x).contiguous())[0], x)
         output = super().forward(x)[0]
         if self.inside:
             return all_gather_last_dim_from_tensor_parallel_region(output, group=self.tp_group)
@@ -74,22 +78,24 @@ class RowLinear(RowParallelLinear):
         takes_part: the input is whole inside a TP region; this rank takes its part of it.
         overwritten: as above.
         inside: the output stays inside a TP region, so that its gradient is summed over the ranks, too.
+        tokens: as above.
     """
 
     takes_part: bool = False
     overwritten: bool = False
     inside: bool = False
+    tokens: Tokens
 
     get_extra_state = nn.Module.get_extra_state  # as above
     set_extra_state = nn.Module.set_extra_state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dim() > 3:  # as above
-            return self.forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        if x.dim() not in (2, 3) and not self.sequence_parallel:  # as above
+            return _as_before(x, self.forward(x.reshape(-1, x.shape[-1])))
         if self.takes_part:
             x = x.chunk(self.tp_group.size(), dim=-1)[self.tp_group.rank()]
         if self.sequence_parallel:
-            output = sequence_first(super().forward(sequence_first(x))[0])
+            output = self.tokens.as_before(super().forward(self.tokens.sequence_first(x))[0], x)
         else:
             output = super().forward(x)[0]
         if self.inside:
@@ -105,10 +111,12 @@ class ReplicatedHeadsLinear(nn.Module):
     Attributes:
         rows: half-open ranges of output features that this rank computes.
         entered: a region around it has taken the input over to TP already.
-        split: activations around it are split along the sequence.
+        split: how tokens stand in what it takes, where activations around it are split along the sequence.
     """
 
-    def __init__(self, rows: Sequence[tuple[int, int]], group: Any, *, entered: bool, split: bool) -> None:
+    def __init__(
+        self, rows: Sequence[tuple[int, int]], group: Any, *, entered: bool, split: Tokens | None
+    ) -> None:
         super().__init__()
         self.rows, self.group, self.entered, self.split = tuple(rows), group, entered, split
         self.weight: nn.Parameter
@@ -116,9 +124,12 @@ class ReplicatedHeadsLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[b, s, in] ([b, s / tp, in] where it gathers the sequence) -> [b, s, rows]."""
-        if not self.entered:
-            take = gather_for_region if self.split else copy_to_tensor_model_parallel_region
-            x = take(x, group=self.group)
+        if not self.entered and self.split is None:
+            x = copy_to_tensor_model_parallel_region(x, group=self.group)
+        elif not self.entered:
+            part = self.split.sequence_first(x).contiguous()
+            whole = gather_from_sequence_parallel_region(part, tensor_parallel_output_grad=True, group=self.group)
+            x = self.split.as_before(whole, x)
         return F.linear(x, self._used(self.weight), None if self.bias is None else self._used(self.bias))
 
     def _used(self, whole: torch.Tensor) -> torch.Tensor:
@@ -141,7 +152,8 @@ def lower_linear(path: str, module: nn.Module, context: Context, *, entered: boo
     split = plan.splits_sequence(path)
     if path in plan.replicated_heads:
         rows = plan.replicated_heads[path].rows(context.rank, context.size, out_features)
-        lowered: nn.Module = ReplicatedHeadsLinear(rows, context.group, entered=entered, split=split)
+        tokens = context.tokens if split else None
+        lowered: nn.Module = ReplicatedHeadsLinear(rows, context.group, entered=entered, split=tokens)
         for name, held in module.named_parameters(recurse=False):
             make_parameter(lowered, name, plan.placement(path, name), held, context)
         if not bias:
@@ -180,9 +192,15 @@ def lower_linear(path: str, module: nn.Module, context: Context, *, entered: boo
             )
             lowered.takes_part, lowered.inside = inside, stays
             lowered.overwritten = path in plan.derived.overwritten
+    lowered.tokens = context.tokens
     for name, held in module.named_parameters(recurse=False):
         context.settle(lowered, name, plan.placement(path, name), held)
     return lowered
+
+
+def _as_before(x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Features [tokens, out] of tokens that stood [..., in]: [..., out]."""
+    return output.view(*x.shape[:-1], output.shape[-1])
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:

@@ -24,8 +24,9 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import nn
 
 from megasched.lowering.context import Context
-from megasched.lowering.joint import HandingOut, lay_side_by_side, sequence_first
+from megasched.lowering.joint import HandingOut, lay_side_by_side
 from megasched.lowering.linear import make_parameter
+from megasched.lowering.tokens import Tokens
 
 
 def te_linear() -> Any:
@@ -95,6 +96,7 @@ class TeLinear(nn.Module):
         adds_bias: the product adds the bias.
         group: the TP group.
         split: activations around it are split along the sequence.
+        tokens: how they stand in what it takes.
     """
 
     adds_bias = False
@@ -104,7 +106,7 @@ class TeLinear(nn.Module):
 
     def __init__(self, group: Any, split: bool) -> None:
         super().__init__()
-        self.group, self.split = group, split
+        self.group, self.split, self.tokens = group, split, Tokens()
         self.register_parameter("bias", None)
 
     @property
@@ -143,9 +145,9 @@ class TeColumnLinear(TeLinear):
         if not self.split:
             return copy_to_tensor_model_parallel_region(x, group=self.group)
         whole = gather_from_sequence_parallel_region(
-            sequence_first(x).contiguous(), tensor_parallel_output_grad=True, group=self.group
+            self.tokens.sequence_first(x).contiguous(), tensor_parallel_output_grad=True, group=self.group
         )
-        return sequence_first(whole)
+        return self.tokens.as_before(whole, x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = self.joint.part(self, x)
@@ -170,8 +172,9 @@ class TeRowLinear(TeLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         part = self.joint.part(self, x)
         if self.split:
-            part = sequence_first(part).contiguous()
-            output = sequence_first(reduce_scatter_to_sequence_parallel_region(part, group=self.group))
+            first = self.tokens.sequence_first(part).contiguous()
+            output = reduce_scatter_to_sequence_parallel_region(first, group=self.group)
+            output = self.tokens.as_before(output, part)
         else:
             output = reduce_from_tensor_model_parallel_region(part, group=self.group)
         return output if self.bias is None else output + self.bias
@@ -193,6 +196,7 @@ def lower_te_linear(path: str, module: nn.Module, context: Context, *, entered: 
         lowered = TeColumnLinear(context.group, split, entered, path in plan.derived.gather)
     else:
         lowered = TeRowLinear(context.group, split, path not in plan.derived.scatter)
+    lowered.tokens = context.tokens
     for name, held in module.named_parameters(recurse=False):
         parameter = make_parameter(lowered, name, plan.placement(path, name), held, context)
         parameter.allreduce = True

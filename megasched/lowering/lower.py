@@ -37,6 +37,7 @@ from megasched.lowering.region import (
     take_own_sequence,
 )
 from megasched.lowering.sync import shared_regions
+from megasched.lowering.tokens import note_batch
 from megasched.lowering.wrap import draw_forked
 from megasched.roles import Attention, Block, Mixture
 from megasched.schedule import Schedule
@@ -108,6 +109,7 @@ def lower_sequence_boundaries(
     for path in filter(here, paths):
         layer = model.get_submodule(path)
         draw_forked(layer)
+        note_batch(layer, structure.slot, context.tokens)
         split_arguments(layer, context.plan.derived.split_slots.get(path, ()), context.group)
     if first:
         split_sequence(model.get_submodule(paths[structure.first]), structure.slot, context.group)

@@ -36,11 +36,53 @@ CODE = {
         """,
 }
 
+# Tokens of two sequences are flattened on one side alone of what needs them in their order.
+FLATTENED = {
+    "after the columns": """
+        from transformers.models.llama.modeling_llama import LlamaMLP
+
+
+        class Mlp(LlamaMLP):
+            def forward(self, x):
+                h = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+                return self.down_proj(h.flatten(0, 1)).view_as(x)
+        """,
+    "before the columns": """
+        from transformers.models.llama.modeling_llama import LlamaMLP
+
+
+        class Mlp(LlamaMLP):
+            def forward(self, x):
+                flat = x.flatten(0, 1)
+                h = self.act_fn(self.gate_proj(flat)) * self.up_proj(flat)
+                return self.down_proj(h.cumsum(0) / 8).view_as(x)
+        """,
+    "and grouped": """
+        from transformers.models.llama.modeling_llama import LlamaMLP
+
+
+        class Mlp(LlamaMLP):
+            def forward(self, x):
+                groups = x[:, :, None].expand(-1, -1, 3, -1)
+                h = self.act_fn(self.gate_proj(groups)) * self.up_proj(groups)
+                return self.down_proj(h.roll(1, 2)).mean(2)
+        """,
+}
+
 
 @pytest.mark.parametrize("code", CODE.values(), ids=CODE)
 def test_it_is_right_at_tp2(ranks, tmp_path, code):
+    is_right(ranks, tmp_path, code)
+
+
+@pytest.mark.parametrize("code", FLATTENED.values(), ids=FLATTENED)
+def test_tokens_keep_their_places_where_the_sequence_is_split(ranks, tmp_path, code):
+    is_right(ranks, tmp_path, code, "--sequence-parallel")
+
+
+def is_right(ranks, tmp_path, code, *more):
     folder = remote.write(tmp_path / "model", code)
-    flags = ["--tensor-model-parallel-size", "2", "--trust-remote-code"]
+    flags = ["--tensor-model-parallel-size", "2", "--trust-remote-code", *more]
     reports = ranks.run(2, train, folder, flags, iterations=1)
     (expected,) = ranks.run(1, hf_step, folder, batches_of(reports), trust_remote_code=True)
     outcome = compare(reports, expected, 2)
