@@ -7,6 +7,7 @@ granted, whatever shape it gives.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ CONSTANTS = frozenset(["zeros", "ones", "full", "empty", "new_zeros", "new_ones"
 # Each value goes where it was, or a new one is made for it without looking at others.
 _SAME = frozenset(
     (
-        *("clone", "detach", "alias", "_to_copy", "lift_fresh", "lift_fresh_copy", "contiguous", "fill", "zero"),
+        *("clone", "detach", "alias", "_to_copy", "lift_fresh", "contiguous", "fill", "zero"),
         *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "bernoulli"),
-        *("native_dropout", "dropout"),
+        "native_dropout",
     )
 )
 _COMPUTED = (
@@ -69,14 +70,18 @@ def _index(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | Non
     if along(told["self"]) is not None or len(given) != 1:
         return None
     found = along(indices[given[0]])
-    return None if found is None else Along(found.dim + given[0], found.outer)
+    return None if found is None else replace(found, dim=found.dim + given[0])
 
 
 def _gather(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | None:
+    """Each token reads a table that is whole along the sequence itself, or one that is the same for all tokens."""
     table, index = along(told["self"]), along(told["index"])
-    if index is None or table not in (None, index):
+    if index is None:
         return None
-    return index if table is None or told["dim"] % out.dim() != index.dim else None
+    along_sequence = told["dim"] % out.dim() == index.dim
+    if table is None:
+        return index if along_sequence or told["self"].stride(index.dim) == 0 else None
+    return index if table == index and not along_sequence else None
 
 
 def _scatter(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | None:
@@ -90,14 +95,14 @@ def _index_select(told: dict[str, Any], along: Place, out: torch.Tensor) -> Alon
     index = along(told["index"])
     if index is None or along(told["self"]) is not None:
         return None
-    return Along(told["dim"] % out.dim(), index.outer)
+    return replace(index, dim=told["dim"] % out.dim())
 
 
 def _repeat(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | None:
     place, new = along(told["self"]), len(told["repeats"]) - told["self"].dim()
     if place is None or told["repeats"][new + place.dim] != 1:
         return None
-    return Along(new + place.dim, place.outer)
+    return replace(place, dim=new + place.dim)
 
 
 def _glu(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | None:
