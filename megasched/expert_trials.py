@@ -47,10 +47,12 @@ def _state(module: Any) -> Any:
 def _tried(module: nn.Module) -> str:
     import torch
 
+    from megasched.undisturbed import undisturbed
+
     if "forward" in vars(module):
         return "it has a forward that is not its class's"
     # A plan must not change what a run draws.
-    with real_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with undisturbed(module), real_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         small = _small(module)
         for training, scale, index in _cases(small.num_experts):
             vars(small)["training"] = training

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
 from transformers import MixtralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from megasched import create_schedule
 from megasched.errors import ScheduleError
-from megasched.experts import find_experts
+from megasched.experts import find_experts, not_apart
 from megasched.layout import Layout
 from megasched.lowering.planning import make_plan
 from megasched.model_adapters.default_schedule import schedule as default_schedule
@@ -45,6 +48,30 @@ def test_a_parameter_that_all_experts_share_excludes_a_module():
     model.model.layers[1].mlp.experts.norm = nn.LayerNorm(4, device="meta")
     model.model.layers[2].mlp.experts.scale = nn.Parameter(torch.empty(3, device="meta"))
     assert list(find_experts(model)) == ["model.layers.0.mlp.experts", "model.layers.3.mlp.experts"]
+
+
+class Keeping(MixtralExperts):
+    """Keeps what it is handed, for all of its kind."""
+
+    kept: ClassVar[list[torch.Tensor]] = []
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        self.kept.append(hidden_states)
+        return super().forward(hidden_states, top_k_index, top_k_weights)
+
+
+def test_a_trial_leaves_nothing_behind():
+    model = on_meta("mixtral")
+    model.model.layers[0].mlp.experts.__class__ = Keeping
+    assert len(find_experts(model)) == 4
+    assert Keeping.kept == []
+
+
+def test_experts_whose_forward_was_exchanged_stay_whole():
+    model = on_meta("mixtral")
+    experts = model.model.layers[0].mlp.experts
+    experts.forward = experts.forward
+    assert not_apart(model) == {"model.layers.0.mlp.experts": "it has a forward that is not its class's"}
 
 
 def planned(model_type: str, layout: Layout, schedule=default_schedule):

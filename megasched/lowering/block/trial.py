@@ -47,6 +47,7 @@ from megasched.lowering.plan import Plan
 from megasched.patches.attributes import set_attribute, undo_all
 from megasched.placement import Placement
 from megasched.roles import Attention, Block, Mixture, Roles
+from megasched.undisturbed import undisturbed
 
 if TYPE_CHECKING:
     from megasched.assembly import Assembly
@@ -61,7 +62,14 @@ _SCALES = {"layer": (1.0, 1e-3, 30.0), "attention": (1.0, 0.1, 3.0), "mixture": 
 def why_another(plan: Plan, model: nn.Module, roles: Roles, subject: Subject) -> str:
     """In what Megatron's module gives other numbers than the definition's; empty: in nothing."""
     try:
-        with _alone(), real_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad(), _constant_dropout():
+        with (
+            _alone(),
+            undisturbed(model),
+            real_tensors(),
+            torch.random.fork_rng(devices=[]),
+            torch.enable_grad(),
+            _constant_dropout(),
+        ):
             return _compare(plan, model, roles, subject)
     except Exception as error:  # whatever the definition's code raises
         return f"a small copy of it can't be tried: {type(error).__name__}: {error}".partition("\n")[0]
