@@ -6,6 +6,9 @@ says otherwise.
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,6 +149,32 @@ def _choice(value: Any) -> Any:
     if isinstance(value, list | tuple) and any(isinstance(one, str) for one in value):
         return sorted({str(one) for one in value})
     return "a number"
+
+
+def of_unchecked_options(options: list[str], command: str) -> str:
+    """What is told of ``unchecked_options``.
+
+    Args:
+        command: as ``verify_command`` gives it.
+    """
+    return f"its class was not checked with these options: {', '.join(options)}; this checks it: `{command}`"
+
+
+def verify_command(
+    schedule: str,
+    hf_model: str,
+    layout: Layout,
+    *,
+    overrides: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> str:
+    """The command that checks a run's model at its kinds of parallelism: a group of 2 speaks for any."""
+    sizes = {name: value for name, value in vars(layout).items() if name.endswith("_parallel_size") and value}
+    small = {name: min(value, 2) for name, value in sizes.items()}
+    words = ["megasched", "verify", schedule, "--hf-model", hf_model, *replace(layout, **small).flags()]
+    for override in overrides:
+        words += ["--hf-override", override]
+    return shlex.join([*words, *(["--trust-remote-code"] if trust_remote_code else [])])
 
 
 def refuse_unverified(model: PreTrainedModel, layout: Layout) -> None:

@@ -85,6 +85,11 @@ def test_everything_that_differs_is_told_at_once(tmp_path, schedule):
     assert "the model is another one" in told
 
 
+def test_an_option_that_was_not_checked_is_another_model(tmp_path, schedule):
+    path = certified(tmp_path, schedule)
+    assert "the model is another one" in refusal(path, schedule, LlamaConfig(attention_bias=True))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megasched.certificate import require_certificate, subject_of
-from megasched.compatibility import refuse_unverified, unchecked_options
+from megasched.compatibility import (
+    of_unchecked_options,
+    refuse_unverified,
+    unchecked_options,
+    verify_command,
+)
 from megasched.errors import Problem, ScheduleError, some_of
 from megasched.lowering.fp8 import left_in_16_bits
 from megasched.lowering.plan import Plan
@@ -66,7 +71,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         require_certificate(Path(args.require_certificate), subject)
     elif not args.allow_unverified:
         refuse_unverified(session.definition, plan.layout)
-        _tell_of_options(session, args.rank)
+        _warn_of_options(session, args)
     refuse_overlap(plan, args.overlap_grad_reduce)
     refuse_unsure_overlap(session.reach, plan.structure, args.overlap_grad_reduce)
     session.hf_model = Path(args.hf_model)
@@ -126,10 +131,18 @@ def _tell_of_written(plan: Plan, args: Namespace) -> None:
         )
 
 
-def _tell_of_options(session: Session, rank: int) -> None:
-    options = unchecked_options(session.definition) if rank == 0 else []
-    if options:
-        print(f"megasched: not verified with these options: {', '.join(options)}; `megasched verify` checks them")
+def _warn_of_options(session: Session, args: Namespace) -> None:
+    options = unchecked_options(session.definition) if args.rank == 0 else []
+    if not options:
+        return
+    command = verify_command(
+        args.model_schedule,
+        args.hf_model,
+        session.schedule.layout,
+        overrides=args.hf_override or (),
+        trust_remote_code=bool(args.trust_remote_code),
+    )
+    print(f"megasched: warning: {of_unchecked_options(options, command)}")
 
 
 def _settle_accumulation(args: Namespace) -> None:

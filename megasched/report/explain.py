@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megasched.compatibility import unchecked_options, verify_command
 from megasched.layout import Layout
 from megasched.lowering.plan import Plan
 from megasched.megatron.decisions import Decision, decisions_of, fold_paths, without_rule
@@ -20,6 +21,8 @@ class Explanation:
     Attributes:
         context: what context parallelism does, in words; empty without.
         without_rule: operators that no rule is known of, and that are handed whole tensors for it.
+        unchecked_options: as ``ShowReport`` has them.
+        check: the command that would check them.
     """
 
     model: str
@@ -27,6 +30,8 @@ class Explanation:
     decisions: list[Decision]
     context: tuple[str, ...] = ()
     without_rule: tuple[str, ...] = ()
+    unchecked_options: tuple[str, ...] = ()
+    check: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON."""
@@ -37,6 +42,8 @@ class Explanation:
             "decisions": decisions,
             "context": self.context,
             "without_rule": self.without_rule,
+            "unchecked_options": self.unchecked_options,
+            "check": self.check,
         }
 
 
@@ -64,7 +71,14 @@ def explain_schedule(
     )
     decisions = decisions_of(session, by_user=schedule != AUTO)
     told = context_lines(session.plan), tuple(without_rule(session.plan))
-    return Explanation(type(session.definition).__name__, layout, decisions, *told)
+    return Explanation(
+        type(session.definition).__name__,
+        layout,
+        decisions,
+        *told,
+        tuple(unchecked_options(session.definition)),
+        verify_command(schedule, hf_model, layout, overrides=overrides, trust_remote_code=trust_remote_code),
+    )
 
 
 def context_lines(plan: Plan) -> tuple[str, ...]:

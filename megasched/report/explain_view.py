@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
+from megasched.compatibility import of_unchecked_options
 from megasched.megatron.decisions import Decision
 from megasched.report.explain import Explanation
 
@@ -12,7 +13,9 @@ from megasched.report.explain import Explanation
 def print_explanation(explanation: Explanation, console: Console) -> None:
     """Prints a few lines a parameter; made for 100 columns."""
     console.print(Text.assemble((explanation.model, "bold"), f" on {explanation.layout}\n"))
-    told = (*explanation.context, *explanation.without_rule)
+    told = [*explanation.context, *explanation.without_rule]
+    if explanation.unchecked_options:
+        told.append(of_unchecked_options(list(explanation.unchecked_options), explanation.check))
     for line in told:
         console.print(Text(line))
     if told:

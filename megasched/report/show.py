@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megasched.compatibility import load_matrix, unverified
+from megasched.compatibility import load_matrix, unchecked_options, unverified, verify_command
 from megasched.definition import text_config
 from megasched.errors import ScheduleError
 from megasched.layout import Layout
@@ -38,6 +38,8 @@ class ShowReport:
         stages: in the order in which a batch runs through them.
         records: the schedule's calls.
         unverified: why a run would need ``--allow-unverified``; empty where it does not.
+        unchecked_options: fields of the config by which the class may go another way than when it was checked.
+        check: the command that would check it.
         hidden_size: width of the hidden state; None where the config does not say.
         layers: path of the list of layers.
     """
@@ -53,6 +55,8 @@ class ShowReport:
     stages: list[StageReport]
     records: list[Record]
     unverified: list[str]
+    unchecked_options: list[str]
+    check: str
     hidden_size: int | None
     layers: str
 
@@ -120,6 +124,8 @@ def inspect_schedule(
         stages,
         list(session.schedule.records),
         unverified(session.definition, layout, load_matrix()["types"]),
+        unchecked_options(session.definition),
+        verify_command(schedule, hf_model, layout, overrides=overrides, trust_remote_code=trust_remote_code),
         _hidden_size(session),
         structure.layers,
     )

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
+from megasched.compatibility import of_unchecked_options
 from megasched.report.amounts import format_bytes, format_count
 from megasched.report.fold import fold
 from megasched.report.module_view import ModuleLines
@@ -29,6 +30,8 @@ def print_report(report: ShowReport, console: Console) -> None:
         console.print(_on_one_rank(report))
     for doubt in report.unverified:
         console.print(Text(f"not known to be right, a run would need --allow-unverified: {doubt}", "yellow"))
+    if report.unchecked_options:
+        console.print(Text(of_unchecked_options(report.unchecked_options, report.check), "yellow"))
 
 
 def _head(report: ShowReport) -> Text:

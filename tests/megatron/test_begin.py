@@ -95,6 +95,14 @@ def test_a_run_that_no_check_covers_is_refused_until_it_is_allowed(llama, monkey
     begin_session(arguments(llama, tensor_model_parallel_size=2, allow_unverified=True), {})
 
 
+def test_options_that_were_not_checked_are_a_warning(tmp_path, capsys):
+    folder = tiny.save("llama", tmp_path / "biased", attention_bias=True)
+    begin_session(arguments(folder, tensor_model_parallel_size=4), {})
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "warning" in line)
+    assert "attention_bias=True" in line
+    assert line.endswith(f"`megasched verify auto --hf-model {folder} --tensor-model-parallel-size 2`")
+
+
 def test_a_fusion_without_its_kernel_is_off_and_said_so(llama, capsys):
     args = arguments(llama)
     begin_session(args, {})

@@ -35,7 +35,21 @@ def report_of(pp: int, vpp: int, name: str = "proj") -> ShowReport:
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
     )
     return ShowReport(
-        "folder", "Model", "auto", 2048 * count, 2048 * count, 128, layout, modules, stages, [], [], 32, "layers"
+        "folder",
+        "Model",
+        "auto",
+        2048 * count,
+        2048 * count,
+        128,
+        layout,
+        modules,
+        stages,
+        [],
+        [],
+        unchecked_options=[],
+        check="",
+        hidden_size=32,
+        layers="layers",
     )
 
 

@@ -101,3 +101,12 @@ def test_what_context_parallelism_does_is_told(tmp_path, capsys):
     said = printed(capsys, "show", "auto", "--hf-model", str(tmp_path), "--cp", "2")
     assert "whole sequences, on each of 2 CP ranks" in said
     assert "queries of a CP rank, keys and values of all 2" in said
+
+
+def test_options_that_were_not_checked_are_told(tmp_path, capsys):
+    folder = tiny.save("llama", tmp_path, attention_bias=True)
+    told = explain_schedule("auto", folder, Layout())
+    assert "attention_bias=True" in told.unchecked_options
+    assert told.check == f"megasched verify auto --hf-model {folder}"
+    text = " ".join(printed(capsys, "explain", "auto", "--hf-model", folder).split())
+    assert "not checked with these options: attention_bias=True" in text
