@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
 from megasched.lowering import rng
+from megasched.lowering.state_again import KeptState, StateBefore
 
 
 class _Snapshot:
-    """Megatron's tracked RNG states at the start of the first forward, put back around the second."""
+    """Megatron's tracked RNG states at the start of the first forward, and what a module's code keeps, put back
+    around the second."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptState | None) -> None:
+        self.kept = kept
+        self.before: StateBefore | None = None
         self.states: dict[str, Any] | None = None
         self.forked = False
 
@@ -24,7 +29,10 @@ class _Snapshot:
         tracker = _tracker()
         self.states = tracker.get_states() if tracker is not None else None
         self.forked = rng.forked()
+        self.before = None if self.kept is None else self.kept.before()
         yield
+        if self.before is not None:
+            self.before.called()
 
     @contextmanager
     def second(self) -> Iterator[None]:
@@ -34,7 +42,8 @@ class _Snapshot:
         if tracker is not None and self.states is not None:
             tracker.set_states(self.states)
         try:
-            yield
+            with nullcontext() if self.before is None else self.before.again():
+                yield
         finally:
             rng.set_forked(kept_forked)
             if tracker is not None and kept is not None:
@@ -48,23 +57,31 @@ def _tracker() -> Any:
     return tracker if tracker.is_initialized() else None
 
 
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    snapshot = _Snapshot()
+def _contexts(kept: KeptState | None) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    snapshot = _Snapshot(kept)
     return snapshot.first(), snapshot.second()
 
 
 def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs ``function``, which keeps nothing from call to call, as ``recompute_call`` does."""
+    return recompute_call(None, function, args, kwargs)
+
+
+def recompute_call(
+    kept: KeptState | None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Runs ``function`` without keeping its activations; they are computed again in the backward pass.
 
-    The default RNG state is kept by torch, Megatron's by ``_Snapshot``. The non-reentrant form takes any
-    structure of arguments, so a block that is fed integer ids alone still gets its gradients. In 8 bits
-    Transformer Engine recomputes: it knows the scales of the first forward.
+    torch keeps the default RNG state, ``_Snapshot`` Megatron's, and ``kept`` what a module's code keeps. The
+    non-reentrant form takes any structure of arguments, so a block that is fed integer ids alone still gets its
+    gradients. In 8 bits Transformer Engine recomputes: it knows the scales of the first forward.
     """
+    contexts = partial(_contexts, kept)
     if _in_fp8():
         from transformer_engine.pytorch import checkpoint as te_checkpoint
 
-        return te_checkpoint(function, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
-    return checkpoint(function, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+        return te_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def _in_fp8() -> bool:

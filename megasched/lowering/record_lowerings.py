@@ -71,7 +71,7 @@ def carry_out_record(module: nn.Module, record: Record, context: Context) -> Non
 @register_lowering("checkpoint")
 def _checkpoint(module: nn.Module, record: Record, context: Context) -> None:
     if "subgraph" not in record.arguments:  # a part of a module is done in its graph (graphs.py)
-        recompute_module(module)
+        recompute_module(module, record.path)
 
 
 @register_lowering("fork_rng")

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from megasched.graph import opaque
-from megasched.lowering.recompute import recompute
+from megasched.lowering.recompute import recompute_call
 from megasched.lowering.rng import fork_rng
+from megasched.lowering.state_again import KeptState
 
 Forward = Callable[..., Any]
 
@@ -41,17 +42,22 @@ def draw_forked(module: nn.Module) -> None:
     wrap_forward(module, wrapper)
 
 
-def recompute_module(module: nn.Module) -> None:
-    """The module's activations are computed again in the backward pass while training; asked twice is once."""
+def recompute_module(module: nn.Module, path: str) -> None:
+    """The module's activations are computed again in the backward pass while training; asked twice is once.
+
+    Args:
+        path: of the module, for messages.
+    """
     if getattr(module, "megasched_recomputed", False):
         return
     module.megasched_recomputed = True
+    kept = KeptState(module, path)
 
     def wrapper(forward: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not (module.training and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
-            return recompute(forward, *args, **kwargs)
+            return recompute_call(kept, forward, args, kwargs)
 
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             return opaque.call("recompute", run, *args, **kwargs)  # as above

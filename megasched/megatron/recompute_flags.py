@@ -24,24 +24,27 @@ def apply_recompute_flags(model: nn.Module, structure: Structure, stage: Stage, 
     Raises:
         ConfigError: a recompute module that a definition does not have.
     """
-    layers = [model.get_submodule(structure.layer_path(i)) for i in range(stage.start, stage.stop)]
+    paths = [structure.layer_path(index) for index in range(stage.start, stage.stop)]
+    layers = {path: model.get_submodule(path) for path in paths}
     if config.recompute_granularity == "full":
         if config.recompute_method == "block":
-            layers = layers[: config.recompute_num_layers]
-        for layer in layers:
-            recompute_module(layer)
+            paths = paths[: config.recompute_num_layers]
+        for path in paths:
+            recompute_module(layers[path], path)
     elif config.recompute_granularity == "selective":
         _selective(layers, config.recompute_modules or ["core_attn"])
 
 
-def _selective(layers: list[nn.Module], modules: list[str]) -> None:
-    layers = [layer for layer in layers if not isinstance(layer, MegatronLayer)]  # Megatron's sees to it itself
+def _selective(layers: dict[str, nn.Module], modules: list[str]) -> None:
+    # Megatron's sees to it itself.
+    layers = {path: layer for path, layer in layers.items() if not isinstance(layer, MegatronLayer)}
     for name in modules:
         if name == "core_attn":
-            _core_attention(layers)
+            _core_attention(list(layers.values()))
         elif name == "mlp":
-            for layer in layers:
-                recompute_module(_mlp(layer))
+            for path, layer in layers.items():
+                name_of_mlp = _mlp(layer)
+                recompute_module(getattr(layer, name_of_mlp), f"{path}.{name_of_mlp}")
         elif layers:
             raise ConfigError(
                 f"--recompute-modules {name}: a definition has core_attn and mlp; recompute others by "
@@ -62,10 +65,10 @@ def _core_attention(layers: list[nn.Module]) -> None:
         settings.recompute = True
 
 
-def _mlp(layer: nn.Module) -> nn.Module:
+def _mlp(layer: nn.Module) -> str:
     for name in ("mlp", "feed_forward", "ffn"):
         if isinstance(getattr(layer, name, None), nn.Module):
-            return getattr(layer, name)
+            return name
     raise ConfigError(
         f"--recompute-modules mlp: {type(layer).__name__} has no MLP module of its own; recompute the whole "
         "layer by .checkpoint() in the schedule"

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 class Checkpoint(Primitive):
     """Recomputes this module's activations in the backward pass instead of keeping them.
 
-    Random numbers are drawn again as they were, from the default generator and from Megatron's
-    model-parallel one. Keyword arguments arrive by name; paths and state-dict keys do not change; a module
-    that is fed integer ids alone still gets its gradients.
+    Random numbers are drawn again as they were, from the default generator, from Megatron's model-parallel one,
+    from Python's and numpy's. What the module's code keeps from call to call, moving averages in buffers and
+    counters in attributes, is as if it had run once. Keyword arguments arrive by name; paths and state-dict keys
+    do not change; a module that is fed integer ids alone still gets its gradients.
 
     Parameters:
         subgraph: of a traced module, as ``find`` returns it: only these operations are computed again.

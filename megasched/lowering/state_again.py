@@ -1,0 +1,138 @@
+"""What a module's code keeps from one call to the next, for a call that is made a second time.
+
+A forward that is recomputed runs twice, and a training step has it run once: moving averages in buffers, counters
+in attributes, numbers drawn from Python's or numpy's generators. The second call finds all as the first one found
+it, and leaves all as it was.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from megasched.errors import Problem, ScheduleError
+
+# Their modules know of recompute themselves.
+_OTHERS = frozenset(["transformer_engine", "megatron", "megasched", "apex"])
+
+
+class _Buffer(NamedTuple):
+    module: nn.Module
+    name: str
+    path: str
+
+
+class KeptState:
+    """Of one module and those inside. Tensors that its code writes to in place are learnt in its first call.
+
+    Args:
+        module: as it is when it is first called.
+        path: of it, for messages.
+    """
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        self._module, self._path = module, path
+        self._modules: list[nn.Module] = []
+        self._written: set[_Buffer] | None = None
+
+    def before(self) -> StateBefore:
+        """What is there now; to be asked before a call."""
+        if self._written is None:
+            self._modules = [module for _, module in self._own_modules()]
+        return StateBefore(self, self._modules)
+
+    def tensors(self) -> Iterator[tuple[_Buffer, torch.Tensor]]:
+        """Buffers, and tensors in attributes."""
+        for path, module in self._own_modules():
+            for held in (vars(module), module._buffers):
+                for name, value in held.items():
+                    if isinstance(value, torch.Tensor):
+                        yield _Buffer(module, name, f"{path}.{name}".lstrip(".")), value
+
+    def _own_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for path, module in self._module.named_modules():
+            if type(module).__module__.partition(".")[0] not in _OTHERS:
+                yield path, module
+
+    def to_be_copied(self) -> list[tuple[_Buffer, torch.Tensor]]:
+        """Those that the code may write to in place; all as long as nothing is known."""
+        found = self.tensors()
+        return [(at, tensor) for at, tensor in found if self._written is None or at in self._written]
+
+    def learn(
+        self, versions: dict[_Buffer, tuple[torch.Tensor, int]], copies: list[tuple[_Buffer, torch.Tensor]]
+    ) -> None:
+        """Which of these tensors were written to since they had these versions, or values.
+
+        Raises:
+            ScheduleError: one was that was not in the first call.
+        """
+        written = {at for at, (tensor, version) in versions.items() if tensor._version != version}
+        if self._written is None:  # kernels of torch's own write past the versions
+            written |= {at for at, copy in copies if not torch.equal(copy, versions[at][0])}
+            self._written = written
+        if late := written - self._written:
+            what = f"its forward writes to {min(at.path for at in late)}, and did not in its first call; "
+            what += "recompute would write to it twice"
+            raise ScheduleError(Problem(what, self._path, remedy="run it without recompute of this module"))
+
+
+class StateBefore:
+    """As it was before a call."""
+
+    def __init__(self, kept: KeptState, modules: list[nn.Module]) -> None:
+        self._kept = kept
+        self._attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+        self._copies = [(at, tensor.detach().clone()) for at, tensor in kept.to_be_copied()]
+        self._versions = {at: (tensor, tensor._version) for at, tensor in kept.tensors()}
+        self._random = _random_states()
+
+    def called(self) -> None:
+        """The call has been made."""
+        self._kept.learn(self._versions, self._copies)
+        self._versions = {}
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """In which all is as it was; after it, as it is."""
+        now = [(module, dict(vars(module)), dict(module._buffers)) for module, _, _ in self._attributes]
+        states = _random_states()
+        self._put(self._attributes)
+        written = self._kept._written or set()
+        for at, copy in self._copies:
+            if at in written:
+                held = at.module._buffers if at.name in at.module._buffers else vars(at.module)
+                held[at.name] = copy.clone()
+        _set_random_states(self._random)
+        try:
+            yield
+        finally:
+            self._put(now)
+            _set_random_states(states)
+
+    @staticmethod
+    def _put(attributes: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
+        for module, own, buffers in attributes:
+            held = vars(module)
+            for name in held.keys() - own.keys():
+                del held[name]
+            held.update(own)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+def _random_states() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_random_states(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])

@@ -1,0 +1,125 @@
+"""What a module's code keeps from call to call is, under recompute, as if it had run once."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import megasched
+from megasched.errors import ScheduleError
+
+
+class Averaging(nn.Module):
+    """Scales by a moving average that it writes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("average", torch.ones(8))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.average.lerp_(y.detach().abs().mean((0, 1)), 0.1)
+        return torch.tanh(y) / self.average
+
+
+class Replacing(Averaging):
+    """The same, with a new tensor each time."""
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.average = 0.9 * self.average + 0.1 * y.detach().abs().mean((0, 1))
+        return torch.tanh(y) / self.average
+
+
+class Counting(Averaging):
+    """Scales by how often it was called."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.tanh(self.linear(x)) / self.calls
+
+
+class Normed(Averaging):
+    """Has a module of torch's that writes to its buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(torch.tanh(self.linear(x)).transpose(1, 2)).transpose(1, 2)
+
+
+class Drawing(Averaging):
+    """Scales by what Python's and numpy's generators give."""
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) * (1 + random.random()) * (1 + float(np.random.random()))
+
+
+class WritingLate(Averaging):
+    """Begins to write after its first call."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 1:
+            self.average.mul_(0.9)
+        return self.linear(x) / self.average
+
+
+class Twice(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = nn.ModuleList([inner(), inner()])
+
+    def forward(self, x):
+        for module in self.inner:
+            x = x + module(x)
+        return x
+
+
+def trained(model, steps=3):
+    """Losses, gradients, buffers and counters after some steps."""
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    losses, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+    grads = [p.grad for p in model.parameters()]
+    counters = [getattr(module, "calls", 0) for module in model.modules()]
+    return losses, grads, list(model.buffers()), counters, random.random(), np.random.random()
+
+
+@pytest.mark.parametrize("inner", [Averaging, Replacing, Counting, Normed, Drawing])
+def test_it_is_as_if_it_had_run_once(inner):
+    torch.manual_seed(0)
+    model = Twice(inner)
+    recomputed = copy.deepcopy(model)
+    schedule = megasched.create_schedule(recomputed)
+    schedule["inner.*"].checkpoint()
+    megasched.build(schedule)
+    torch.testing.assert_close(trained(recomputed), trained(model), rtol=0, atol=0)
+
+
+def test_what_begins_to_be_written_later_is_refused():
+    model = Twice(WritingLate)
+    schedule = megasched.create_schedule(model)
+    schedule["inner.*"].checkpoint()
+    megasched.build(schedule)
+    with pytest.raises(ScheduleError, match=r"writes to average, and did not in its first call") as refused:
+        trained(model)
+    assert refused.value.problems[0].module == "inner.0"
