@@ -161,6 +161,12 @@ def explain(
     pp: Pp = 1,
     cp: Cp = 1,
     ep: Ep = 1,
+    seq_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens in a sequence. By default 4096, or the model's positions.", show_default=False
+        ),
+    ] = None,
     hf_override: HfOverride = None,
     trust_remote_code: TrustRemoteCode = False,
     objective: Objective = None,
@@ -181,6 +187,7 @@ def explain(
             schedule,
             hf_model,
             layout,
+            sequence_length=seq_length,
             overrides=hf_override or (),
             trust_remote_code=trust_remote_code,
             objective=objective,

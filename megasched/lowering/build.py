@@ -13,6 +13,7 @@ from torch import nn
 from megasched.errors import Problem, ScheduleError
 from megasched.lowering.adapting import adapt_modules
 from megasched.lowering.attention_switch import switch_on
+from megasched.lowering.known_runs import KnownRuns, usual_length
 from megasched.lowering.plan import Plan
 from megasched.lowering.planning import make_plan
 from megasched.lowering.replacement import replace_modules
@@ -42,13 +43,15 @@ def carry_out(schedule: Schedule, inputs: Mapping[str, Any] | None = None) -> Pl
     """``build``; returns the plan that the model was built by."""
     _check_place(schedule)
     model = schedule.mod
-    inputs = own_inputs(model) if inputs is None else inputs
+    length = None  # of a run's sequences; the inputs that are given have their own
+    if inputs is None and (inputs := own_inputs(model)) is not None:
+        length = usual_length(model)
     with ExitStack() as undo:
         if inputs is not None:
             undo.callback(switch_on(model, inputs))
         replace_modules(schedule, model, inputs=inputs, undo=undo)
         adapt_modules(schedule, model, undo)
-        plan = make_plan(schedule, model=model, inputs=inputs)
+        plan = make_plan(schedule, model=model, inputs=inputs, runs=KnownRuns(length))
         undo.pop_all()
     _lower_here(schedule, model, plan)
     schedule.built = True

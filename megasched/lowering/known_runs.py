@@ -6,28 +6,45 @@ Plans of several layouts ask the same things: a linear is cut alike over 2 ranks
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from megasched.definition import text_config
+from megasched.errors import ScheduleError
 from megasched.lowering.flops import ForwardFlops, forward_flops
 from megasched.lowering.given_positions import takes_counted_positions
 from megasched.lowering.propagate import propagate
 from megasched.lowering.replay import Rank
 from megasched.lowering.sequence_run import plan_sequence
 from megasched.lowering.size_check import columns_of_unproven_sizes
+from megasched.lowering.ways import InputsOf, Ways, find_ways, numbers_at, what_goes_by_length
+from megasched.objectives import objective_of
 from megasched.roles import Cut
 from megasched.trial.labels import Derived
 from megasched.trial.meta_call import meta_copy, to_meta
+from megasched.trial.noted import NotedLines, Numbers
 from megasched.trial.sequence_plan import SequencePlan
 from megasched.trial.structure import Structure
 
+USUAL_LENGTH = 4096
+
 
 class KnownRuns:
-    """Of one model that nobody changes, with one structure and the same inputs; nor is what was found changed."""
+    """Of one model that nobody changes, with one structure and the same inputs; nor is what was found changed.
 
-    def __init__(self) -> None:
+    Args:
+        length: of a run's sequences, where it is known.
+    """
+
+    def __init__(self, length: int | None = None) -> None:
+        self.length = length
+        # What a forward with such sequences has run, where one was made.
+        self.noted_at_length: NotedLines | None = None
+        self._ways: Ways | None = None
+        self._numbers: dict[int, list[Numbers]] = {}
         self._derived: dict[Hashable, Derived] = {}
         # Ranks -> plans, each with the answers of ``refuse_region`` on which it rests.
         self._sequences: dict[int, list[tuple[dict[str, str], SequencePlan]]] = {}
@@ -46,8 +63,21 @@ class KnownRuns:
         key = tuple((name, _frozen(value)) for name, value in asked.items() if not isinstance(value, Structure))
         if key not in self._derived:
             self._probe = meta_copy(model)
-            self._derived[key] = propagate(self._probe, to_meta(dict(inputs)), **asked)
+            ways = self.ways(model, inputs, asked["structure"])
+            more = {"ways": ways, "inputs_of": inputs_of(model, inputs)}
+            self._derived[key] = propagate(self._probe, to_meta(dict(inputs)), **asked, **more)
         return self._derived[key]
+
+    def ways(self, model: nn.Module, inputs: Mapping[str, Any], structure: Structure | None) -> Ways:
+        """As ``find_ways`` does; without its runs where those before have shown that there is one way alone."""
+        if self._ways is None:
+            short, long = structure and structure.noted, self.noted_at_length
+            if short is not None and not short.asked and long is not None and long.lines == short.lines:
+                self._ways = Ways()
+            else:
+                length = self.length or (None if structure is None else usual_length(model))
+                self._ways = find_ways(model, to_meta(dict(inputs)), inputs_of(model, inputs), length)
+        return self._ways
 
     def unproven_sizes(
         self,
@@ -60,7 +90,9 @@ class KnownRuns:
         key = (id(derived), *(_frozen(value) for value in vars(rank).values()), _frozen(counts))
         if key not in self._unproven:
             assert self._probe is not None
-            found = columns_of_unproven_sizes(self._probe, derived.calls, rank, cuts, counts)
+            found = set[str]()
+            for calls in (derived.calls, *derived.other_calls):
+                found |= columns_of_unproven_sizes(self._probe, calls, rank, cuts, counts)
             self._unproven[key] = found
         return self._unproven[key]
 
@@ -89,9 +121,41 @@ class KnownRuns:
             answers[path] = refuse_region(path)
             return answers[path]
 
-        found = plan_sequence(model, structure, size, ask, self._takes_counted_positions)
+        ways = self.ways(model, structure.trial_inputs(), structure)
+        found = plan_sequence(model, structure, size, ask, self._takes_counted_positions, ways)
         known.append((answers, found))
         return found
+
+    def goes_by_length(
+        self, model: nn.Module, structure: Structure, size: int, is_whole: Callable[[str], bool], *, places: bool
+    ) -> tuple[str, str] | None:
+        """What a model does otherwise on one of ``size`` parts of a sequence than on all of it.
+
+        Args:
+            is_whole: whether the module at a path gets the whole sequence in any case.
+            places: whether places that its code counts are looked at, too.
+
+        Returns:
+            The module and the operation; None where there is nothing, or it can't run on such a sequence.
+        """
+        short, long = structure.noted, self.noted_at_length
+        if (
+            short is not None
+            and long is not None
+            and what_goes_by_length(short.numbers, long.numbers, is_whole, places=places) is None
+        ):
+            return None
+        length = self.length or usual_length(model)
+        with suppress(ScheduleError):
+            part, whole = (self._numbers_at(model, structure, n) for n in (length // size, length))
+            return what_goes_by_length(part, whole, is_whole, places=places)
+        return None
+
+    def _numbers_at(self, model: nn.Module, structure: Structure, length: int) -> list[Numbers]:
+        if length not in self._numbers:
+            inputs = inputs_of(model, structure.trial_inputs())(length)
+            self._numbers[length] = numbers_at(model, inputs)
+        return self._numbers[length]
 
     def _takes_counted_positions(self, model: nn.Module) -> bool:
         if self._counted is None:
@@ -102,3 +166,22 @@ class KnownRuns:
 def _frozen(value: Any) -> Hashable:
     """Something equal for equal arguments, in their order."""
     return tuple(value.items()) if isinstance(value, Mapping) else value
+
+
+def inputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> InputsOf:
+    """Arguments of a trial like these, for other lengths; for a model with an objective."""
+    batch = next((len(tensor) for tensor in inputs.values() if isinstance(tensor, torch.Tensor)), 1)
+
+    def made(length: int) -> dict[str, Any]:
+        given = objective_of(model).trial(getattr(model, "config", None), batch, length)
+        return {name: given.get(name, value) for name, value in to_meta(dict(inputs)).items()}
+
+    return made
+
+
+def usual_length(model: nn.Module) -> int:
+    """Of a run's sequences, where nobody has said it: 4096, or all that the model has positions for."""
+    config = getattr(model, "config", None)
+    text = config if config is None else text_config(config)
+    found = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return min([USUAL_LENGTH, *(count for count in found if isinstance(count, int) and count > 0)])

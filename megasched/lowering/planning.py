@@ -5,7 +5,7 @@ The whole schedule is validated before anything is changed; every problem found 
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -68,7 +68,7 @@ def make_plan(
     plan.canonical = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     problems, shards = _check_records(schedule, model)
     problems += place(schedule, model, plan, shards, vocab_multiple or schedule.layout.tp)
-    problems += _check_expert_parallel(plan, model)
+    problems += _check_expert_parallel(plan, model) + _hooked_parameters(plan, model, by_trainer=causal_lm)
     if not problems:
         problems += _derive(model, plan, inputs, causal_lm, runs, schedule.roles)
         problems += _with_sources(plan, check_local_attributes(schedule.roles, model, plan))
@@ -138,6 +138,23 @@ def _check_expert_parallel(plan: Plan, model: nn.Module) -> list[Problem]:
     return [Problem(what, first, remedy=f'sch["{first}"].shard("{name}", axis=0), for every layer')]
 
 
+def _hooked_parameters(plan: Plan, model: nn.Module, *, by_trainer: bool) -> list[Problem]:
+    """A hook that a definition registers on a parameter as it is made would see a rank's gradient, or, in the
+    trainer, which has parameters of its own, none."""
+    if not by_trainer and plan.layout.tp == 1:
+        return []
+    hooked = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    ]
+    what = "a hook on the gradient of its parameter {}, which a run has another tensor for"
+    remedy = "have the forward do the same, by an autograd function on what it makes of the parameter"
+    return [
+        Problem(what.format(name.rpartition(".")[2]), name.rpartition(".")[0], remedy=remedy) for name in hooked
+    ]
+
+
 def _derive(
     model: nn.Module,
     plan: Plan,
@@ -160,7 +177,7 @@ def _derive(
             _propagate(model, plan, inputs, causal_lm, runs, roles)
             problems = _settle_gathered(plan)
             like, unknown = like_those_met(plan, model, inputs)
-            problems += unknown
+            problems += [*unknown, *_refuse_by_length(plan, model, runs)]
     except ScheduleError as error:
         return _with_sources(plan, error.problems)
     _mark_partial(plan, like)
@@ -177,7 +194,37 @@ def _plan_sequence(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Proble
         return [Problem("context parallelism is for causal language models in Megatron's trainer", remedy=remedy)]
     refuse = partial(why_not_sequence_region, plan)
     plan.sequence = runs.plan_sequence(model, plan.structure, plan.layout.cp, refuse)
-    return plan.sequence.problems
+    if plan.sequence.problems:
+        return plan.sequence.problems
+    in_region = partial(_is_in, [*plan.sequence.regions, *find_experts(model)])  # which take tokens one by one
+    by_length = runs.goes_by_length(model, plan.structure, plan.layout.cp, in_region, places=False)
+    if by_length is None:
+        return []
+    path, operation = by_length
+    what = f"context parallelism: {operation} goes by the length of the sequence, of which a rank sees a part"
+    return [Problem(what, path, remedy="run it without --context-parallel-size")]
+
+
+def _is_in(regions: Iterable[str], path: str) -> bool:
+    return any(path == region or path.startswith(f"{region}.") for region in regions)
+
+
+def _refuse_by_length(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]:
+    """Under sequence parallelism the code of a layer sees a part of the sequence, but for what is a region."""
+    structure = plan.structure
+    if structure is None or not plan.layout.sp:
+        return []
+    regions = [*plan.derived.needed_regions, *find_experts(model)]  # which take tokens one by one
+
+    def is_whole(path: str) -> bool:
+        return _is_in(regions, path) or structure.index_of(path) is None
+
+    found = runs.goes_by_length(model, structure, plan.layout.tp, is_whole, places=True)
+    if found is None:
+        return []
+    path, operation = found
+    what = f"sequence parallelism: {operation} goes by the length of the sequence, of which a rank sees a part"
+    return [Problem(what, path, remedy="run it without --sequence-parallel")]
 
 
 def _plan_packed(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]:

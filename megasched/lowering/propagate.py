@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem
+from megasched.lowering.joined_ways import join
+from megasched.lowering.ways import NO_OTHERS, InputsOf, Way, Ways
 from megasched.roles import Cut
 from megasched.trial.backward_code import watched_backward
 from megasched.trial.entries import columns_that_share, find_entries
@@ -39,8 +41,10 @@ def propagate(
     gathered_by_user: frozenset[str] = frozenset(),
     components: Mapping[str, tuple[int, ...]] | None = None,
     heads: Mapping[str, tuple[int, ...]] | None = None,
+    ways: Ways = NO_OTHERS,
+    inputs_of: InputsOf | None = None,
 ) -> Derived:
-    """Labels one forward and says what follows.
+    """Labels one forward of each way through the code, and says what follows.
 
     Args:
         model: a ``meta_copy`` of the definition, replacements made.
@@ -52,6 +56,8 @@ def propagate(
         gathered_by_user: column linears whose output the user wants gathered.
         components: path of a column linear -> sizes of the projections packed into its output.
         heads: path of one with fewer heads than ranks -> how many, for each of its components (``dims.Along``).
+        ways: through the code of its modules.
+        inputs_of: arguments by the length of a sequence, for ways that have one.
     """
     gather = gathered_by_user
     regions: frozenset[str] = frozenset()
@@ -61,46 +67,78 @@ def propagate(
     without_rule: dict[str, set[str]] = defaultdict(set)
     while True:
         known = (gather, forked_by_user, components or {}, regions, not_regions, rows_inside, parts)
-        run = RecordedCalls(model, cuts, structure, sequence_parallel, *known, heads)
-        for tensor in tensors_in(dict(inputs)):
-            # A float input is an activation; what is made of ids alone (masks, positions) carries no gradient.
-            run._set(tensor, Label(fed=True, active=tensor.is_floating_point()))
-        with (
-            recorded_calls(model, run, takes_shards=loss_takes_shards),
-            call_hooks(model, run.before, run.after),
-            watched_backward(run.own_function, run.hooked),
-        ):
-            output = run_on_meta(model, inputs, run, autograd=True)
-        if not loss_takes_shards:
-            for tensor in tensors_in(output):
-                run.derived.gather |= run.label(tensor).columns
-        entries = find_entries(run.column_calls, run.other_uses, cuts, structure)
+        runs = [
+            _labelled(
+                RecordedCalls(model, cuts, structure, sequence_parallel, *known, heads, dict(way.answers)),
+                model,
+                inputs if way.length is None or inputs_of is None else inputs_of(way.length),
+                loss_takes_shards,
+            )
+            for way in (Way(), *ways.others)
+        ]
+        entries = [find_entries(run.column_calls, run.other_uses, cuts, structure) for run in runs]
         if sequence_parallel and structure is not None and not structure.repeated:
-            run.want_lengths({column for region in entries.values() for column in region.columns})
-        refused = frozenset(run.not_regions)
-        wanted = (regions | run.wanted_regions) - refused
+            for run, found in zip(runs, entries, strict=True):
+                run.want_lengths({column for region in found.values() for column in region.columns})
+        refused = not_regions.union(*(run.not_regions for run in runs))
+        asked = regions.union(*(run.wanted_regions for run in runs))
+        wanted_parts = {argument: part for run in runs for argument, part in run.parts.wanted.items()}
         # What was gathered for want of a region, or of a part, need not be with it.
-        unsettled = run.wanted_regions or refused > not_regions or run.parts.wanted
-        found = gather if unsettled else gather | run.derived.gather
-        rows = rows_inside | run.derived.rows_inside
-        if (found, wanted, refused, rows) == (gather, regions, not_regions, rows_inside) and not run.parts.wanted:
+        unsettled = any(run.wanted_regions for run in runs) or refused > not_regions or wanted_parts
+        found = gather if unsettled else gather.union(*(run.derived.gather for run in runs))
+        rows = rows_inside.union(*(run.derived.rows_inside for run in runs))
+        wanted = asked - refused
+        if (found, wanted, refused, rows) == (gather, regions, not_regions, rows_inside) and not wanted_parts:
             break
-        for operator, paths in run.derived.without_rule.items():
-            without_rule[operator] |= paths
+        for run in runs:
+            for operator, paths in run.derived.without_rule.items():
+                without_rule[operator] |= paths
         gather, regions, not_regions, rows_inside = found, wanted, refused, rows
-        parts |= run.parts.wanted
-    run.derived.gather, run.derived.rows_inside = set(gather), set(rows_inside)
-    run.derived.regions, run.derived.without_rule = entries, without_rule
+        parts |= wanted_parts
+    for run, own in zip(runs, entries, strict=True):
+        _close(run, own, cuts)
+    derived = runs[0].derived
+    for way, run in zip(ways.others, runs[1:], strict=True):
+        join(derived, run.derived, way, structure, split=sequence_parallel)
+    derived.gather, derived.rows_inside, derived.without_rule = set(gather), set(rows_inside), without_rule
+    if ways.too_many:
+        places = ", ".join(str(site) for site in ways.too_many)
+        what = f"the values that {places} asks for decide on more ways through the code than are looked at"
+        derived.problems.append(Problem(what, remedy="run it without TP"))
+    for name in sorted((derived.partial | derived.sequence) & derived.complete):
+        what = f"parameter {name} meets sharded activations in one place and whole ones in another"
+        derived.problems.append(Problem(what, remedy="shard the modules that use it alike"))
+    return derived
+
+
+def _labelled(
+    run: RecordedCalls, model: nn.Module, inputs: Mapping[str, Any], loss_takes_shards: bool
+) -> RecordedCalls:
+    """The same, once its forward has run."""
+    for tensor in tensors_in(dict(inputs)):
+        # A float input is an activation; what is made of ids alone (masks, positions) carries no gradient.
+        run._set(tensor, Label(fed=True, active=tensor.is_floating_point()))
+    with (
+        recorded_calls(model, run, takes_shards=loss_takes_shards),
+        call_hooks(model, run.before, run.after),
+        watched_backward(run.own_function, run.hooked, run.packs),
+    ):
+        output = run_on_meta(model, inputs, run, autograd=True)
+    if not loss_takes_shards:
+        for tensor in tensors_in(output):
+            run.derived.gather |= run.label(tensor).columns
+    return run
+
+
+def _close(run: RecordedCalls, entries: dict[str, Region], cuts: Mapping[str, Cut]) -> None:
+    """What is known once no run wants another one."""
+    run.derived.regions = entries
     for path in run.derived.needed_regions:
         columns = tuple(
             column for column in cuts if column in run.derived.inside and column.startswith(path + ".")
         )
-        run.derived.regions[path] = Region(run.slots[path], columns)
+        entries[path] = Region(run.slots[path], columns)
     run.derived.shared = columns_that_share(run.column_calls)
-    for name in sorted((run.derived.partial | run.derived.sequence) & run.derived.complete):
-        what = f"parameter {name} meets sharded activations in one place and whole ones in another"
-        run.derived.problems.append(Problem(what, remedy="shard the modules that use it alike"))
-    return run.derived
 
 
 @contextmanager

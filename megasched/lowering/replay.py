@@ -68,7 +68,7 @@ class Replay(DefaultScalars):
     """
 
     def __init__(self, call: ModuleCall, tp: int) -> None:
-        super().__init__()
+        super().__init__(answers=dict(call.answers))
         self.expected, self.done, self.silent = call.results, 0, 0
         self.numbers, self.computed, self.tp = call.numbers, 0, tp
         self.made: dict[int, tuple[int, ...]] = {}

@@ -20,6 +20,7 @@ from megasched.errors import Problem, ScheduleError
 from megasched.lowering import attention
 from megasched.lowering.context_masks import context_masks, whole_sequence
 from megasched.lowering.given_positions import takes_counted_positions
+from megasched.lowering.ways import NO_OTHERS, Way, Ways
 from megasched.lowering.zigzag import Zigzag
 from megasched.trial.backward_code import handed_to_hooks, watched_backward
 from megasched.trial.dims import Along
@@ -46,32 +47,59 @@ def plan_sequence(
     size: int,
     refuse_region: Callable[[str], str],
     positions_count: Callable[[nn.Module], bool] = takes_counted_positions,
+    ways: Ways = NO_OTHERS,
 ) -> SequencePlan:
     """What context parallelism over ``size`` ranks does to a causal language model.
 
     Args:
         refuse_region: why a module can't be run on the whole sequence; empty where it can.
         positions_count: whether positions that count from 0 are what the model makes by itself.
+        ways: through its code.
     """
     regions: frozenset[str] = frozenset()
-    batch, lengths = trial_sizes(model, size)
-    while True:
-        run = SequenceRun(meta_copy(model), structure, size, (batch, lengths[0]), regions, refuse_region)
+
+    def run_by(way: Way, number: int) -> SequenceRun:
+        """A run with the first or the second of two lengths."""
+        batch, lengths = trial_sizes(model, size, way.length or 0)
+        own = (batch, lengths[number]), regions, refuse_region, dict(way.answers), ways.deciding
+        run = SequenceRun(meta_copy(model), structure, size, *own)
         run.run()
-        if run.wanted <= regions:
+        return run
+
+    while True:
+        runs = [run_by(way, 0) for way in (Way(), *ways.others)]
+        wanted = regions.union(*(run.wanted for run in runs))
+        if wanted == regions:
             break
-        regions |= run.wanted
-    for path in sorted(run.wanted):  # is one already, and it did not help
+        regions = wanted
+    run = runs[0]
+    for path in sorted(set().union(*(each.wanted for each in runs))):  # is one already, and it did not help
         what = "context parallelism: it needs more than the whole sequence of what it is handed"
         run.plan.problems.append(Problem(what, path, remedy=REMEDY))
-    if not run.plan.problems:
-        other = SequenceRun(meta_copy(model), structure, size, (batch, lengths[1]), regions, refuse_region)
-        other.run()
-        run.plan.problems += numbers_of_length(run.numbers, other.numbers)
+    for way, other in zip(ways.others, runs[1:], strict=True):
+        _join(run.plan, other.plan, way)
+    for way, first in zip((Way(), *ways.others), runs, strict=True) if not run.plan.problems else ():
+        run.plan.problems += numbers_of_length(first.numbers, run_by(way, 1).numbers)
+    for site in ways.too_many:
+        what = f"context parallelism: the value that {site} asks for decides on more ways than are looked at"
+        run.plan.problems.append(Problem(what, remedy=REMEDY))
     if run.plan.takes_positions and not run.plan.problems and not positions_count(model):
         what = "context parallelism: position_ids that count from 0 are not what it makes by itself"
         run.plan.problems.append(Problem(what, remedy=REMEDY))
     return run.plan
+
+
+def _join(plan: SequencePlan, other: SequencePlan, way: Way) -> None:
+    """Adds what another way through the code tells."""
+    for name in ("regions", "recorded"):
+        held, more = getattr(plan, name), getattr(other, name)
+        for path in (path for path in held.keys() & more.keys() if held[path] != more[path]):
+            what = f"context parallelism: where the sequence is in its tensors goes by {way}"
+            plan.problems.append(Problem(what, path, remedy=REMEDY))
+        held.update(more)
+    plan.attention |= other.attention
+    known = {problem.module for problem in plan.problems}
+    plan.problems += [problem for problem in other.problems if problem.module not in known]
 
 
 class SequenceRun(SequenceFlow):
@@ -94,7 +122,7 @@ class SequenceRun(SequenceFlow):
         hooks = call_hooks(self.model, self.before, self.after)
         masks = context_masks(zigzag, lambda part, along: self._resized(part, along, self.size), self._mask)
         try:
-            backward = watched_backward(self.own_function, self.hooked)
+            backward = watched_backward(self.own_function, self.hooked, self.packs)
             with attention.stand_in(self.attend), hooks, masks, backward, self.open_regions:
                 output = run_on_meta(self.model, inputs, self, autograd=True)
         except ScheduleError as error:  # a mask for all keys, e.g., in attention code of its own

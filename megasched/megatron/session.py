@@ -23,7 +23,7 @@ from megasched.lowering.planning import make_plan
 from megasched.lowering.replacement import replace_modules
 from megasched.megatron.cut import balance, cuts_asked_for, layer_costs, layout_string
 from megasched.megatron.known_model import KnownModel, know_model
-from megasched.megatron.stage_trial import why_not_alone
+from megasched.megatron.stage_trial import why_not_alone, why_not_other_ways
 from megasched.megatron.unreached import freeze_unreached
 from megasched.module_copy import copy_module
 from megasched.objectives import CAUSAL_LM, objective_of
@@ -90,7 +90,7 @@ class Session:
             causal_lm=True,
             vocab_multiple=self.vocab_multiple,
             structure=self.structure,
-            runs=self._runs,
+            runs=self.runs,
         )
         for new, old in self.renamed.items():
             canonical = plan.canonical[new]
@@ -124,12 +124,13 @@ class Session:
         inputs = objective.trial(self.replaced.config, batch, length)
         if not self.structure.calls_loss:
             del inputs["labels"]
-        probe = meta_copy(self.replaced)
-        self.reach = find_reach(probe, {**inputs, **objective.constants}, calls_loss=self.structure.calls_loss)
+        inputs |= objective.constants
+        self.reach = find_reach(meta_copy(self.replaced), inputs, calls_loss=self.structure.calls_loss)
+        self.runs.length, self.runs.noted_at_length = length, self.reach.noted
         freeze_unreached(self.replaced, self.reach)
 
     @cached_property
-    def _runs(self) -> KnownRuns:
+    def runs(self) -> KnownRuns:
         return self.known.runs if self.replaced is self.definition else KnownRuns()
 
     def _refuse_another_loss(self) -> None:
@@ -144,10 +145,13 @@ class Session:
 
     def _refuse_state_between_stages(self, plan: Plan) -> None:
         """Of a model with modules replaced, what the user put there counts, too."""
-        if self.replaced is self.definition or plan.structure is None:
-            why_not = self.known.why_not_stages
-        else:
-            why_not = why_not_alone(self.replaced, plan.structure)
+        structure, model = plan.structure, self.replaced
+        same = model is self.definition or structure is None
+        why_not = self.known.why_not_stages if same else why_not_alone(model, structure)
+        if structure is not None and not why_not:
+            why_not = why_not_other_ways(
+                model, structure, self.runs.ways(model, structure.trial_inputs(), structure)
+            )
         if why_not:
             what = f"the layers can't be cut into pipeline stages: {why_not}"
             raise ScheduleError(Problem(what, remedy=WITHOUT_STAGES))
@@ -160,7 +164,7 @@ class Session:
         """
         inputs = objective_of(self.definition).trial_inputs(self.definition.config, 1, sequence_length)
         try:
-            return self._runs.forward_flops(self.replaced, inputs, self.plan.structure)
+            return self.runs.forward_flops(self.replaced, inputs, self.plan.structure)
         except ScheduleError as error:
             problem = error.problems[0]
             what = f"its FLOPs can't be counted at {sequence_length} tokens, and stages are cut by them: "

@@ -18,7 +18,7 @@ from torch import nn
 
 from megasched.lowering.wrap import Forward, wrap_forward
 from megasched.megatron.wire import Wire
-from megasched.trial.crossing import Place, Side
+from megasched.trial.places import Place, Side
 from megasched.trial.shape import Shape
 from megasched.trial.slot import Slot
 from megasched.trial.structure import Structure

@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from megasched.errors import ScheduleError
+from megasched.lowering.ways import Ways
 from megasched.megatron.stage import Stage, make_stage, set_entry
 from megasched.megatron.wire import Wire
 from megasched.objectives import objective_of
-from megasched.trial.crossing import Side
 from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.trial.places import Side
 from megasched.trial.sequence_trial import numbers_in
-from megasched.trial.structure import Structure
+from megasched.trial.structure import Structure, flow_of
 
 _BATCH, _LENGTH = 2, 5
 # Whether a new constant is detached depends on the modes that are on; a reshape copies where it can't give a view.
@@ -55,6 +56,26 @@ def why_not_alone(model: nn.Module, structure: Structure) -> str:
             return f"{path} goes by what layers of earlier stages left to it, and not by its arguments alone"
     if len(whole.done) != len(stage.done):
         return "what runs after the layers of earlier stages goes by what they left to it"
+    return ""
+
+
+def why_not_other_ways(model: nn.Module, structure: Structure, ways: Ways) -> str:
+    """What goes from layer to layer otherwise where the code goes another way (``lowering/ways.py``), or which way
+    it goes by what most stages do not have; empty if nothing.
+
+    Raises:
+        ScheduleError: the model does not run on meta.
+    """
+    if structure.uncuttable:
+        return ""
+    for site in sorted(structure.asked & ways.deciding):
+        return f"the code around them goes by the value that {site} asks for, which most stages do not have"
+    for site in ways.too_many:
+        return f"the value that {site} asks for decides on more ways than are looked at"
+    flow = flow_of(model, structure) if ways.others else None
+    for way in ways.others:
+        if flow_of(model, structure, dict(way.answers), way.length) != flow:
+            return f"what goes from layer to layer goes by {way}"
     return ""
 
 

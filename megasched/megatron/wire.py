@@ -18,7 +18,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import nn
 
 from megasched.objectives import objective_of
-from megasched.trial.crossing import Place, Side
+from megasched.trial.places import Place, Side
 from megasched.trial.structure import Structure
 
 _ALIGNED = 8  # bytes; a view in another dtype must begin at a multiple of its size

@@ -52,11 +52,15 @@ def explain_schedule(
     hf_model: str,
     layout: Layout,
     *,
+    sequence_length: int | None = None,
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
     objective: str | None = None,
 ) -> Explanation:
     """Plans a schedule as a run would and tells of every parameter why it lies as it does.
+
+    Args:
+        sequence_length: ``--seq-length`` of the run; by default 4096, or all that the model has positions for.
 
     Raises:
         ConfigError, ScheduleError: whatever a run would refuse about model, schedule and layout.
@@ -69,6 +73,8 @@ def explain_schedule(
         trust_remote_code=trust_remote_code,
         objective=objective,
     )
+    if sequence_length is not None:
+        session.runs.length = sequence_length  # the plan has to hold for it
     decisions = decisions_of(session, by_user=schedule != AUTO)
     told = context_lines(session.plan), tuple(without_rule(session.plan))
     return Explanation(

@@ -10,6 +10,7 @@ from megasched.compatibility import load_matrix, unchecked_options, unverified, 
 from megasched.definition import text_config
 from megasched.errors import ScheduleError
 from megasched.layout import Layout
+from megasched.lowering.known_runs import USUAL_LENGTH, usual_length
 from megasched.megatron.lora_run import parameter_counts
 from megasched.megatron.session import Session, open_session
 from megasched.records import Record
@@ -17,9 +18,6 @@ from megasched.report.modules import ModuleReport, describe_modules
 from megasched.report.stages import StageReport, describe_stages, place_modules
 
 AUTO = "auto"
-
-
-_SEQUENCE = 4096
 
 
 @dataclass(frozen=True)
@@ -107,6 +105,8 @@ def inspect_schedule(
         objective=objective,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
     )
+    if sequence_length is not None:
+        session.runs.length = sequence_length  # the plan has to hold for it
     if schedule == AUTO:
         _name_sources(session, "--model-schedule auto")
     structure = session.plan.structure
@@ -134,12 +134,10 @@ def inspect_schedule(
 def _default_length(session: Session) -> int:
     """Tables of positions may be shorter; rotary ones go on."""
     try:
-        session.forward_flops(_SEQUENCE)
+        session.forward_flops(USUAL_LENGTH)
     except ScheduleError:
-        config = text_config(session.definition.config)
-        found = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
-        return min([_SEQUENCE, *(count for count in found if isinstance(count, int) and count > 0)])
-    return _SEQUENCE
+        return usual_length(session.definition)
+    return USUAL_LENGTH
 
 
 def _hidden_size(session: Session) -> int | None:

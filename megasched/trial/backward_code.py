@@ -2,7 +2,8 @@
 
 A run on meta is a forward. Operations of it say how their gradients lie; what a definition does to a gradient by
 its own code does not show. A function's backward is tried with numbers: on the parts of its gradients it must do
-what it does on the whole. A hook can't be tried; it is seen, and is given no gradient of which a rank has a part.
+what it does on the whole. A hook can't be tried; it is seen, and is given no gradient of which a rank has a part;
+nor is what packs the tensors that are saved for the backward pass.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ Function = type[torch.autograd.Function]
 
 @contextmanager
 def watched_backward(
-    called: Callable[[Function, tuple[Any, ...], Any], None], hooked: Callable[[torch.Tensor], None]
+    called: Callable[[Function, tuple[Any, ...], Any], None],
+    hooked: Callable[[torch.Tensor], None],
+    packing: Callable[[int], None],
 ) -> Iterator[None]:
     """Tells of what a definition does to gradients.
 
@@ -39,6 +42,7 @@ def watched_backward(
         called: ``called(function, args, output)`` after the forward of an ``autograd.Function`` of its own;
             ``args`` are those of ``apply``.
         hooked: a tensor that gets a hook on its gradient.
+        packing: 1 where code enters ``torch.autograd.graph.saved_tensors_hooks`` of its own, -1 where it leaves.
     """
     # Of each class, also of one that has its forward from another: its backward may be its own.
     functions = {function: function.forward for function in _functions(torch.autograd.Function)}
@@ -48,9 +52,15 @@ def watched_backward(
         function.forward = staticmethod(_watched(function, forward, called))  # type: ignore[method-assign]
     for name, register in hooks.items():
         setattr(torch.Tensor, name, _watched_hook(register, hooked))
+    saved = torch.autograd.graph.saved_tensors_hooks
+    ends = {name: getattr(saved, name) for name in ("__enter__", "__exit__")}
+    for name, end in ends.items():
+        setattr(saved, name, _watched_packing(end, packing, 1 if name == "__enter__" else -1))
     try:
         yield
     finally:
+        for name, end in ends.items():
+            setattr(saved, name, end)
         for function in functions:
             if function in own:
                 function.forward = own[function]  # type: ignore[method-assign]
@@ -83,6 +93,17 @@ def _watched(function: Function, forward: Callable[..., Any], called: Callable[.
         if any(tensor.is_meta for tensor in tensors_in(output)):  # the trial of a function has real ones
             called(function, args[own:], output)
         return output
+
+    return watched
+
+
+def _watched_packing(end: Callable[..., Any], packing: Callable[[int], None], change: int) -> Callable[..., Any]:
+    def watched(context: Any, *args: Any) -> Any:
+        # Torch's own classes keep the values: what they do is offloading and recompute.
+        kind = type(context)
+        if kind is torch.autograd.graph.saved_tensors_hooks or not kind.__module__.startswith("torch."):
+            packing(change)
+        return end(context, *args)
 
     return watched
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,29 @@ from megasched.trial.operators import draws
 _ASKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 # Of numbers in [0, 1): none is below zero.
 _BELOW = (torch.ops.aten.lt.Scalar, torch.ops.aten.le.Scalar)
+
+
+class PythonDraws:
+    """Follows draws of Python's own generator and of numpy's, whose numbers no operation shows.
+
+    Generators that code makes for itself (``random.Random()``, ``numpy.random.default_rng()``) are not seen.
+    """
+
+    def __init__(self) -> None:
+        self._states = _states()
+
+    def drawn(self) -> bool:
+        """Whether there were any since this was last asked."""
+        before, self._states = self._states, _states()
+        return before != self._states
+
+
+def _states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    kind, keys, *rest = numpy.random.get_state()
+    return random.getstate(), kind, keys.tobytes(), *rest
 
 
 class Chance:

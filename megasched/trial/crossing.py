@@ -11,16 +11,19 @@ What HF's hooks record inside of a layer (``recorded.py``) is a side, too, if so
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from megasched.trial.chance import Chance
+from megasched.trial.chance import Chance, PythonDraws
+from megasched.trial.leaves import entries_of, leaves_of
 from megasched.trial.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
 from megasched.trial.operators import base_of, storage_of, written
+from megasched.trial.places import BEFORE, Place
+from megasched.trial.sites import Site
 
 if TYPE_CHECKING:
     from megasched.trial.slot import Slot
@@ -31,67 +34,6 @@ _SHAPE_ONLY = tuple(
     for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
     for form in ("_like.", ".")
 ) + tuple(f"aten.new_{name}." for name in ("empty", "empty_strided", "zeros", "ones", "full"))
-
-BEFORE = -1  # where modules run that the model calls before its layers
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor stands once a module has run.
-
-    Attributes:
-        path: the module; "" for the model's own input.
-        index: in the returned tuple or list, or in the entry; None for the returned tensor (the entry) itself.
-        argument, key: for a tensor that the module wrote into a mapping it was handed: position (int) or name
-            (str) of that argument, and the entry's key.
-    """
-
-    path: str
-    index: int | None = None
-    argument: int | str | None = None
-    key: Any = None
-
-    def tensor(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:
-        """The tensor, after the module ran with these arguments and returned ``output``."""
-        value = output if self.argument is None else self._mapping(args, kwargs)[self.key]
-        return value if self.index is None else value[self.index]
-
-    def put(self, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-        """What the module returns with the tensor in its place, or ``output`` where it is in a mapping."""
-        if self.argument is None:
-            return self._in(output, tensor)
-        mapping = self._mapping(args, kwargs)
-        mapping[self.key] = self._in(mapping.get(self.key, ()), tensor)
-        return output
-
-    def _mapping(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MutableMapping[Any, Any]:
-        return args[self.argument] if isinstance(self.argument, int) else kwargs[str(self.argument)]
-
-    def _in(self, value: Any, tensor: torch.Tensor) -> Any:
-        if self.index is None:
-            return tensor
-        found = [*value, *[None] * (self.index + 1 - len(value))]
-        found[self.index] = tensor
-        return found if isinstance(value, list) else tuple(found)
-
-
-@dataclass(frozen=True)
-class Side:
-    """A tensor that is read past the layer after the one that made it.
-
-    Attributes:
-        made: the layer that made it, or the one before which a module outside of the layers did; ``BEFORE``.
-        read: the last layer that reads it; the number of layers for what comes after them.
-        places: where it stands, the module that made it first. A layer that hands it on has a place, too.
-    """
-
-    made: int
-    read: int
-    places: tuple[Place, ...] = ()
-
-    def crosses(self, boundary: int) -> bool:
-        """Whether a cut before the layer ``boundary`` has it made on one side and read on the other."""
-        return self.made < boundary <= self.read
 
 
 @dataclass(frozen=True)
@@ -126,6 +68,7 @@ class FlowRun(DefaultScalars):
         changed_buffers: those that a forward writes to: they are other ones after it.
         changed_parameters: those that it writes to, under whatever name -> whether the inputs say what.
         refused: why the model can't be cut into stages; empty where it can.
+        asked: questions about values that code asks around the layers, of what most stages do not have.
     """
 
     def __init__(
@@ -135,8 +78,9 @@ class FlowRun(DefaultScalars):
         outside: Collection[str],
         slot: Slot,
         recorded: Sequence[Place] = (),
+        answers: Mapping[Site, int] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(answers=answers)
         self._recorded: dict[str, list[Place]] = defaultdict(list)
         for place in recorded:
             self._recorded[place.path].append(place)
@@ -164,7 +108,8 @@ class FlowRun(DefaultScalars):
         self.changed_parameters: dict[str, bool] = {}
         self.refused = ""
         self.by_chance = False
-        self._chance = Chance()
+        self._chance, self._draws = Chance(), PythonDraws()
+        self.asked: set[Site] = set()
 
     def run(self, inputs: Mapping[str, torch.Tensor], first_stage_only: str | None) -> None:
         """One forward of the model.
@@ -183,8 +128,10 @@ class FlowRun(DefaultScalars):
             self.found.append(Found(ids, BEFORE, places=[Place("")]))
             self._numbers[id(ids)] = 0
             self._set(ids, frozenset([0]))
+        self._draws.drawn()
         with call_hooks(self._model, self._before, self._after):
             run_on_meta(self._model, inputs, self)
+        self._note_draws()
         now = self._model.get_buffer
         self.changed_buffers |= {name for name, held in buffers.items() if now(name) is not held}
         self._join_entries()
@@ -196,6 +143,11 @@ class FlowRun(DefaultScalars):
                 self._refuse(f"{where} runs {self._calls[where]} times, and what it returns is read later")
 
     # where we are -----------------------------------------------------------------------------------
+
+    @property
+    def ran(self) -> int:
+        """How many layers ran."""
+        return self._done
 
     @property
     def _next(self) -> int:
@@ -210,6 +162,12 @@ class FlowRun(DefaultScalars):
             return None
         inside = self._running[0][0] in self._order
         return self._next if inside or self._done else BEFORE
+
+    def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
+        """Of what modules gave, or of the arguments, code that every stage runs asks in vain on most."""
+        of_data = any(self._labels.get(id(tensor)) for tensor in tensors)
+        if site is not None and of_data and self._place() in (None, BEFORE):
+            self.asked.add(site)
 
     # operations -------------------------------------------------------------------------------------
 
@@ -249,6 +207,14 @@ class FlowRun(DefaultScalars):
         for name in names:
             if not running & (self._owners[name] | self._order.keys()):
                 self.bare.setdefault(name.rpartition(".")[0], set()).add(place)
+
+    def _note_draws(self) -> None:
+        """Of Python's numbers that code around the layers drew since a module ended."""
+        if self._draws.drawn():
+            self.by_chance = True
+            self._refuse(
+                "the code around them draws Python's or numpy's random numbers, and each stage would draw others"
+            )
 
     def _note_state(
         self, read: list[torch.Tensor], changed: list[torch.Tensor], place: int | None, by_inputs: bool
@@ -307,6 +273,8 @@ class FlowRun(DefaultScalars):
     def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if path not in self._order and not self._is_outside(path):
             return None
+        if not self._running:
+            self._note_draws()
         if path in self._order and not self._done:
             # The hidden state comes to the first layer over the wire where this is on another stage, so
             # whatever went into it is not read here.
@@ -317,7 +285,7 @@ class FlowRun(DefaultScalars):
         self._running.append((path, {id(tensor) for tensor in tensors_in((args, kwargs))}))
         if path not in self._order:
             return None
-        self._entries = {place: id(entry) for place, entry in _entries(args, kwargs)}
+        self._entries = {place: id(entry) for place, entry in entries_of(args, kwargs)}
         self._arguments = args, kwargs
         return args, kwargs
 
@@ -334,12 +302,14 @@ class FlowRun(DefaultScalars):
         if not self._running or self._running[-1][0] != path:
             return
         _, handed = self._running.pop()
+        if not self._running:
+            self._draws.drawn()  # what modules draw, they draw on one stage
         if path not in self._order:
             self._calls[path] += 1
             made = BEFORE if not self._done else self._next
             self._mark(output, made, handed, lambda index: Place(path, index))
             return
-        for (argument, key), entry in _entries(*self._arguments):
+        for (argument, key), entry in entries_of(*self._arguments):
             if self._entries.get((argument, key)) != id(entry):
                 self._mark(entry, self._next, set(), lambda index, a=argument, k=key: Place(path, index, a, k))
         self._mark(output, self._next, handed, lambda index: Place(path, index))
@@ -383,18 +353,3 @@ class FlowRun(DefaultScalars):
     def _hidden_of(self, layer: int) -> Place | None:
         path = next((path for path, order in self._order.items() if self._indices[order] == layer), None)
         return None if path is None else Place(path, self._slot.output)
-
-
-def leaves_of(value: Any) -> Iterator[tuple[int | None, torch.Tensor]]:
-    """Index and tensor of each tensor in a tuple or list; None and the tensor itself where it is one."""
-    for index, leaf in enumerate(value) if isinstance(value, (tuple, list)) else [(None, value)]:
-        if isinstance(leaf, torch.Tensor):
-            yield index, leaf
-
-
-def _entries(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, Any], Any]]:
-    """(argument, key) and entry of every mapping among a layer's arguments."""
-    for argument, value in [*enumerate(args), *kwargs.items()]:
-        if isinstance(value, MutableMapping):
-            for key, entry in value.items():
-                yield (argument, key), entry

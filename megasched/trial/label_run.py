@@ -15,13 +15,14 @@ from megasched.errors import Problem
 from megasched.experts import find_experts
 from megasched.lora import DROPOUT, A
 from megasched.roles import Cut
-from megasched.trial.backward_code import Function, FunctionTrials
+from megasched.trial.backward_code import FunctionTrials
 from megasched.trial.dims import ON_ALL_RANKS, Along, NeedsWhole, NoRule, follow
 from megasched.trial.entries import ColumnCall
 from megasched.trial.labels import Derived, Label
 from megasched.trial.meta_call import DefaultScalars, tensors_in
 from megasched.trial.operators import base_of, draws, written
 from megasched.trial.parts import Argument, Part, Parts
+from megasched.trial.sites import Site
 from megasched.trial.structure import Structure
 
 # Give tensors of one value, from nothing or from such a tensor: each rank can make its own part of one.
@@ -41,6 +42,7 @@ class LabelRun(DefaultScalars):
         rows_inside: row linears whose output stays inside of a region.
         parts: arguments of modules that are constants, and of which each rank takes its part.
         heads: path of a column linear that ranks have the same heads of -> see ``Along``.
+        answers: see ``DefaultScalars``.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class LabelRun(DefaultScalars):
         rows_inside: frozenset[str] = frozenset(),
         parts: Mapping[Argument, Part] | None = None,
         heads: Mapping[str, tuple[int, ...]] | None = None,
+        answers: Mapping[Site, int] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(answers=answers)
         self.model, self.cuts, self.structure = model, cuts, structure
         self.components = components
         self.sequence_parallel = sequence_parallel
@@ -83,6 +86,7 @@ class LabelRun(DefaultScalars):
         self.alike: dict[int, int] = {}  # id of a tensor that has one value everywhere -> its number
         self.silent = 0
         self.functions = FunctionTrials()
+        self.packing = 0
         self.weights: dict[int, str] = {}  # id of a parameter, or what is made of it -> the module that it is of
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters():
@@ -127,6 +131,8 @@ class LabelRun(DefaultScalars):
                 self.other_uses[id(tensor)].update(entry[0] for entry in self.stack)
             self.kept.append(tensor)
         self._meet(operands)
+        if self.packing and joined.region in ("T", "S"):
+            self._refuse_packing()
         changed = written(func, args, kwargs or {})
         for tensor in changed:
             for held in (tensor, base_of(tensor)):
@@ -261,39 +267,11 @@ class LabelRun(DefaultScalars):
                 f'call sch["{path}"].fork_rng(), so that the ranks draw different ones',
             )
 
-    # the backward pass ------------------------------------------------------------------------------
-
-    def own_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
-        """A function with a backward of its own: its gradients may lie as its outputs do, or not."""
-        labels = [self.label(tensor) for tensor in tensors_in(output)]
-        regions = {label.region for label in labels} - {"R"}
-        if self.silent or not regions:
-            return
-        followed = all(label.along is not None for label in labels) or regions == {"P"}
-        if followed and self.functions.works_by_parts(function, args, output, lambda t: self.label(t).along):
-            return
-        if "T" in regions:
-            self.derived.gather |= frozenset().union(*(label.columns for label in labels))
-        if "S" in regions:
-            self._need_sequence()
-        if "P" in regions:
-            self._problem(
-                f"the backward of {function.__name__} does not take a part of a gradient",
-                "leave the linears around it whole",
-            )
-
-    def hooked(self, tensor: torch.Tensor) -> None:
-        """A hook sees the gradient of a tensor, which must be whole on each rank then."""
-        label = self.label(tensor)
-        self.derived.gather |= label.columns
-        # Nobody takes it over further up, where its gradient would not be summed yet.
-        self.other_uses[id(tensor)].update(entry[0] for entry in self.stack)
-        self.kept.append(tensor)
-        if label.region in ("S", "P") or label.params:
-            self._problem(
-                "a hook is handed a gradient of which each rank has a part",
-                "switch sequence parallelism off, or leave the linears around it whole",
-            )
+    def _refuse_packing(self) -> None:
+        self._problem(
+            "its hooks on tensors that are saved for the backward pass (saved_tensors_hooks) get parts of them",
+            "run it without TP",
+        )
 
     # regions ----------------------------------------------------------------------------------------
 

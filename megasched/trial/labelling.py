@@ -11,7 +11,7 @@ from torch import nn
 from megasched.trial.backward_code import handed_to_hooks
 from megasched.trial.dims import Along
 from megasched.trial.entries import ColumnCall
-from megasched.trial.label_run import LabelRun
+from megasched.trial.label_backward import BackwardLabels
 from megasched.trial.labels import Label
 from megasched.trial.meta_call import tensors_in
 from megasched.trial.parts import Argument
@@ -20,11 +20,12 @@ from megasched.trial.recorded import change_leaves
 _SPLIT = Label("S", active=True, fed=True, along=Along(1))
 
 
-class Labelling(LabelRun):
+class Labelling(BackwardLabels):
     """The labelling run, hooked around every call of a module (``before`` and ``after``)."""
 
     def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.stack.append((path, args, kwargs))
+        self.derived.called.add(path)
         changed = self._enter_layer(path, args, kwargs)
         if changed is None and path == self._around():
             changed = self._enter_region(path, args, kwargs)
@@ -36,6 +37,8 @@ class Labelling(LabelRun):
         if path in self.cuts:
             if not self.silent:
                 self._enter_cut(path, args, kwargs)
+                if self.packing:
+                    self._refuse_packing()
             self._meet(module.parameters())
             self.silent += 1
         return changed

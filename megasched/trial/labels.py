@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megasched.errors import Problem
-from megasched.trial.crossing import Place
 from megasched.trial.dims import Along
 from megasched.trial.parts import Argument, Part
+from megasched.trial.places import Place
 from megasched.trial.recorded import LeafPath
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ class Derived:
         met: parameters that operations have read.
         problems: what can't be made right.
         calls: path of a module whose own code works on shards -> its first call.
+        called: modules that ran.
+        other_calls: as ``calls``, of each other way through the code.
     """
 
     gather: set[str] = field(default_factory=set)
@@ -125,3 +127,5 @@ class Derived:
     met: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     calls: dict[str, ModuleCall] = field(default_factory=dict, compare=False, repr=False)
+    called: set[str] = field(default_factory=set, compare=False, repr=False)
+    other_calls: list[dict[str, ModuleCall]] = field(default_factory=list, compare=False, repr=False)

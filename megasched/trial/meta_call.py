@@ -5,7 +5,7 @@ It costs no memory and no arithmetic. The model that runs is a copy; the definit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megasched.errors import MegaschedError, Problem, ScheduleError
 from megasched.module_copy import copy_module
 from megasched.trial.meta_results import MetaResults
+from megasched.trial.sites import Site, asking_site
 from megasched.undisturbed import undisturbed
 
 
@@ -33,50 +34,74 @@ def meta_copy(model: nn.Module) -> nn.Module:
 class DefaultScalars(TorchDispatchMode):
     """Answers questions about values, which a meta tensor has not, with zero or False, or another number.
 
-    Models ask such things to choose between code paths of equal structure (a longer rotary table past the
-    trained length); a trial only looks at structure.
+    What code does with other answers is looked at by ``trial/ways.py``.
 
     Args:
         results: what carries out all other operations.
         answer: to all questions.
+        answers: place in the definition's code -> the answer to what is asked there.
     """
 
-    def __init__(self, results: MetaResults | None = None, *, answer: int = 0) -> None:
+    def __init__(
+        self, results: MetaResults | None = None, *, answer: int = 0, answers: Mapping[Site, int] | None = None
+    ) -> None:
         super().__init__()
-        self.answer = answer
+        self.answer, self.answers = answer, answers or {}
         self._call = (results or MetaResults()).call
 
-    def asked_about_values(self) -> None:
-        """Called when code has asked for values, or how many of a kind there are."""
+    def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
+        """Called when code asks for values, or how many of a kind there are.
+
+        Args:
+            tensors: that it asks about.
+            site: where the definition's code is that asks.
+            how_many: it asks how many there are of a kind.
+        """
+
+    def numbers_given(self, values: Any) -> None:
+        """Called when code makes a tensor of numbers."""
+
+    def grad_fn_read(self, tensor: torch.Tensor) -> None:
+        """Called when code reads ``grad_fn`` of a tensor, on which it may register hooks."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in _ANSWERED:
             return self._call(func, args, kwargs or {})
-        if func in _QUESTIONS or (func is torch.ops.aten.index.Tensor and any(map(_is_mask, args[1]))):
-            self.asked_about_values()
+        answer = self._answer_to(func, args)
         if func is torch.ops.aten._local_scalar_dense.default:
-            return bool(self.answer) if args[0].dtype == torch.bool else self.answer
+            return answer > 0 if args[0].dtype == torch.bool else answer
         if func is torch.ops.aten.equal.default:
-            return bool(self.answer)
+            return answer > 0
         if (
             func is torch.ops.aten.nonzero.default
         ):  # how many there are is a value; of one, all that follows is seen
-            return args[0].new_empty((1, args[0].dim()), dtype=torch.long)
+            return args[0].new_empty((answer, args[0].dim()), dtype=torch.long)
         if func is torch.ops.aten._grouped_mm.default:
             # Its rule for meta takes bfloat16 alone, the kernels for CPUs and newer GPUs more than that.
             groups = (args[2].shape[0],) if args[0].dim() == args[1].dim() == 2 else ()
             return args[0].new_empty(*groups, args[0].shape[-2], args[1].shape[-1])
         if func is torch.ops.aten._unique2.default:  # the same of values: one of them, wherever it stands
             places = args[0].new_empty(args[0].shape, dtype=torch.long)
-            return args[0].new_empty(1), places, places.new_empty(1)
+            return args[0].new_empty(answer), places, places.new_empty(answer)
         if func is torch.ops.aten.index.Tensor:  # by a mask: one place, as above
-            args = (args[0], [place for index in args[1] for place in _one_place(index)])
+            args = (args[0], [place for index in args[1] for place in _places(index, answer)])
         if func is torch.ops.aten.split_with_sizes.default and not sum(args[1]):  # sizes that were asked for
             sizes = [args[0].shape[args[2] if len(args) > 2 else 0], *args[1][1:]]
             args = (args[0], sizes, *args[2:])
         return self._call(func, args, kwargs or {})
+
+    def _answer_to(self, func: Any, args: tuple[Any, ...]) -> int:
+        """The answer, if it is a question."""
+        masks = [] if func is not torch.ops.aten.index.Tensor else [index for index in args[1] if _is_mask(index)]
+        if func not in _QUESTIONS and not masks:
+            return self.answer
+        site = asking_site()
+        how_many = func not in _VALUES
+        self.asked_about_values(masks or tensors_in(args), site, how_many=how_many)
+        usual = 1 if how_many else self.answer
+        return usual if site is None else self.answers.get(site, usual)
 
 
 # What ``DefaultScalars`` looks at; all else, which is nearly all, passes it by.
@@ -91,9 +116,8 @@ _ANSWERED = {
 }
 
 
-_QUESTIONS = {
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.equal.default,
+_VALUES = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
+_QUESTIONS = _VALUES | {
     torch.ops.aten.nonzero.default,
     torch.ops.aten._unique2.default,
 }
@@ -103,18 +127,19 @@ def _is_mask(index: torch.Tensor | None) -> bool:
     return index is not None and index.dtype == torch.bool
 
 
-def _one_place(index: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """The indices of one place of those that a mask selects; an index that is no mask as it is."""
+def _places(index: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
+    """The indices of so many places of those that a mask selects; an index that is no mask as it is."""
     if index is None or not _is_mask(index):
         return [index]
-    return [index.new_empty(1, dtype=torch.long) for _ in index.shape]
+    return [index.new_empty(count, dtype=torch.long) for _ in index.shape]
 
 
-class _DefaultLists(TorchFunctionMode):
-    """The same for ``tolist``, which no dispatch sees.
+class _Functions(TorchFunctionMode):
+    """What no dispatch sees: ``tolist``, which is a question about an element, whose answer all have, tensors that
+    are made of numbers, and reads of ``grad_fn``.
 
     Args:
-        mode: what the run is made in; it says the answer, if it is a ``DefaultScalars``.
+        mode: what the run is made in.
     """
 
     def __init__(self, mode: TorchDispatchMode) -> None:
@@ -125,12 +150,20 @@ class _DefaultLists(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.tolist and args[0].is_meta:
-            answer = 0
-            if isinstance(self._mode, DefaultScalars):
-                self._mode.asked_about_values()
-                answer = self._mode.answer
-            return torch.full_like(args[0], answer, device="cpu").tolist()
+            if not args[0].numel():
+                return torch.empty_like(args[0], device="cpu").tolist()
+            answer = args[0].flatten()[0].item()
+            return torch.full(args[0].shape, answer, dtype=args[0].dtype, device="cpu").tolist()
+        if isinstance(self._mode, DefaultScalars):
+            if func in _OF_NUMBERS:
+                self._mode.numbers_given(args[0] if args else (kwargs or {}).get("data"))
+            elif func == _GRAD_FN:
+                self._mode.grad_fn_read(args[0])
         return func(*args, **(kwargs or {}))
+
+
+_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_OF_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
 def to_meta(value: Any) -> Any:
@@ -215,7 +248,7 @@ def run_on_meta(
     """One forward in training mode; the model must be a ``meta_copy``."""
     model.train()
     mode = mode or DefaultScalars()
-    with undisturbed(model), torch.set_grad_enabled(autograd), torch.device("meta"), _DefaultLists(mode), mode:
+    with undisturbed(model), torch.set_grad_enabled(autograd), torch.device("meta"), _Functions(mode), mode:
         return model(**inputs)
 
 

@@ -16,6 +16,7 @@ from megasched.trial.labelling import Labelling
 from megasched.trial.labels import Label
 from megasched.trial.meta_call import tensors_in
 from megasched.trial.sequence_trial import numbers_in
+from megasched.trial.sites import Site
 
 # They say nothing of shapes, and are not always there: a reshape copies where it can give no view, which may be
 # otherwise for one head of several; whether a new constant is detached depends on the modes that are on.
@@ -71,6 +72,7 @@ class ModuleCall:
         numbers: by which its operations on single elements go.
         columns: whose output its own code works on.
         layers: path of a layer that it calls -> what that gave, call by call.
+        answers: to the questions of its code; see ``DefaultScalars``.
     """
 
     args: tuple[Any, ...]
@@ -79,6 +81,7 @@ class ModuleCall:
     numbers: tuple[tuple[float, ...], ...]
     columns: frozenset[str]
     layers: dict[str, list[Any]] = field(default_factory=dict)
+    answers: tuple[tuple[Site, int], ...] = ()
 
     @property
     def of_one_value(self) -> list[int]:
@@ -95,7 +98,7 @@ class ModuleCall:
         """Equal for calls of modules alike that do the same on a rank."""
         leaves, structure = torch.utils._pytree.tree_flatten((self.args, self.kwargs))
         handed = tuple(_handed(leaf, made) for leaf in leaves)
-        return handed, str(structure), tuple(map(_unnumbered, self.results)), self.numbers
+        return handed, str(structure), tuple(map(_unnumbered, self.results)), self.numbers, self.answers
 
 
 @dataclass
@@ -129,7 +132,13 @@ class RecordedCalls(Labelling):
         if call.columns and path not in self.derived.calls:
             placed = lambda tensor: Argument(tensor, self._placed(tensor))  # noqa: E731
             args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, placed, call.arguments)
-            done = tuple(call.results), tuple(call.numbers), frozenset(call.columns), call.layers
+            done = (
+                tuple(call.results),
+                tuple(call.numbers),
+                frozenset(call.columns),
+                call.layers,
+                tuple(self.answers.items()),
+            )
             self.derived.calls[path] = ModuleCall(args, kwargs, *done)
         changed = super().after(path, module, output)
         if self.open:

@@ -5,9 +5,9 @@ Plain PyTorch leaves the gradient of all others at None, and its optimizers pass
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch.autograd.function import BackwardCFunction
 from megasched.errors import ScheduleError
 from megasched.trial.choices import others_of_its_kind
 from megasched.trial.meta_call import DefaultScalars, call_hooks, loss_function_of, run_on_meta, tensors_in
+from megasched.trial.noted import NotedLines
+from megasched.trial.sites import Site
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,13 @@ class Reach:
         never: parameters that no batch reaches.
         perhaps: parameters that the trial did not reach, and values of a batch may: an expert that got no token.
         uncalled: modules that have some of ``never`` and were not called.
+        noted: which lines of the code have run; None where the forward failed.
     """
 
     never: tuple[str, ...] = ()
     perhaps: tuple[str, ...] = ()
     uncalled: frozenset[str] = frozenset()
+    noted: NotedLines | None = field(default=None, compare=False, repr=False)
 
 
 def find_reach(model: nn.Module, inputs: Mapping[str, Any], *, calls_loss: bool) -> Reach:
@@ -47,9 +51,10 @@ def find_reach(model: nn.Module, inputs: Mapping[str, Any], *, calls_loss: bool)
     run = _ReachRun(model, inputs, calls_loss)
     if run.reached is None:
         return Reach()
+    noted = run.noted
     left = {name for name, parameter in trained.items() if id(parameter) not in run.reached}
     if not left:
-        return Reach()
+        return Reach(noted=noted)
     other = _ReachRun(model, inputs, calls_loss, answer=1)
     by_values = set() if other.reached is None else {name for name in left if id(trained[name]) in other.reached}
     for name in left - by_values:
@@ -58,7 +63,8 @@ def find_reach(model: nn.Module, inputs: Mapping[str, Any], *, calls_loss: bool)
     never = [name for name in trained if name in left and name not in by_values]
     owners = {name.rpartition(".")[0] for name in never}
     called = run.called | other.called
-    return Reach(tuple(never), tuple(name for name in trained if name in by_values), frozenset(owners - called))
+    perhaps = tuple(name for name in trained if name in by_values)
+    return Reach(tuple(never), perhaps, frozenset(owners - called), noted)
 
 
 class _ReachRun(DefaultScalars):
@@ -78,6 +84,8 @@ class _ReachRun(DefaultScalars):
         self._asked: set[str] = set()
         self._read_aside: set[int] = set()
         self._parameters = {id(parameter) for parameter in model.parameters()}
+        self.noted = NotedLines()
+        self.noted.note_data([*model.parameters(), *model.buffers(), *tensors_in(dict(inputs))])
         with suppress(ScheduleError), loss_function_of(model, _sum), call_hooks(model, self._before, self._after):
             output = run_on_meta(model, inputs, self, autograd=True)
             self.reached, by_functions = _sources(_roots(output, calls_loss))
@@ -91,16 +99,20 @@ class _ReachRun(DefaultScalars):
     def _after(self, path: str, module: nn.Module, output: Any) -> None:
         self._stack.pop()
 
-    def asked_about_values(self) -> None:
+    def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
         """See ``DefaultScalars``."""
         self._asked.add(self._stack[-1] if self._stack else "")
+        self.noted.note_question(tensors, site, how_many=how_many)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        operands = tensors_in((args, kwargs or {}))
         if not torch.is_grad_enabled():
-            self._read_aside.update(self._parameters.intersection(map(id, tensors_in((args, kwargs or {})))))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+            self._read_aside.update(self._parameters.intersection(map(id, operands)))
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        self.noted.note(self._stack[-1] if self._stack else "", func, args, kwargs, output)
+        return output
 
     def asked_around(self, name: str) -> bool:
         """Whether the code asked for values that decides whether the module with this parameter is called."""

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from megasched.errors import MegaschedError
-from megasched.trial.crossing import Place, leaves_of
+from megasched.trial.leaves import leaves_of
 from megasched.trial.meta_call import tensors_in
+from megasched.trial.places import Place
 
 # Where a leaf stands in what a module returns: keys and indices, as ``tree_map_with_path`` gives them.
 LeafPath = tuple[Any, ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from megasched.trial.meta_call import DefaultScalars, tensors_in
 from megasched.trial.sequence_dims import CONSTANTS, follow_sequence
 from megasched.trial.sequence_plan import SequencePlan
 from megasched.trial.sequence_trial import REMEDY, Call, Origin, dims_as_long, numbers_in
+from megasched.trial.sites import Site
 from megasched.trial.structure import Structure
 
 _WRITES = "_"  # ends the name of an operation that changes its operand
@@ -40,8 +41,11 @@ class SequenceFlow(DefaultScalars):
         sizes: tuple[int, int],
         regions: frozenset[str],
         refuse_region: Callable[[str], str],
+        answers: Mapping[Site, int] | None = None,
+        deciding: frozenset[Site] = frozenset(),
     ) -> None:
-        super().__init__()
+        super().__init__(answers=answers)
+        self.deciding = deciding
         self.model, self.structure, self.size = model, structure, size
         self.regions, self.refuse_region = regions, refuse_region
         self.batch, self.length = sizes
@@ -61,6 +65,7 @@ class SequenceFlow(DefaultScalars):
         self.open_regions = ExitStack()
         self.silent = 0
         self.functions = FunctionTrials()
+        self.packing = 0
 
     def place(self, tensor: torch.Tensor) -> Along | None:
         """Where the sequence is in a tensor; None for one that is the same on all ranks."""
@@ -83,8 +88,6 @@ class SequenceFlow(DefaultScalars):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and not self.silent:
-            self._asked_for_value(args[0])
         output = super().__torch_dispatch__(func, types, args, kwargs)
         if self.silent:
             return output
@@ -99,6 +102,9 @@ class SequenceFlow(DefaultScalars):
             self.numbers.append((self.stack[-1].path, func.__name__, *numbers_in(args, kwargs)))
         if any(id(tensor) in self.of_positions for tensor in operands):
             self.of_positions.update(id(tensor) for tensor in outputs)
+        if self.packing and any(id(tensor) in self.places for tensor in operands):
+            what = "context parallelism: its hooks on what is saved for the backward pass get parts of it"
+            self._problem(self.stack[-1].path if self.stack else "", what, REMEDY)
         origins = [origin for tensor in operands if (origin := self._origin_of(tensor)) is not None]
         split = [tensor for tensor in operands if id(tensor) in self.places]
         name = getattr(func, "__name__", str(func)).partition(".")[0]
@@ -140,6 +146,14 @@ class SequenceFlow(DefaultScalars):
             origin = self._origin(f"the backward of {function.__name__} takes other tokens than its own")
             self._spoil_all("", outputs, origin)
 
+    def packs(self, change: int) -> None:
+        """Code enters, or leaves, hooks of its own on the tensors that are saved for the backward pass."""
+        self.packing += change
+
+    def grad_fn_read(self, tensor: torch.Tensor) -> None:
+        """See ``DefaultScalars``."""
+        self.hooked(tensor)
+
     def hooked(self, tensor: torch.Tensor) -> None:
         """A hook sees the gradient of a tensor, which must be whole on each rank then. That of a parameter is not,
         nor is any inside of a region, of which a rank hands out its own part; nothing is followed in silence."""
@@ -166,12 +180,19 @@ class SequenceFlow(DefaultScalars):
             if name.endswith(_WRITES):  # what the operand is a view of, too
                 self.spoiled[tensor.untyped_storage()._cdata] = origin
 
-    def _asked_for_value(self, tensor: torch.Tensor) -> None:
-        """A number that was made of positions decides on something: of the longest position, e.g. which rotary
-        frequencies are used. Others are checks of the token ids."""
-        origin = self._origin_of(tensor)
-        if origin is not None and id(tensor) in self.of_positions and not self.inside:
-            self._need(origin)
+    def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
+        """A number that is made of a part decides on something: of the longest position, e.g., which rotary
+        frequencies are used. By how many there are of a kind, code goes on in any case; questions that decide on
+        nothing are checks of the token ids."""
+        if self.silent or self.inside or site is None:
+            return
+        for tensor in tensors:
+            origin = self._origin_of(tensor)
+            if origin is None and id(tensor) in self.places:
+                origin = self._origin(f"{site} asks for values of a part of it")
+            decides = how_many or site in self.deciding or id(tensor) in self.of_positions
+            if origin is not None and decides:
+                self._need(origin)
 
     def _note_whole(self, tensors: list[torch.Tensor]) -> None:
         self.whole.update(map(id, tensors))

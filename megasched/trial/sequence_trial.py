@@ -45,15 +45,21 @@ def takes_positions(model: nn.Module) -> bool:
     return "position_ids" in inspect.signature(type(model).forward).parameters
 
 
-def trial_sizes(model: nn.Module, size: int) -> tuple[int, tuple[int, int]]:
-    """A batch, and two lengths of a part of a sequence, by which dimensions are known: no other is as long."""
+def trial_sizes(model: nn.Module, size: int, at_least: int = 0) -> tuple[int, tuple[int, int]]:
+    """A batch, and two lengths of a part of a sequence, by which dimensions are known: no other is as long.
+
+    Args:
+        at_least: of the lengths.
+    """
     taken = {dim for tensor in (*model.parameters(), *model.buffers()) for dim in tensor.shape}
     config = getattr(model, "config", None)
     taken |= {value for value in vars(config).values() if isinstance(value, int)} if config is not None else set()
     batch = 3 if size == 2 else 2
+    begin = at_least // 2 + 1
+    more = range(begin, begin + 64) if at_least else ()
     primes = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
     factors = (1, batch, size, batch * size)
-    free = [2 * prime for prime in primes if not taken & {2 * prime * factor for factor in factors}]
+    free = [2 * prime for prime in more or primes if not taken & {2 * prime * factor for factor in factors}]
     first, second = (*free, 2 * 101, 2 * 103)[:2]
     return batch, (first, second)
 

@@ -19,7 +19,7 @@ from torch import nn
 from megasched.definition import cast_as_loaded
 from megasched.errors import Problem, ScheduleError
 from megasched.objectives import CAUSAL_LM, objective_of
-from megasched.trial.crossing import FlowRun, Place, Side
+from megasched.trial.crossing import FlowRun
 from megasched.trial.meta_call import (
     call_hooks,
     meta_copy,
@@ -27,8 +27,19 @@ from megasched.trial.meta_call import (
     tensors_in,
     token_inputs,
 )
+from megasched.trial.noted import NotedLines
+from megasched.trial.places import Place, Side
 from megasched.trial.recorded import find_recorded
+from megasched.trial.recording import (
+    Enough,
+    ModuleCallRecord,
+    inputs_without_labels,
+    record,
+    record_with_loss,
+    trial_of,
+)
 from megasched.trial.shape import SIZES, FollowsNeither, Shape, shape_of
+from megasched.trial.sites import Site
 from megasched.trial.slot import Slot
 
 _UNKNOWN = Shape((), torch.float32)  # until it is learnt
@@ -61,6 +72,8 @@ class Structure:
         changed_parameters: parameters that a forward writes to -> whether the inputs say what.
         by_chance: whether the code around the layers asks for a number that it draws, to skip some of them.
         uncuttable: why there can be no pipeline stages; empty where there can.
+        asked: questions about values that code around the layers asks, and that later stages can't answer.
+        noted: which lines of the code a trial has run; None where that is not known.
     """
 
     layers: str
@@ -79,6 +92,8 @@ class Structure:
     changed_parameters: dict[str, bool] = field(default_factory=dict)
     uncuttable: str = ""
     by_chance: bool = False
+    asked: frozenset[Site] = frozenset()
+    noted: NotedLines | None = field(default=None, compare=False, repr=False)
     repeated: bool = False
     calls: dict[str, int] = field(default_factory=dict)
     trial: dict[str, torch.Tensor] = field(default_factory=lambda: token_inputs(*SIZES[0]))
@@ -151,75 +166,6 @@ class Structure:
         return int(path[len(self.layers) + 1 :].partition(".")[0])
 
 
-@dataclass
-class _Call:
-    path: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any = None
-    end: int = -1
-
-
-class _Enough(BaseException):
-    """Ends a trial call early. No error, so nothing that catches errors may catch it."""
-
-
-def _record(model: nn.Module, inputs: Mapping[str, torch.Tensor], limit: int | None = None) -> list[_Call]:
-    """Every module call of one forward, in order; holds the tensors, so that identities stay comparable.
-
-    Args:
-        limit: the forward ends after this many calls.
-    """
-    calls: list[_Call] = []
-    open_calls: list[_Call] = []
-
-    def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if len(calls) == limit:
-            raise _Enough
-        call = _Call(path, args, kwargs)
-        calls.append(call)
-        open_calls.append(call)
-
-    def after(path: str, module: nn.Module, output: Any) -> None:
-        call = open_calls.pop()
-        call.output = output
-        call.end = len(calls)
-
-    with suppress(_Enough), call_hooks(model, before, after):
-        run_on_meta(model, inputs)
-    return calls
-
-
-def _record_with_loss(model: nn.Module) -> tuple[list[_Call], bool]:
-    """The calls up to the loss, and whether the forward hands all logits, and the labels as it got them, to
-    ``loss_function``."""
-    called = []
-    inputs = _trial(model)
-
-    def loss(logits: torch.Tensor, labels: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        called.append(logits.shape[:-1] == SIZES[0] and labels is inputs["labels"])
-        raise _Enough
-
-    real = getattr(model, "loss_function", None)
-    model.loss_function = loss
-    calls: list[_Call] = []
-    with suppress(ScheduleError):  # a loss of its own may not take labels as long as these
-        calls = _record(model, inputs)
-    model.loss_function = real
-    if called == [True]:
-        return calls, True
-    return _record(model, _inputs(model, *SIZES[0])), False
-
-
-def _trial(model: nn.Module) -> dict[str, torch.Tensor]:
-    return objective_of(model).trial(getattr(model, "config", None), *SIZES[0])
-
-
-def _inputs(model: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """A batch without labels."""
-    return objective_of(model).trial_inputs(getattr(model, "config", None), batch, length)
-
-
 def _in_autograd(model: nn.Module, layer: str) -> bool:
     """Whether gradients of a layer are autograd's, and not those of a function that the model brings."""
     seen = []
@@ -227,17 +173,17 @@ def _in_autograd(model: nn.Module, layer: str) -> bool:
     def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if path == layer:
             seen.append(torch.is_grad_enabled())
-            raise _Enough
+            raise Enough
 
-    with suppress(_Enough), call_hooks(model, before):
-        run_on_meta(model, _inputs(model, *SIZES[0]), autograd=True)
+    with suppress(Enough), call_hooks(model, before):
+        run_on_meta(model, inputs_without_labels(model, *SIZES[0]), autograd=True)
     return seen == [True]
 
 
 def _follow(run: FlowRun, model: nn.Module, batch: int, length: int) -> None:
     """Only a causal language model's later stages lack its inputs; other batches are read on every stage."""
     first_stage_only = "input_ids" if objective_of(model) is CAUSAL_LM else None
-    run.run(_inputs(model, batch, length), first_stage_only)
+    run.run(inputs_without_labels(model, batch, length), first_stage_only)
 
 
 def find_structure(model: nn.Module) -> Structure:
@@ -247,14 +193,14 @@ def find_structure(model: nn.Module) -> Structure:
         ScheduleError: no list of layers is called one after the other, or the model can't run on meta.
     """
     probe = meta_copy(model)
-    calls, calls_loss = _record_with_loss(probe)
+    calls, calls_loss, noted = record_with_loss(probe)
     layers, repeated = _find_layers(probe, calls)
     count = len(probe.get_submodule(layers))
     paths = {f"{layers}.{i}" for i in range(count)}
     of_layers = [call for call in calls if call.path in paths]
     called = tuple(int(call.path.rpartition(".")[2]) for call in of_layers)
     found = Structure(layers, count, _find_slot(of_layers), calls_loss=calls_loss, repeated=repeated)
-    found.trial = _trial(probe)
+    found.trial, found.noted = trial_of(probe), noted
     found.called = called if len(called) < count else ()
     owners = {path for path, m in probe.named_modules() if next(m.parameters(recurse=False), None) is not None}
     outside = {path for path in owners if found.index_of(path) is None and not found.holds_layers(path)}
@@ -264,7 +210,7 @@ def find_structure(model: nn.Module) -> Structure:
     )
     run = FlowRun(probe, [call.path for call in of_layers], outside, found.slot, found.recorded)
     _follow(run, probe, *SIZES[0])
-    found.uncuttable, found.by_chance = run.refused, run.by_chance
+    found.uncuttable, found.by_chance, found.asked = run.refused, run.by_chance, frozenset(run.asked)
     if repeated:
         found.uncuttable = "they are called more than once"
         found.calls = {path: times for path, times in Counter(call.path for call in calls).items() if times > 1}
@@ -293,6 +239,25 @@ def find_structure(model: nn.Module) -> Structure:
     return found
 
 
+def flow_of(
+    model: nn.Module, structure: Structure, answers: Mapping[Site, int] | None = None, length: int | None = None
+) -> tuple[Any, ...]:
+    """What goes from layer to layer, and what else a pipeline has to know, as something that can be compared.
+
+    Args:
+        answers: to questions about values.
+        length: of the sequence; that of a trial by default.
+    """
+    probe = meta_copy(model)
+    layers = [structure.layer_path(index) for index in structure.called or range(structure.count)]
+    outside = {*structure.before, *structure.between, *structure.after}
+    run = FlowRun(probe, layers, outside, structure.slot, structure.recorded, answers)
+    batch, usual = SIZES[0]
+    _follow(run, probe, batch, length or usual)
+    sides = [Side(of.made, of.read, tuple(of.places)) for of in run.sides()]
+    return run.ran, sides, run.bare, run.changed_buffers, run.refused
+
+
 def structure_of(model: nn.Module) -> Structure | None:
     """The same; None where there is none."""
     with suppress(ScheduleError):
@@ -300,7 +265,7 @@ def structure_of(model: nn.Module) -> Structure | None:
     return None
 
 
-def _learn_shapes(structure: Structure, probe: nn.Module, calls: list[_Call]) -> None:
+def _learn_shapes(structure: Structure, probe: nn.Module, calls: list[ModuleCallRecord]) -> None:
     """What follows the batch and the sequence, and which floats stay in float32 in another precision.
 
     Args:
@@ -310,7 +275,7 @@ def _learn_shapes(structure: Structure, probe: nn.Module, calls: list[_Call]) ->
     for dtype in (torch.bfloat16, torch.float32):
         cast_as_loaded(probe, dtype)
         try:
-            others = _record(probe, _inputs(probe, *SIZES[1]), limit=len(calls))
+            others = record(probe, inputs_without_labels(probe, *SIZES[1]), limit=len(calls))
             break
         except ScheduleError:  # one that can't run in bfloat16 will not be trained in it
             if dtype == torch.float32:
@@ -325,7 +290,7 @@ def _learn_shapes(structure: Structure, probe: nn.Module, calls: list[_Call]) ->
     structure.hidden = _shapes(first, *hidden, dtype)
 
 
-def _find_layers(model: nn.Module, calls: list[_Call]) -> tuple[str, bool]:
+def _find_layers(model: nn.Module, calls: list[ModuleCallRecord]) -> tuple[str, bool]:
     """The largest list, and whether some of its layers are called more than once (shared, or in loops)."""
     found = []
     for path, module in model.named_modules():
@@ -346,7 +311,7 @@ def _find_layers(model: nn.Module, calls: list[_Call]) -> tuple[str, bool]:
     return path, not once
 
 
-def _find_slot(calls: list[_Call]) -> Slot:
+def _find_slot(calls: list[ModuleCallRecord]) -> Slot:
     """Where the hidden state is: the argument that is, for most layers, what the layer before returned."""
     votes: Counter[int | str] = Counter()
     for previous, call in pairwise(calls):
@@ -369,7 +334,7 @@ def _find_slot(calls: list[_Call]) -> Slot:
     return Slot(argument, fits[0], others, isinstance(output, list))
 
 
-def _at(calls: list[_Call], path: str) -> _Call:
+def _at(calls: list[ModuleCallRecord], path: str) -> ModuleCallRecord:
     return next(call for call in calls if call.path == path)
 
 

@@ -5,6 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from megasched.errors import ScheduleError
+from megasched.layout import Layout
+from megasched.lowering.planning import make_plan
+from megasched.schedule import create_schedule
 from megasched.trial.backward_code import FunctionTrials
 from megasched.trial.dims import Along
 from megasched.verify.rank_pool import init_megatron
@@ -99,6 +103,20 @@ class Between(nn.Module):
         return self.down(self.between(self.up(x)))
 
 
+def normed_by_hook_on_its_function(h):
+    if h.requires_grad:
+        h.grad_fn.register_prehook(lambda grads: (grads[0] / (grads[0].norm(dim=-1, keepdim=True) + 1e-3),))
+    return h
+
+
+def normed_by_hook_on_a_result(h):
+    h = h * 1
+    if h.requires_grad:
+        node = torch.autograd.graph.get_gradient_edge(h).node
+        node.register_hook(lambda into, out: tuple(None if g is None else g / (g.norm() + 1e-3) for g in into))
+    return h
+
+
 class Hooked(Between):
     """A module whose gradients a hook sees."""
 
@@ -149,6 +167,8 @@ CASES = {
     "by a function with another's forward": (lambda: Between(NormedFromAnother.apply), False, set()),
     "by a reference that was kept": (lambda: Between(kept), False, set()),
     "by a hook": (lambda: Between(normed_by_hook), False, set()),
+    "by a hook on its function": (lambda: Between(normed_by_hook_on_its_function), False, set()),
+    "by a hook on a function after": (lambda: Between(normed_by_hook_on_a_result), False, set()),
     "by a module's hook": (Hooked, False, set()),
     "weights scaled by their means": (Ternary, True, {"up", "down"}),
     "a term of a weight": (Penalized, False, {"up"}),
@@ -202,3 +222,43 @@ def test_gradients_that_add_up_are_no_gradients_of_what_is_not_linear():
     x, output = (torch.empty(2, 4, 8, device="meta") for _ in range(2))
     assert FunctionTrials().works_by_parts(Scaled, (x,), output, along({}))
     assert not FunctionTrials().works_by_parts(Normed, (x,), output, along({}))
+
+
+class Packing(Between):
+    """Has what is saved for the backward pass rounded by its largest."""
+
+    def forward(self, x):
+        pack = lambda t: (t / t.abs().max() * 127).round() * t.abs().max() / 127  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            return super().forward(x)
+
+
+class Recomputing(Between):
+    """Torch's own hooks keep the values."""
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_packs_of_saved_tensors_get_no_parts():
+    layout = Layout(tensor_model_parallel_size=2)
+    x = {"x": torch.ones(2, 3, 8)}
+    schedule = create_schedule(Packing(torch.tanh), layout)
+    pair(schedule)
+    with pytest.raises(ScheduleError, match="its hooks on tensors that are saved for the backward pass"):
+        make_plan(schedule, inputs=x)
+    schedule = create_schedule(Recomputing(torch.tanh), layout)
+    pair(schedule)
+    assert not make_plan(schedule, inputs=x).derived.gather
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_are_refused_by_name(register):
+    model = Mlp()
+    getattr(model.up.weight, register)(lambda gradient: None)
+    schedule = create_schedule(model, Layout(tensor_model_parallel_size=2))
+    pair(schedule)
+    with pytest.raises(ScheduleError, match="a hook on the gradient of its parameter weight") as refused:
+        make_plan(schedule, inputs={"x": torch.ones(2, 3, 8)})
+    assert refused.value.problems[0].module == "up"
+    make_plan(create_schedule(model, Layout()), inputs={"x": torch.ones(2, 3, 8)})

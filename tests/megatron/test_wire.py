@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megasched.megatron.wire import Packing, Wire, receive_hidden, send_hidden
-from megasched.trial.crossing import BEFORE, Place, Side
+from megasched.trial.places import BEFORE, Place, Side
 from megasched.trial.shape import Shape
 from megasched.trial.slot import Slot
 from megasched.trial.structure import Structure

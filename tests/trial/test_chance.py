@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
+from transformers.models.opt.modeling_opt import OPTDecoder, OPTDecoderLayer
 
 from megasched.definition import build_definition
 from megasched.errors import ScheduleError
@@ -12,6 +16,7 @@ from megasched.megatron.unreached import refuse_unsure_overlap
 from megasched.trial.structure import find_structure
 from tests import tiny
 
+BY_PYTHON = "the code around them draws Python's or numpy's random numbers, and each stage would draw others"
 WHY = "the code around them asks for a number that it draws, and each stage would draw another"
 
 
@@ -30,6 +35,41 @@ def test_layers_that_may_be_skipped_are_seen():
 def test_what_is_dropped_elsewhere_is_no_skip(changes):
     found = structure(**changes)
     assert (found.by_chance, found.uncuttable) == (False, "")
+
+
+class Skipping(OPTDecoder):
+    """Draws for each layer whether it runs, from another generator than torch's."""
+
+    draw = staticmethod(random.random)
+
+    def forward(self, *args, **kwargs):
+        for layer in self.layers:
+            layer.skipped = self.draw() < 0.0
+        return super().forward(*args, **kwargs)
+
+
+class SkippingByNumpy(Skipping):
+    draw = staticmethod(np.random.random)
+
+
+class DrawingInside(OPTDecoderLayer):
+    """Draws on the stage that it is on."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(
+            hidden_states * (1 + 0 * random.random() + 0 * float(np.random.random())), *args, **kwargs
+        )
+
+
+@pytest.mark.parametrize(("kind", "refused"), [(Skipping, True), (SkippingByNumpy, True), (DrawingInside, False)])
+def test_draws_of_python_and_numpy_are_seen(kind, refused):
+    model = build_definition(tiny.config("opt"))
+    changed = model.model.decoder.layers if kind is DrawingInside else [model.model.decoder]
+    for module in changed:
+        module.__class__ = kind
+    found = find_structure(model)
+    assert found.by_chance == refused
+    assert found.uncuttable == (BY_PYTHON if refused else "")
 
 
 def test_pipelines_and_overlap_are_refused(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megasched.trial.crossing import BEFORE, Place
+from megasched.trial.places import BEFORE, Place
 from megasched.trial.structure import find_structure
 
 

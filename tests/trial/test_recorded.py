@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._pytree import MappingKey, SequenceKey
 
 from megasched.errors import MegaschedError
-from megasched.trial.crossing import Place
+from megasched.trial.places import Place
 from megasched.trial.recorded import change_leaves
 from megasched.trial.structure import find_structure
 

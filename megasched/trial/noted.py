@@ -1,0 +1,91 @@
+"""What a run notes of a definition's code: its lines, its numbers, its questions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from megasched.trial.meta_call import DefaultScalars, tensors_in
+from megasched.trial.sequence_trial import numbers_in
+from megasched.trial.sites import Line, Lines, Site, running_lines
+
+type Numbers = tuple[str, tuple[Line, ...], str, tuple[float, ...]]
+
+# Get numbers that are the sizes of what they take or give, or that say which part of it they take.
+_OF_SIZES = frozenset(
+    (
+        *("slice", "select", "narrow", "as_strided", "view", "expand", "reshape", "alias", "detach"),
+        *("empty", "new_empty", "new_zeros", "new_ones", "new_full", "slice_scatter", "select_scatter"),
+    )
+)
+COUNTED = "arange"  # makes places, of nothing
+
+
+class NotedLines:
+    """Which lines of a definition's code have operations done in a run, and what it asks.
+
+    What is made of neither arguments nor weights, such as masks and positions, is left aside.
+
+    Attributes:
+        lines: modules and the lines of their code.
+        numbers: of operations: module, lines, operation, and the numbers it got beside sizes. Those on single
+            elements are there without numbers, too.
+        asked: questions about values -> dtypes of what was asked for; None where it was how many there are.
+    """
+
+    def __init__(self) -> None:
+        self.lines: set[Lines] = set()
+        self.numbers: list[Numbers] = []
+        self.asked: dict[Site, set[torch.dtype | None]] = {}
+        self._data: dict[int, torch.Tensor] = {}  # held, so that no other tensor gets the id
+
+    def note_data(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These, and what is made of them, are looked at."""
+        self._data.update((id(tensor), tensor) for tensor in tensors)
+
+    def note(
+        self, path: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, output: Any
+    ) -> tuple[Line, ...] | None:
+        """Of an operation in the module at ``path``; its lines, None where it is left aside."""
+        name = func.__name__.partition(".")[0]
+        if self._data.keys().isdisjoint(map(id, tensors_in((args, kwargs or {})))):
+            if name == COUNTED:
+                self.numbers.append((path, running_lines(), name, tuple(numbers_in(args, kwargs))))
+            return None
+        lines = running_lines()
+        self.lines.add((path, lines))
+        numbers = () if name in _OF_SIZES else tuple(numbers_in(args, kwargs))
+        if numbers or torch.Tag.pointwise in getattr(func, "tags", ()):
+            self.numbers.append((path, lines, func.__name__, numbers))
+        self.note_data(tensors_in(output))
+        return lines
+
+    def note_question(self, tensors: Iterable[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
+        """Of code that asks for values of tensors, or how many there are of a kind."""
+        if site is not None and not self._data.keys().isdisjoint(map(id, tensors)):
+            self.asked.setdefault(site, set()).update(None if how_many else tensor.dtype for tensor in tensors)
+
+
+class Noting(DefaultScalars):
+    """A run that notes.
+
+    Args:
+        running: paths of the modules that run, the innermost last; others keep it.
+    """
+
+    def __init__(self, noted: NotedLines, running: list[str]) -> None:
+        super().__init__()
+        self.noted, self.running = noted, running
+
+    def asked_about_values(self, tensors: Any, site: Site | None, *, how_many: bool) -> None:
+        """See ``DefaultScalars``."""
+        self.noted.note_question(tensors, site, how_many=how_many)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        self.noted.note(self.running[-1] if self.running else "", func, args, kwargs, output)
+        return output

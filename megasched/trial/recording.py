@@ -1,0 +1,104 @@
+"""One forward, call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.errors import ScheduleError
+from megasched.objectives import objective_of
+from megasched.trial.meta_call import call_hooks, run_on_meta
+from megasched.trial.noted import NotedLines, Noting
+from megasched.trial.shape import SIZES
+
+
+@dataclass
+class ModuleCallRecord:
+    """One call of a module: what it was handed, what it returned, and how many calls there were by then."""
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+    end: int = -1
+
+
+class Enough(BaseException):
+    """Ends a trial call early. No error, so nothing that catches errors may catch it."""
+
+
+def record(
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    limit: int | None = None,
+    noted: NotedLines | None = None,
+) -> list[ModuleCallRecord]:
+    """Every module call of one forward, in order; holds the tensors, so that identities stay comparable.
+
+    Args:
+        limit: the forward ends after this many calls.
+        noted: gets the lines of the code.
+    """
+    calls: list[ModuleCallRecord] = []
+    open_calls: list[ModuleCallRecord] = []
+    running: list[str] = []
+    mode = None
+    if noted is not None:
+        noted.note_data([*model.parameters(), *model.buffers(), *inputs.values()])
+        mode = Noting(noted, running)
+
+    def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if len(calls) == limit:
+            raise Enough
+        call = ModuleCallRecord(path, args, kwargs)
+        calls.append(call)
+        open_calls.append(call)
+        running.append(path)
+
+    def after(path: str, module: nn.Module, output: Any) -> None:
+        running.pop()
+        call = open_calls.pop()
+        call.output = output
+        call.end = len(calls)
+
+    with suppress(Enough), call_hooks(model, before, after):
+        run_on_meta(model, inputs, mode)
+    return calls
+
+
+def record_with_loss(model: nn.Module) -> tuple[list[ModuleCallRecord], bool, NotedLines]:
+    """The calls up to the loss, whether the forward hands all logits, and the labels as it got them, to
+    ``loss_function``, and what the run noted."""
+    called, noted = [], NotedLines()
+    inputs = trial_of(model)
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        called.append(logits.shape[:-1] == SIZES[0] and labels is inputs["labels"])
+        logits.sum()  # the line that calls it is one that has operations done
+        raise Enough
+
+    real = getattr(model, "loss_function", None)
+    model.loss_function = loss
+    calls: list[ModuleCallRecord] = []
+    with suppress(ScheduleError):  # a loss of its own may not take labels as long as these
+        calls = record(model, inputs, noted=noted)
+    model.loss_function = real
+    if called == [True]:
+        return calls, True, noted
+    noted = NotedLines()
+    return record(model, inputs_without_labels(model, *SIZES[0]), noted=noted), False, noted
+
+
+def trial_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A batch of a trial, with labels."""
+    return objective_of(model).trial(getattr(model, "config", None), *SIZES[0])
+
+
+def inputs_without_labels(model: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """A batch without labels."""
+    return objective_of(model).trial_inputs(getattr(model, "config", None), batch, length)
