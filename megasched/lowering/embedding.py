@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import VocabParallelEmbedding, set_tensor_mod
 from torch import nn
 
 from megasched.lowering.context import Context
+from megasched.lowering.ids import refuse_ids
 from megasched.lowering.linear import make_parameter
 
 
@@ -22,6 +23,7 @@ class VocabEmbedding(VocabParallelEmbedding):
 
     padding_idx: int | None = None
     overwritten: bool = False  # the definition changes what is looked up in place
+    checked: tuple[str, int] | None = None  # name and vocabulary of ids that nobody else checks
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[b, s] int64 -> [b, s, h], the same on all TP ranks."""
@@ -32,12 +34,16 @@ class ShardedLookup(nn.Embedding):
     """Stands between an HF subclass of ``nn.Embedding`` and its base: ``super().forward`` looks up a shard."""
 
     overwritten: bool = False
+    checked: tuple[str, int] | None = None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return _lookup(self, ids)
 
 
 def _lookup(module: Any, ids: torch.Tensor) -> torch.Tensor:
+    if module.checked is not None:
+        name, vocabulary = module.checked
+        refuse_ids(name, ids, vocabulary, below_zero=True)
     found = VocabParallelEmbedding.forward(module, ids)
     if module.overwritten:  # autograd allows it of no view that a custom function made
         found = found.clone()
@@ -72,6 +78,8 @@ def lower_embedding(path: str, module: nn.Embedding, context: Context) -> nn.Mod
         )
     parallel.padding_idx = module.padding_idx
     parallel.overwritten = path in context.plan.derived.overwritten
+    if not context.megatron_finalizes:  # the trainer checks a batch as it comes
+        parallel.checked = f"the ids of {path}", placement.shape[0]
     context.settle(parallel, "weight", placement, held)
     if type(module) is nn.Embedding:
         return parallel

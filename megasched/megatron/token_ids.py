@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
 from megasched.files import write_whole
+from megasched.lowering.ids import refuse_ids
 from megasched.reading.files import MIB, Expected
 from megasched.reading.idx_file import Idx, map_tokens, read_idx
 from megasched.reading.json_file import read_json
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PretrainedConfig
 
 BLOCK = 16 * MIB
@@ -110,32 +110,6 @@ def _range(path: Path, idx: Idx, status: os.stat_result) -> Range:
             if int(part[high]) > largest[0]:
                 largest = int(part[high]), (block * length + high) * itemsize
     return Range(status.st_size, status.st_mtime_ns, smallest[0], largest[0], smallest[1], largest[1])
-
-
-def refuse_ids(name: str, ids: torch.Tensor, vocabulary: int, *, below_zero: bool) -> None:
-    """Ends a run whose batch has an id that is none of the vocabulary.
-
-    On a GPU nothing waits for the answer: the device stops the run at its next kernel, and prints the words.
-
-    Args:
-        name: of the tensor, for messages.
-        ids: of any shape.
-        below_zero: such ids are wrong as well; labels may have them, where HF's loss passes over a position.
-
-    Raises:
-        ConfigError: on a CPU, with the id and where it stands in the batch.
-    """
-    import torch
-
-    if ids.device.type == "meta" or not ids.numel():
-        return
-    wrong = (ids >= vocabulary) | (ids < 0) if below_zero else ids >= vocabulary
-    what = f"{name} of this batch: an id is none of the vocabulary, which ends with {vocabulary - 1}"
-    if ids.device.type != "cpu":
-        torch._assert_async(~wrong.any(), f"megasched: {what}")
-    elif wrong.any():
-        place = [int(number) for number in wrong.nonzero()[0]]
-        raise ConfigError(f"{what}; {int(ids[tuple(place)])} at {place}: the data are of another tokenizer")
 
 
 def checked_ids(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+import megasched
+from megasched.errors import ConfigError
 from megasched.lowering.embedding import ShardedLookup, VocabEmbedding
 from megasched.verify.rank_pool import init_megatron
 from tests.lowering.models import VOCABULARY, randomize
@@ -130,3 +132,31 @@ def test_a_subclass_stays_one_and_keeps_its_forward_and_hooks(ranks):
             assert each["hooked"]
             assert each["keys"] == ["table.weight"]
             assert each["attribute"] == (True, 0)
+
+
+def _beyond():
+    """What is said of ids beyond each table, at either end."""
+    init_megatron(tp=2)
+    said = {}
+    for name, make in TABLES.items():
+        model = Table(make())
+        schedule = megasched.create_schedule(model)
+        schedule["table"].shard("weight", axis=0)
+        megasched.build(schedule, inputs={"ids": torch.zeros(2, 3, dtype=torch.long)})
+        for id_ in (VOCABULARY, -3):
+            try:
+                model(torch.tensor([[0, id_]]))
+                said[name, id_] = ""
+            except ConfigError as error:
+                said[name, id_] = str(error)
+    return said
+
+
+def test_ids_beyond_it_are_refused_in_library_mode(ranks):
+    for said in ranks.run(2, _beyond):
+        for (name, id_), words in said.items():
+            shown = id_ + 2 * (name == "offset")
+            assert words == (
+                "the ids of table of this batch: an id is none of the vocabulary, which ends with "
+                f"{VOCABULARY - 1}; {shown} at [0, 1]: the data are of another tokenizer"
+            )

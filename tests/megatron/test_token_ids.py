@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megasched.errors import ConfigError
+from megasched.lowering.ids import refuse_ids
 from megasched.megatron import token_ids
-from megasched.megatron.token_ids import check_data, refuse_ids
+from megasched.megatron.token_ids import check_data
 from megasched.verify.rank_pool import RankError
 from megasched.verify.trainer_run import train
 from tests import tiny
