@@ -5,7 +5,7 @@ The whole schedule is validated before anything is changed; every problem found 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -196,7 +196,7 @@ def _plan_sequence(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Proble
     plan.sequence = runs.plan_sequence(model, plan.structure, plan.layout.cp, refuse)
     if plan.sequence.problems:
         return plan.sequence.problems
-    in_region = partial(_is_in, [*plan.sequence.regions, *find_experts(model)])  # which take tokens one by one
+    in_region = partial(_is_in, {*plan.sequence.regions, *find_experts(model)})  # which take tokens one by one
     by_length = runs.goes_by_length(model, plan.structure, plan.layout.cp, in_region, places=False)
     if by_length is None:
         return []
@@ -205,8 +205,10 @@ def _plan_sequence(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Proble
     return [Problem(what, path, remedy="run it without --context-parallel-size")]
 
 
-def _is_in(regions: Iterable[str], path: str) -> bool:
-    return any(path == region or path.startswith(f"{region}.") for region in regions)
+def _is_in(regions: Container[str], path: str) -> bool:
+    while path and path not in regions:
+        path = path.rpartition(".")[0]
+    return bool(path)
 
 
 def _refuse_by_length(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]:
@@ -214,7 +216,7 @@ def _refuse_by_length(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Pro
     structure = plan.structure
     if structure is None or not plan.layout.sp:
         return []
-    regions = [*plan.derived.needed_regions, *find_experts(model)]  # which take tokens one by one
+    regions = {*plan.derived.needed_regions, *find_experts(model)}  # which take tokens one by one
 
     def is_whole(path: str) -> bool:
         return _is_in(regions, path) or structure.index_of(path) is None

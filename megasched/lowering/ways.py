@@ -184,8 +184,15 @@ def what_goes_by_length(
         places: whether places that are counted are looked at, too.
     """
 
+    known: dict[str, bool] = {}
+
+    def passed(path: str) -> bool:
+        if path not in known:
+            known[path] = is_whole(path)
+        return known[path]
+
     def looked_at(numbers: Iterable[Numbers]) -> list[Numbers]:
-        return [n for n in numbers if not is_whole(n[0]) and (places or n[2] != COUNTED)]
+        return [n for n in numbers if not passed(n[0]) and (places or n[2] != COUNTED)]
 
     for found in zip_longest(looked_at(one), looked_at(other)):
         if found[0] != found[1]:

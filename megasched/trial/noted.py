@@ -20,6 +20,7 @@ _OF_SIZES = frozenset(
         *("empty", "new_empty", "new_zeros", "new_ones", "new_full", "slice_scatter", "select_scatter"),
     )
 )
+_COPIES = frozenset(["clone", "_to_copy", "copy_"])  # made or not by how a tensor lies, which sizes of 1 decide
 COUNTED = "arange"  # makes places, of nothing
 
 
@@ -57,7 +58,8 @@ class NotedLines:
         lines = running_lines()
         self.lines.add((path, lines))
         numbers = () if name in _OF_SIZES else tuple(numbers_in(args, kwargs))
-        if numbers or torch.Tag.pointwise in getattr(func, "tags", ()):
+        counts = torch.Tag.pointwise in getattr(func, "tags", ()) and name not in _COPIES
+        if numbers or counts:
             self.numbers.append((path, lines, func.__name__, numbers))
         self.note_data(tensors_in(output))
         return lines

@@ -13,7 +13,9 @@ import torch
 _OTHERS = frozenset(["torch", "megasched", "functools", "contextlib"])
 _MODULE_CALL = torch.nn.Module._call_impl.__code__
 
-type Line = tuple[CodeType, int]
+# By the identity of a code object, which stays its own as long as it is held here: whether it is a definition's.
+_CODES: dict[int, tuple[CodeType, bool]] = {}
+type Line = tuple[int, int]  # identity of a code object, and the offset in it
 type Lines = tuple[str, tuple[Line, ...]]
 
 
@@ -47,8 +49,11 @@ def running_lines() -> tuple[Line, ...]:
     found: list[Line] = []
     while frame is not None:
         code = frame.f_code
-        if _is_definition(frame.f_globals):
-            found.append((code, frame.f_lasti))
+        identity = id(code)
+        if identity not in _CODES:
+            _CODES[identity] = code, _is_definition(frame.f_globals)
+        if _CODES[identity][1]:
+            found.append((identity, frame.f_lasti))
         elif code is _MODULE_CALL and found:
             break
         frame = frame.f_back

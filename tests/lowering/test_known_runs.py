@@ -33,7 +33,7 @@ def test_positions_are_counted_once(llama, monkeypatch):
 def test_another_answer_makes_another_run(llama, monkeypatch):
     made = []
 
-    def plan_sequence(model, structure, size, refuse_region, positions_count):
+    def plan_sequence(model, structure, size, refuse_region, positions_count, ways):
         made.append(refuse_region("model.layers.0.mlp"))
         return made[-1]
 
