@@ -146,12 +146,11 @@ class Session:
     def _refuse_state_between_stages(self, plan: Plan) -> None:
         """Of a model with modules replaced, what the user put there counts, too."""
         structure, model = plan.structure, self.replaced
-        same = model is self.definition or structure is None
-        why_not = self.known.why_not_stages if same else why_not_alone(model, structure)
+        own = model is not self.definition and structure is not None
+        why_not = why_not_alone(model, structure) if own else self.known.why_not_stages
         if structure is not None and not why_not:
-            why_not = why_not_other_ways(
-                model, structure, self.runs.ways(model, structure.trial_inputs(), structure)
-            )
+            ways = self.runs.ways(model, structure.trial_inputs(), structure)
+            why_not = why_not_other_ways(model, structure, ways)
         if why_not:
             what = f"the layers can't be cut into pipeline stages: {why_not}"
             raise ScheduleError(Problem(what, remedy=WITHOUT_STAGES))
