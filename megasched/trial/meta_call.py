@@ -62,7 +62,7 @@ class DefaultScalars(TorchDispatchMode):
         """Called when code makes a tensor of numbers."""
 
     def grad_fn_read(self, tensor: torch.Tensor) -> None:
-        """Called when code reads ``grad_fn`` of a tensor, on which it may register hooks."""
+        """Called when code reads the ``grad_fn`` of a tensor that has one: it may register hooks there."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -154,12 +154,13 @@ class _Functions(TorchFunctionMode):
                 return torch.empty_like(args[0], device="cpu").tolist()
             answer = args[0].flatten()[0].item()
             return torch.full(args[0].shape, answer, dtype=args[0].dtype, device="cpu").tolist()
+        output = func(*args, **(kwargs or {}))
         if isinstance(self._mode, DefaultScalars):
             if func in _OF_NUMBERS:
                 self._mode.numbers_given(args[0] if args else (kwargs or {}).get("data"))
-            elif func == _GRAD_FN:
+            elif func == _GRAD_FN and output is not None:
                 self._mode.grad_fn_read(args[0])
-        return func(*args, **(kwargs or {}))
+        return output
 
 
 _GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
