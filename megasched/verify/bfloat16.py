@@ -74,11 +74,10 @@ def rounded_step(
         own_experts(model)
     total, logits = 0.0, []
     gradients = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
-    wide = torch.promote_types(dtype, torch.float32)
     for tokens, labels in batches:
         model.zero_grad()
         with Float64() if dtype == torch.float64 else nullcontext():
-            loss, output = hf_loss(model, tokens, labels, wide)
+            loss, output = hf_loss(model, tokens, labels)
         (loss / len(batches)).backward()
         total += float(loss.detach()) / len(batches)
         logits.append(output.detach().double())

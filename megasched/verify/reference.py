@@ -12,13 +12,16 @@ import torch
 
 from megasched.objectives import CAUSAL_LM, Objective
 from megasched.verify.plain.loading import own_experts
+from megasched.verify.plain.loss import IGNORED, labels_of, loss_of
 from megasched.verify.plain.watching import Float64, Sightings
+from megasched.verify.shrink import TOKENS
 
 if TYPE_CHECKING:
     from megasched.weights.source import WeightSource
 
 FLOOR = 1e-2
-IGNORED = -100  # a label that does not count, to torch's cross entropy and so to Hugging Face
+_TAKES = "megasched_labels"  # attribute of a reference: what ``labels_of`` says of it
+_LENGTH = 16  # of the sequence by which that is told
 
 
 @dataclass
@@ -53,24 +56,22 @@ def hf_model(
         setattr(config, name, value)
     definition = build_definition(config, objective, trust_remote_code=trust_remote_code)
     source: WeightSource = RandomInit(definition, seed) if random_init else HFFolder(folder, definition)
-    return materialize(definition, source).train()
+    model = materialize(definition, source).train()
+    if objective is CAUSAL_LM:
+        setattr(model, _TAKES, labels_of(model, torch.arange(TOKENS[0], TOKENS[0] + _LENGTH)[None]))
+    return model
 
 
-def hf_loss(
-    model: Any, tokens: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean cross entropy over the labels that count, computed from HF's logits in ``dtype``; and the logits.
+def hf_loss(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The class's own loss, as a user of transformers has it, and its logits.
 
-    What a router adds (``output_router_logits``) is added as the definition's own forward does it.
+    Args:
+        model: as ``hf_model`` makes it.
+        labels: [b, s], the id that belongs at each position; none at the last one, where no class has one.
     """
-    output = model(input_ids=tokens)
-    loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1).to(dtype), labels.flatten())
-    of_router = getattr(output, "aux_loss", None)
-    if of_router is not None:
-        name = "router_aux_loss_coef"
-        weight = getattr(model, name) if hasattr(model, name) else model.aux_loss_coef  # JetMoE's
-        loss = loss + weight * of_router
-    return loss, output.logits
+    if bool((labels[:, -1] != IGNORED).any()):
+        raise ValueError("no label belongs at the last position: a class that moves them does not look there")
+    return loss_of(model, tokens, labels, getattr(model, _TAKES))
 
 
 def hf_step(

@@ -36,11 +36,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import transformers
 from loading import Job, load_model
+from loss import IGNORED, Labels, labels_of, loss_of
 from safetensors.torch import load_file, save_file
 from watching import Float64, Sightings, Watch, silence
 
 JUDGED = ("megasched", "megatron")
-IGNORED = -100
 # What a job imports late, and each fork would anew.
 IMPORTS = ("torch._dynamo", "torch.distributed.tensor", "transformers.models.auto.modeling_auto")
 
@@ -84,50 +84,12 @@ def apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # steps -----------------------------------------------------------------------------------------------
 
 
-def loss_of(
-    model: Any, tokens: torch.Tensor, labels: torch.Tensor, moved: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The class's own loss, and its logits; cross entropy of them only where its forward gives no loss.
-
-    Args:
-        moved: what ``moves_labels`` says of the class.
-    """
-    own = torch.cat([torch.full_like(labels[:, :1], IGNORED), labels[:, :-1]], dim=1) if moved else labels
-    output = model(input_ids=tokens, labels=own)
-    if isinstance(output, tuple):
-        return output[0], output[1]
-    logits = output["logits"]
-    loss = output.get("loss")
-    if loss is None:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).to(wide), labels.flatten())
-    return loss, logits
-
-
-def moves_labels(model: Any, tokens: torch.Tensor) -> bool:
-    """Whether the class takes the ids themselves as labels, and moves them by one, as most do; BART's and BERT's
-    decoders want them moved. Told by the loss of one label: at which position it is looked for.
-
-    What belongs at the last position must not count then, for a class that moves them does not look there.
-    """
-    place, row = tokens.shape[1] // 2, tokens[:1]
-    labels = torch.full_like(row, IGNORED)
-    labels[0, place] = row[0, place]
-    model.eval()
-    with torch.no_grad():
-        loss, logits = loss_of(model, row, labels, moved=False)
-        wanted = torch.log_softmax(logits[0, place - 1 : place + 1].float(), dim=-1)[:, row[0, place]]
-    model.train()
-    before, at = (abs(float(loss) + float(one)) for one in wanted)
-    return not at < 1e-3 < before
-
-
 def exactly(job: Job) -> AbstractContextManager[Any]:
     return Float64() if job.dtype == "float64" else nullcontext()
 
 
 def step(
-    model: Any, job: Job, batches: list[Any], number: int, results: Results, *, moved: bool
+    model: Any, job: Job, batches: list[Any], number: int, results: Results, *, takes: Labels
 ) -> Sightings | None:
     """One global batch, forward and backward: gradients are left on the parameters.
 
@@ -142,7 +104,7 @@ def step(
         if (number, place) == (job.look_step, job.look_batch):
             watch = Watch(model, [path for path, _ in model.named_modules() if path])
         with exactly(job):
-            loss, logits = loss_of(model, tokens, labels, moved)
+            loss, logits = loss_of(model, tokens, labels, takes)
         if watch is not None:
             seen, watch = watch.close(), None
         (loss / len(batches)).backward()
@@ -222,12 +184,12 @@ def run(job: Job, folder: Path) -> Results:
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     met: dict[str, Any] = {}
     with exactly(job):
-        moved = moves_labels(model, data["tokens"][0, 0])
+        takes = labels_of(model, data["tokens"][0, 0])
     for number, (tokens, labels) in enumerate(zip(data["tokens"], data["labels"], strict=True)):
         if number == job.look_step > 0:
             results.add("before", parameters)
         micro_batches = list(zip(tokens, labels, strict=True))
-        seen = step(model, job, micro_batches, number, results, moved=moved)
+        seen = step(model, job, micro_batches, number, results, takes=takes)
         if seen is not None:
             note_sightings(seen, results)
         if job.rounded:

@@ -1,0 +1,99 @@
+"""The loss that a class of transformers gives by itself, and the labels that it wants for it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+IGNORED = -100  # a label that does not count, to torch's cross entropy and so to Hugging Face
+
+
+class Labels(NamedTuple):
+    """What a class takes.
+
+    Attributes:
+        moved: the ids themselves, which it moves by one, as most do; BART's and BERT's decoders want them moved.
+        skipped: none for so many of the first positions.
+    """
+
+    moved: bool
+    skipped: int = 0
+
+
+def loss_of(
+    model: Any, tokens: torch.Tensor, labels: torch.Tensor, takes: Labels
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The class's own loss, and its logits; cross entropy of them only where its forward gives no loss.
+
+    Args:
+        tokens, labels: [b, s]; a label is the id that belongs at its position, none at the last one.
+        takes: what ``labels_of`` says of the class.
+    """
+    own = torch.cat([tokens[:, :1], labels[:, :-1]], dim=1) if takes.moved else labels
+    output = model(input_ids=tokens, labels=own[:, takes.skipped :].contiguous())
+    if isinstance(output, tuple):
+        return output[0], output[1]
+    logits = output["logits"]
+    loss = output.get("loss")
+    if loss is None:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).to(wide), labels.flatten())
+    return loss, logits
+
+
+def labels_of(model: Any, tokens: torch.Tensor) -> Labels:
+    """What labels the class takes. Told by the loss of one label: at which position it is looked for.
+
+    What belongs at the last position must not count then, for a class that moves them does not look there.
+    """
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        skipped = _skipped(model, tokens[:1])
+        place, row = (tokens.shape[1] + skipped) // 2, tokens[:1]
+        loss, logits = _loss_of_one(model, row, place, int(row[0, place]), skipped)
+        wanted = torch.log_softmax(logits[0, place - 1 : place + 1].float(), dim=-1)[:, row[0, place]]
+        before, at = (abs(float(loss) + float(one)) for one in wanted)
+        found = not at < 1e-3 < before
+        if min(before, at) >= 1e-3:  # no cross entropy, or of several places
+            found = _looks_before(model, row, place, logits.shape[-1], skipped)
+    model.train(training)
+    return Labels(found, skipped)
+
+
+def _skipped(model: Any, row: torch.Tensor) -> int:
+    """Of how many of the first positions it takes no labels: none, but where it fails with those."""
+    for skipped in range(row.shape[1] - 3):
+        try:
+            model(input_ids=row, labels=row[:, skipped:])
+        except ValueError:  # torch's, of another number of labels than of logits
+            continue
+        return skipped
+    raise ValueError("the class gives no loss for a text, however many of its first positions have no label")
+
+
+def _looks_before(model: Any, row: torch.Tensor, place: int, classes: int, skipped: int) -> bool:
+    """Whether the token at a position has no part in what its label does: in a causal model that is so where
+    earlier positions alone are to predict it."""
+    one = partial(_loss_of_one, model, place=place, skipped=skipped)
+    changed = row.clone()
+    changed[0, place] = (row[0, place] + classes // 2) % classes
+    here, there = (
+        float(one(tokens, label=1)[0] - one(tokens, label=classes // 2)[0]) for tokens in (row, changed)
+    )
+    return abs(here - there) <= 1e-3 * abs(here)
+
+
+def _loss_of_one(
+    model: Any, row: torch.Tensor, place: int, label: int, skipped: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    takes, labels = Labels(False, skipped), torch.full_like(row, IGNORED)
+    labels[0, place] = label
+    try:
+        return loss_of(model, row, labels, takes)
+    except (IndexError, RuntimeError):  # it takes labels for ids, whatever they are
+        labels = row.clone()
+        labels[0, place] = label
+        return loss_of(model, row, labels, takes)
