@@ -96,7 +96,7 @@ def forward_step(
         batch = get_batch(data_iterator, objective)
     timer.stop()
     with straggler:
-        output_tensor = model(**{name: batch[name] for name in (*objective.inputs, "labels")})
+        output_tensor = model(**{name: batch[name] for name in (*objective.inputs, *TARGETS)})
     return output_tensor, partial(loss_func, batch["loss_mask"])
 
 

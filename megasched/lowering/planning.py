@@ -282,12 +282,15 @@ def _propagate(
         if plan.cuts.get(record.path) == "column"
         and (record.arguments["mode"], record.arguments["op"]) == ("fwd_post", "all_gather")
     )
+    own_loss = plan.structure is not None and plan.structure.own_labels is not None
+    if own_loss and plan.structure is not None:  # what its code makes the loss of is whole
+        gather |= {path for path in plan.structure.after if plan.cuts.get(path) == "column"}
     while True:
         asked: dict[str, Any] = {
             "cuts": dict(plan.cuts),
             "structure": plan.structure,
             "sequence_parallel": plan.layout.sp and causal_lm,
-            "loss_takes_shards": causal_lm,
+            "loss_takes_shards": causal_lm and not own_loss,
             "forked_by_user": forked,
             "gathered_by_user": gather,
             "components": {path: _components(plan, path) for path in plan.cuts},

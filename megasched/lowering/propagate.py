@@ -59,6 +59,7 @@ def propagate(
         ways: through the code of its modules.
         inputs_of: arguments by the length of a sequence, for ways that have one.
     """
+    own_loss = structure is not None and structure.own_labels is not None
     gather = gathered_by_user
     regions: frozenset[str] = frozenset()
     not_regions: frozenset[str] = frozenset()
@@ -73,6 +74,7 @@ def propagate(
                 model,
                 inputs if way.length is None or inputs_of is None else inputs_of(way.length),
                 loss_takes_shards,
+                own_loss,
             )
             for way in (Way(), *ways.others)
         ]
@@ -112,14 +114,14 @@ def propagate(
 
 
 def _labelled(
-    run: RecordedCalls, model: nn.Module, inputs: Mapping[str, Any], loss_takes_shards: bool
+    run: RecordedCalls, model: nn.Module, inputs: Mapping[str, Any], loss_takes_shards: bool, own_loss: bool
 ) -> RecordedCalls:
     """The same, once its forward has run."""
     for tensor in tensors_in(dict(inputs)):
         # A float input is an activation; what is made of ids alone (masks, positions) carries no gradient.
         run._set(tensor, Label(fed=True, active=tensor.is_floating_point()))
     with (
-        recorded_calls(model, run, takes_shards=loss_takes_shards),
+        recorded_calls(model, run, takes_shards=loss_takes_shards, own_loss=own_loss),
         call_hooks(model, run.before, run.after),
         watched_backward(run.own_function, run.hooked, run.packs),
     ):
@@ -142,8 +144,9 @@ def _close(run: RecordedCalls, entries: dict[str, Region], cuts: Mapping[str, Cu
 
 
 @contextmanager
-def recorded_calls(model: nn.Module, run: RecordedCalls, *, takes_shards: bool) -> Any:
-    """Stands in for HF's loss function: logits may stay sharded up to it if the real one takes shards.
+def recorded_calls(model: nn.Module, run: RecordedCalls, *, takes_shards: bool, own_loss: bool = False) -> Any:
+    """Stands in for HF's loss function, unless the definition's own code computes the loss: logits may stay
+    sharded up to it if the real one takes shards.
 
     It also stands in for the attention function, to see how many heads a module hands over.
     """
@@ -162,8 +165,7 @@ def recorded_calls(model: nn.Module, run: RecordedCalls, *, takes_shards: bool) 
         return run.attend(real, module, query, *args, **kwargs)
 
     real = attention.attention_forward
-    had = hasattr(model, "loss_function")
-    if had:
+    if hasattr(model, "loss_function") and not own_loss:
         model.loss_function = loss
     with attention.stand_in(attend):
         yield

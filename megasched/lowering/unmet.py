@@ -31,8 +31,8 @@ def like_those_met(
     unmet = {name for name in plan.placements if name in trained and name not in met}
     if plan.layout.tp == 1 or not unmet:
         return {}, []
-    calls_loss = plan.structure is not None and plan.structure.calls_loss
-    reach = find_reach(meta_copy(model), to_meta(dict(inputs)), calls_loss=calls_loss)
+    with_loss = plan.structure is not None and plan.structure.takes_labels
+    reach = find_reach(meta_copy(model), to_meta(dict(inputs)), with_loss=with_loss)
     found, problems = dict[str, str](), dict[str, Problem]()
     for name in (name for name in reach.perhaps if name in unmet):
         twin = _met_twin(plan, model, name)

@@ -20,6 +20,7 @@ from megasched.lowering.fp8 import left_in_16_bits
 from megasched.lowering.plan import Plan
 from megasched.megatron.decisions import without_rule
 from megasched.megatron.lora_run import tell_of_adapters, with_adapters
+from megasched.megatron.own_loss import loss_lines, refuse_per_token
 from megasched.megatron.session import Session, open_session, set_session
 from megasched.megatron.sft_flags import settle_sft
 from megasched.megatron.shared import refuse_overlap
@@ -72,6 +73,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     elif not args.allow_unverified:
         refuse_unverified(session.definition, plan.layout)
         _warn_of_options(session, args)
+    refuse_per_token(plan, args.calculate_per_token_loss)
     refuse_overlap(plan, args.overlap_grad_reduce)
     refuse_unsure_overlap(session.reach, plan.structure, args.overlap_grad_reduce)
     session.hf_model = Path(args.hf_model)
@@ -98,7 +100,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     tell_of_unreached(session.replaced, session.reach, args.rank)
     _tell_of_16_bits(session, args.rank)
     _tell_of_written(session.plan, args)
-    for line in without_rule(plan) if args.rank == 0 else ():
+    for line in (*without_rule(plan), *loss_lines(plan)) if args.rank == 0 else ():
         print(f"megasched: {line}")
     _settle_accumulation(args)
     settle_without_te(args)

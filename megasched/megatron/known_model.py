@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from megasched.layout import Layout
     from megasched.schedule_file import ScheduleFunction
-    from megasched.trial.own_loss import OwnLoss
 
 
 @dataclass(frozen=True)
@@ -38,15 +37,6 @@ class KnownModel:
     schedule: str
     function: ScheduleFunction
     runs: KnownRuns = field(default_factory=KnownRuns)
-
-    @cached_property
-    def own_loss(self) -> OwnLoss:
-        """How the definition computes its loss."""
-        from megasched.trial.own_loss import own_loss
-        from megasched.undisturbed import undisturbed
-
-        with undisturbed(self.definition):
-            return own_loss(self.definition, self.structure)
 
     @cached_property
     def why_not_stages(self) -> str:

@@ -1,15 +1,24 @@
-"""The loss that takes the place of HF's: per token, over logits that are cut along the vocabulary."""
+"""The loss of a run: mostly one that takes the place of HF's, per token, over logits that are cut along the
+vocabulary."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     vocab_parallel_cross_entropy,
 )
+from torch import nn
 from torch.nn import functional as F
+
+from megasched.megatron.own_loss import OwnCodeLoss
+from megasched.objectives import objective_of
+
+if TYPE_CHECKING:
+    from megasched.lowering.plan import Plan
 
 
 class VocabParallelLoss:
@@ -53,3 +62,28 @@ class VocabParallelLoss:
         if not self.sharded:
             return logits
         return gather_from_tensor_model_parallel_region(logits, group=self.group)[..., : self.vocab_size]
+
+
+def make_loss(
+    definition: Any, plan: Plan, group: torch.distributed.ProcessGroup, *, last: bool
+) -> VocabParallelLoss | OwnCodeLoss:
+    """What computes the loss of a stage.
+
+    Args:
+        definition: lowered.
+        group: of TP.
+        last: whether it is the last stage.
+    """
+    assert plan.structure is not None
+    if plan.structure.own_labels is not None:
+        shape = partial(objective_of(definition).label_shape, definition.config)
+        return OwnCodeLoss(plan.structure.own_labels, shape, last=last)
+    head = definition.get_output_embeddings()
+    path = "" if head is None else path_of(definition, head)
+    sharded = plan.cuts.get(path) == "column" and path not in plan.derived.gather
+    vocabulary = plan.placement(path, "weight").shape[0] if sharded else 0
+    return VocabParallelLoss(vocabulary, sharded, group)
+
+
+def path_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(path for path, module in model.named_modules() if module is wanted)

@@ -24,7 +24,8 @@ from megasched.lowering.fp8 import enter_fp8, fp8_pass
 from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.megatron.buffers import SavedBuffers, persistent_buffers, place_buffers
 from megasched.megatron.checkpoint import Place, copy_loaded, sharded_entry
-from megasched.megatron.loss import VocabParallelLoss
+from megasched.megatron.loss import VocabParallelLoss, make_loss, path_of
+from megasched.megatron.own_loss import OwnCodeLoss
 from megasched.megatron.packed_batch import as_rows, packed_arguments, unpack_rows
 from megasched.megatron.precision import keeping_precision, with_nan
 from megasched.megatron.recompute_flags import apply_recompute_flags
@@ -122,16 +123,10 @@ class ScheduledModel(MegatronModule):
             lower_sequence_boundaries(self.definition, context, here, first=self.stage.first, last=self.stage.last)
             set_sides(self.definition, structure, self.stage, self._wire)
             set_exit(self.definition, structure, self.stage)
-        self._loss = self._make_loss()
-        self.definition.loss_function = self._loss
+        self._loss = make_loss(self.definition, plan, self.pg_collection.tp, last=self.stage.last)
+        if isinstance(self._loss, VocabParallelLoss):
+            self.definition.loss_function = self._loss
         return context.renamed_buffers
-
-    def _make_loss(self) -> VocabParallelLoss:
-        plan, head = self.plan, self.definition.get_output_embeddings()
-        path = "" if head is None else _path_of(self.definition, head)
-        sharded = plan.cuts.get(path) == "column" and path not in plan.derived.gather
-        vocabulary = plan.placement(path, "weight").shape[0] if sharded else 0
-        return VocabParallelLoss(vocabulary, sharded, self.pg_collection.tp)
 
     def _here(self, path: str) -> bool:
         assert self.plan.structure is not None
@@ -183,7 +178,7 @@ class ScheduledModel(MegatronModule):
         return first if hasattr(first, "weight") else None, last
 
     def _end_names(self) -> list[str]:
-        return [f"{_path_of(self.definition, end)}.weight" for end in self._ends() if end is not None]
+        return [f"{path_of(self.definition, end)}.weight" for end in self._ends() if end is not None]
 
     def _weights(self) -> tuple[nn.Parameter | None, nn.Parameter | None]:
         first, last = self._ends()
@@ -218,8 +213,9 @@ class ScheduledModel(MegatronModule):
             input_ids: [b, s] on the first stage.
             attention_mask: [b, s], 1 for a token and 0 for padding, on every stage, where the objective has it. A
                 causal language model does not use it: one causal sequence a row.
-            position_ids, loss_mask: not used; positions are what the definition makes them by itself, those of
-                this rank's part, or those of packed sequences.
+            position_ids: not used; positions are what the definition makes them by itself, those of this rank's
+                part, or those of packed sequences.
+            loss_mask: as the labels; told to a definition whose own code computes the loss.
             labels: [b, s] on the last stage, shifted already where they are the next tokens; [b] of images.
             packed_seq_params: where sequences begin that share a row, on every stage. Megatron hands over all rows
                 as one then, [1, b * s]; positions begin anew with each sequence.
@@ -242,11 +238,12 @@ class ScheduledModel(MegatronModule):
             rows = unpack_rows(packed_seq_params, self._wire.batch, self._wire.length)
             given |= packed_arguments(self.plan, rows, self._device)
             masks = packed_masks(rows.numbers()) if rows.several else masks
-        structure = self.plan.structure
-        calls_loss = structure is not None and structure.calls_loss
+        assert self.plan.structure is not None
+        if isinstance(self._loss, OwnCodeLoss):
+            given |= self._loss.arguments(labels, loss_mask, self._wire)
+        elif self.plan.structure.calls_loss:
+            given["labels"] = labels
         try:
-            if calls_loss:
-                given["labels"] = labels
             if self._context is not None:
                 given |= self._positions(given["input_ids"], position_ids)
             with fp8_pass(self.config), masks:
@@ -257,7 +254,9 @@ class ScheduledModel(MegatronModule):
             self._wire.clear()
         if labels is None:
             return self._loss.whole(output.logits)
-        loss = output.loss if calls_loss else self._loss(output.logits, labels)
+        if isinstance(self._loss, OwnCodeLoss):
+            return self._loss.each(output.logits, output.loss, labels)
+        loss = output.loss if "labels" in given else self._loss(output.logits, labels)
         return loss if packed_seq_params is None else loss.view(shape)
 
     def _receive(self, given: dict[str, torch.Tensor | None]) -> dict[str, Any]:
@@ -267,7 +266,9 @@ class ScheduledModel(MegatronModule):
         wire.open = True
         if self.stage.first:
             found: dict[str, Any] = {name: given[name] for name in self._objective.inputs}
-            wire.batch, wire.length = next(iter(found.values())).shape[:2]  # of tokens; images say what follows
+            first = next(iter(found.values()))
+            wire.batch, wire.length = first.shape[:2]  # of tokens; images say what follows
+            wire.device = first.device
         else:
             assert sent is not None
             parts = self.pg_collection.tp.size() if self.plan.layout.sp else 1
@@ -393,7 +394,3 @@ def _device(config: TransformerConfig) -> torch.device:
     if config.use_cpu_initialization:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _path_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(path for path, module in model.named_modules() if module is wanted)

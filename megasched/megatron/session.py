@@ -23,6 +23,7 @@ from megasched.lowering.planning import make_plan
 from megasched.lowering.replacement import replace_modules
 from megasched.megatron.cut import balance, cuts_asked_for, layer_costs, layout_string
 from megasched.megatron.known_model import KnownModel, know_model
+from megasched.megatron.own_loss import refuse_loss
 from megasched.megatron.stage_trial import why_not_alone, why_not_other_ways
 from megasched.megatron.unreached import freeze_unreached
 from megasched.module_copy import copy_module
@@ -101,7 +102,7 @@ class Session:
             )
             what += "call of one and joins it after the last"
             raise ScheduleError(Problem(what, plan.structure.layers, remedy="run it without --sequence-parallel"))
-        self._refuse_another_loss()
+        refuse_loss(plan)
         _refuse_changed_state(plan)
         if plan.layout.pp > 1:
             refuse_stages(plan, self.definition.config)
@@ -122,26 +123,18 @@ class Session:
             return
         objective = objective_of(self.replaced)
         inputs = objective.trial(self.replaced.config, batch, length)
-        if not self.structure.calls_loss:
-            del inputs["labels"]
+        takes_labels, own = self.structure.takes_labels, self.structure.own_labels
+        labels = inputs.pop("labels")
+        if takes_labels:
+            inputs["labels"] = labels if own is None else own.cut(labels)
         inputs |= objective.constants
-        self.reach = find_reach(meta_copy(self.replaced), inputs, calls_loss=self.structure.calls_loss)
+        self.reach = find_reach(meta_copy(self.replaced), inputs, with_loss=takes_labels)
         self.runs.length, self.runs.noted_at_length = length, self.reach.noted
         freeze_unreached(self.replaced, self.reach)
 
     @cached_property
     def runs(self) -> KnownRuns:
         return self.known.runs if self.replaced is self.definition else KnownRuns()
-
-    def _refuse_another_loss(self) -> None:
-        own, layout = self.known.own_loss, self.schedule.layout
-        if own.why_another:
-            what = f"{own.why_another}; a run computes the cross entropy of each label in its place"
-            remedy = "have the forward hand its logits and labels to transformers' loss_function, and add to that"
-            raise ScheduleError(Problem(what, remedy=remedy))
-        if own.calls > 1 and max(layout.tp, layout.pp, layout.cp) > 1:
-            what = f"its forward asks for {own.calls} losses, and model parallelism knows of the first alone"
-            raise ScheduleError(Problem(what, remedy="run it with data parallelism alone"))
 
     def _refuse_state_between_stages(self, plan: Plan) -> None:
         """Of a model with modules replaced, what the user put there counts, too."""

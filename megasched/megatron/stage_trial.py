@@ -18,9 +18,9 @@ from megasched.errors import ScheduleError
 from megasched.lowering.ways import Ways
 from megasched.megatron.stage import Stage, make_stage, set_entry
 from megasched.megatron.wire import Wire
-from megasched.objectives import objective_of
 from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
 from megasched.trial.places import Side
+from megasched.trial.recording import inputs_of
 from megasched.trial.sequence_trial import numbers_in
 from megasched.trial.structure import Structure, flow_of
 
@@ -126,8 +126,7 @@ class _Run(DefaultScalars):
         self.run(inputs)
 
     def _inputs(self) -> dict[str, torch.Tensor]:
-        config = getattr(self.model, "config", None)
-        return dict(objective_of(self.model).trial_inputs(config, _BATCH, _LENGTH))
+        return inputs_of(self.model, _BATCH, _LENGTH, self.structure.own_labels)
 
     def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.stack.append((path, args, kwargs))

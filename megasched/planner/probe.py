@@ -285,7 +285,7 @@ class _Run:
             received = torch.zeros(self.wire, dtype=self.dtype, requires_grad=True)
             received.register_hook(self._leave)
             model.set_input_tensor(received)
-        output = model(tokens, None, None, labels=tokens)
+        output = model(tokens, None, None, labels=tokens, loss_mask=torch.ones(self.batch, self.length))
         model.set_input_tensor(None)
         return output.float().mean() if self.stage.last else output
 

@@ -10,6 +10,7 @@ from megasched.compatibility import unchecked_options, verify_command
 from megasched.layout import Layout
 from megasched.lowering.plan import Plan
 from megasched.megatron.decisions import Decision, decisions_of, fold_paths, without_rule
+from megasched.megatron.own_loss import loss_lines
 from megasched.megatron.session import open_session
 from megasched.report.show import AUTO
 
@@ -23,6 +24,7 @@ class Explanation:
         without_rule: operators that no rule is known of, and that are handed whole tensors for it.
         unchecked_options: as ``ShowReport`` has them.
         check: the command that would check them.
+        loss: what is to be said of a loss that the definition's own code computes; empty where a run does.
     """
 
     model: str
@@ -32,6 +34,7 @@ class Explanation:
     without_rule: tuple[str, ...] = ()
     unchecked_options: tuple[str, ...] = ()
     check: str = ""
+    loss: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON."""
@@ -44,6 +47,7 @@ class Explanation:
             "without_rule": self.without_rule,
             "unchecked_options": self.unchecked_options,
             "check": self.check,
+            "loss": self.loss,
         }
 
 
@@ -76,7 +80,8 @@ def explain_schedule(
     if sequence_length is not None:
         session.runs.length = sequence_length  # the plan has to hold for it
     decisions = decisions_of(session, by_user=schedule != AUTO)
-    told = context_lines(session.plan), tuple(without_rule(session.plan))
+    plan = session.plan
+    told = context_lines(plan), tuple(without_rule(plan))
     return Explanation(
         type(session.definition).__name__,
         layout,
@@ -84,6 +89,7 @@ def explain_schedule(
         *told,
         tuple(unchecked_options(session.definition)),
         verify_command(schedule, hf_model, layout, overrides=overrides, trust_remote_code=trust_remote_code),
+        tuple(loss_lines(plan)),
     )
 
 

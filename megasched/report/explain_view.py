@@ -13,7 +13,7 @@ from megasched.report.explain import Explanation
 def print_explanation(explanation: Explanation, console: Console) -> None:
     """Prints a few lines a parameter; made for 100 columns."""
     console.print(Text.assemble((explanation.model, "bold"), f" on {explanation.layout}\n"))
-    told = [*explanation.context, *explanation.without_rule]
+    told = [*explanation.context, *explanation.without_rule, *explanation.loss]
     if explanation.unchecked_options:
         told.append(of_unchecked_options(list(explanation.unchecked_options), explanation.check))
     for line in told:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from megasched.lowering.local_attributes import sharded_attention
+from megasched.megatron.own_loss import loss_lines
 from megasched.megatron.session import Session
 from megasched.placement import Placement
 from megasched.primitives.replace_all import matches
@@ -217,6 +218,8 @@ class _View:
         if path in self.plan.experts:
             notes.append(f"experts shared out over EP {self.plan.layout.ep}, tokens sent to them")
         notes += self._context_notes(path)
+        if module is self.session.replaced.get_output_embeddings():
+            notes += loss_lines(self.plan)
         fp8 = self.plan.layout.fp8
         if fp8 is not None and path in self.plan.by_megatron | self.plan.te_linears:
             notes.append(f"in 8 bits ({fp8.fp8_recipe})" if self.plan.in_8_bits(path) else "in 16 bits")

@@ -128,6 +128,8 @@ class FlowRun(DefaultScalars):
             self.found.append(Found(ids, BEFORE, places=[Place("")]))
             self._numbers[id(ids)] = 0
             self._set(ids, frozenset([0]))
+            if "labels" in inputs:  # which the last stage alone has
+                self._set(inputs["labels"], frozenset([_Inner(self._end, "the labels")]))
         self._draws.drawn()
         with call_hooks(self._model, self._before, self._after):
             run_on_meta(self._model, inputs, self)
@@ -253,6 +255,8 @@ class FlowRun(DefaultScalars):
             self.found[item].read = max(self.found[item].read, place)
         elif item.layer is None and place not in (BEFORE, self._end):
             self._refuse(f"{item.name}, which is in no layer, goes into what layer {place} reads")
+        elif item.layer == self._end and place != self._end:
+            self._refuse(f"layer {place} reads {item.name}, which the last stage alone has")
         elif item.layer is not None and item.layer != place:
             self._refuse(f"layer {place} reads what layer {item.layer} made of {item.name}, and was not handed it")
 

@@ -235,12 +235,15 @@ def call_hooks(
 @contextmanager
 def loss_function_of(model: Any, function: Callable[..., torch.Tensor]) -> Iterator[None]:
     """In which an HF model's ``loss_function`` is another one."""
-    before = vars(model).get("_loss_function")
+    held, names = vars(model), ("loss_function", "_loss_function")  # a property of transformers keeps the second
+    before = {name: held[name] for name in names if name in held}
     model.loss_function = function
     try:
         yield
     finally:
-        model.loss_function = before
+        for name in names:
+            held.pop(name, None)
+        held.update(before)
 
 
 def run_on_meta(

@@ -38,24 +38,24 @@ class Reach:
     noted: NotedLines | None = field(default=None, compare=False, repr=False)
 
 
-def find_reach(model: nn.Module, inputs: Mapping[str, Any], *, calls_loss: bool) -> Reach:
+def find_reach(model: nn.Module, inputs: Mapping[str, Any], *, with_loss: bool) -> Reach:
     """Runs a forward on meta in training mode; where something is not reached, once more with other answers to the
     questions that its code asks about values.
 
     Args:
         model: a ``meta_copy`` of the definition.
         inputs: arguments of its forward, on meta; the length of the sequence counts.
-        calls_loss: the loss is the one that the forward returns; else it is made of the logits.
+        with_loss: the loss is the one that the forward returns; else it is made of the logits.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    run = _ReachRun(model, inputs, calls_loss)
+    run = _ReachRun(model, inputs, with_loss)
     if run.reached is None:
         return Reach()
     noted = run.noted
     left = {name for name, parameter in trained.items() if id(parameter) not in run.reached}
     if not left:
         return Reach(noted=noted)
-    other = _ReachRun(model, inputs, calls_loss, answer=1)
+    other = _ReachRun(model, inputs, with_loss, answer=1)
     by_values = set() if other.reached is None else {name for name in left if id(trained[name]) in other.reached}
     for name in left - by_values:
         if run.has_reached_another(name) or (other.reached is None and run.asked_around(name)):
@@ -75,7 +75,7 @@ class _ReachRun(DefaultScalars):
         called: paths of the modules that ran.
     """
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], calls_loss: bool, answer: int = 0) -> None:
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], with_loss: bool, answer: int = 0) -> None:
         super().__init__(answer=answer)
         self.called: set[str] = set()
         self.reached: set[int] | None = None
@@ -88,7 +88,7 @@ class _ReachRun(DefaultScalars):
         self.noted.note_data([*model.parameters(), *model.buffers(), *tensors_in(dict(inputs))])
         with suppress(ScheduleError), loss_function_of(model, _sum), call_hooks(model, self._before, self._after):
             output = run_on_meta(model, inputs, self, autograd=True)
-            self.reached, by_functions = _sources(_roots(output, calls_loss))
+            self.reached, by_functions = _sources(_roots(output, with_loss))
             if by_functions:  # their backward may have a gradient for what they have read
                 self.reached |= self._read_aside
 
@@ -141,8 +141,8 @@ def _sum(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return logits.float().sum()
 
 
-def _roots(output: Any, calls_loss: bool) -> list[torch.Tensor]:
-    found = getattr(output, "loss" if calls_loss else "logits", None)
+def _roots(output: Any, with_loss: bool) -> list[torch.Tensor]:
+    found = getattr(output, "loss" if with_loss else "logits", None)
     return [found] if isinstance(found, torch.Tensor) else tensors_in(output)
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from megasched.errors import ScheduleError
 from megasched.objectives import objective_of
-from megasched.trial.meta_call import call_hooks, run_on_meta
+from megasched.trial.loss_trial import OwnLabels
+from megasched.trial.meta_call import call_hooks, loss_function_of, run_on_meta
 from megasched.trial.noted import NotedLines, Noting
 from megasched.trial.shape import SIZES
 
@@ -82,16 +83,14 @@ def record_with_loss(model: nn.Module) -> tuple[list[ModuleCallRecord], bool, No
         logits.sum()  # the line that calls it is one that has operations done
         raise Enough
 
-    real = getattr(model, "loss_function", None)
-    model.loss_function = loss
     calls: list[ModuleCallRecord] = []
-    with suppress(ScheduleError):  # a loss of its own may not take labels as long as these
+    # A loss of its own may not take labels as long as these.
+    with loss_function_of(model, loss), suppress(ScheduleError):
         calls = record(model, inputs, noted=noted)
-    model.loss_function = real
     if called == [True]:
         return calls, True, noted
     noted = NotedLines()
-    return record(model, inputs_without_labels(model, *SIZES[0]), noted=noted), False, noted
+    return record(model, inputs_of(model, *SIZES[0]), noted=noted), False, noted
 
 
 def trial_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -99,6 +98,24 @@ def trial_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return objective_of(model).trial(getattr(model, "config", None), *SIZES[0])
 
 
-def inputs_without_labels(model: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """A batch without labels."""
-    return objective_of(model).trial_inputs(getattr(model, "config", None), batch, length)
+def inputs_of(
+    model: nn.Module, batch: int, length: int, labels: OwnLabels | None = None
+) -> dict[str, torch.Tensor]:
+    """A batch, with such labels as the definition's own code takes."""
+    inputs = objective_of(model).trial(getattr(model, "config", None), batch, length)
+    given = inputs.pop("labels")
+    return inputs if labels is None else {**inputs, "labels": labels.cut(given)}
+
+
+def in_autograd(model: nn.Module, layer: str) -> bool:
+    """Whether gradients of a layer are autograd's, and not those of a function that the model brings."""
+    seen = []
+
+    def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if path == layer:
+            seen.append(torch.is_grad_enabled())
+            raise Enough
+
+    with suppress(Enough), call_hooks(model, before):
+        run_on_meta(model, inputs_of(model, *SIZES[0]), autograd=True)
+    return seen == [True]

@@ -20,20 +20,20 @@ from megasched.definition import cast_as_loaded
 from megasched.errors import Problem, ScheduleError
 from megasched.objectives import CAUSAL_LM, objective_of
 from megasched.trial.crossing import FlowRun
+from megasched.trial.loss_trial import OwnLabels
 from megasched.trial.meta_call import (
-    call_hooks,
     meta_copy,
-    run_on_meta,
     tensors_in,
     token_inputs,
 )
 from megasched.trial.noted import NotedLines
+from megasched.trial.own_loss import OwnLoss, own_loss
 from megasched.trial.places import Place, Side
 from megasched.trial.recorded import find_recorded
 from megasched.trial.recording import (
-    Enough,
     ModuleCallRecord,
-    inputs_without_labels,
+    in_autograd,
+    inputs_of,
     record,
     record_with_loss,
     trial_of,
@@ -41,6 +41,7 @@ from megasched.trial.recording import (
 from megasched.trial.shape import SIZES, FollowsNeither, Shape, shape_of
 from megasched.trial.sites import Site
 from megasched.trial.slot import Slot
+from megasched.undisturbed import undisturbed
 
 _UNKNOWN = Shape((), torch.float32)  # until it is learnt
 
@@ -61,8 +62,9 @@ class Structure:
         calls: path of a module -> how often a forward calls it, where that is more than once; empty unless
             ``repeated``.
         trial: example arguments of the forward, on meta, labels included.
-        calls_loss: whether the forward computes its loss by ``loss_function``; one that does it by itself gets no
-            labels, and its logits are taken.
+        calls_loss: whether the forward computes its loss by ``loss_function``, of which a run has its own; one
+            that does it by itself gets no labels, and its logits are taken.
+        loss: whether a run's loss is that which its own code computes; it gets labels then.
         hidden: the shape of the hidden state; mostly [b, s, h].
         called: indices of the layers that a call with token ids runs; empty where it runs all.
         sides: what layers read of earlier ones beside the hidden state.
@@ -95,14 +97,27 @@ class Structure:
     asked: frozenset[Site] = frozenset()
     noted: NotedLines | None = field(default=None, compare=False, repr=False)
     repeated: bool = False
+    loss: OwnLoss = field(default_factory=OwnLoss)
     calls: dict[str, int] = field(default_factory=dict)
     trial: dict[str, torch.Tensor] = field(default_factory=lambda: token_inputs(*SIZES[0]))
+
+    @property
+    def own_labels(self) -> OwnLabels | None:
+        """The labels that the definition's own code takes, where that computes the loss; None where a run does."""
+        return self.loss.labels
+
+    @property
+    def takes_labels(self) -> bool:
+        """Whether the forward gets labels, and returns the loss."""
+        return self.calls_loss or self.own_labels is not None
 
     def trial_inputs(self) -> dict[str, torch.Tensor]:
         """What a trial call gets, on meta: what a batch has, and labels where the forward has a use for them."""
         inputs = {name: tensor.clone() for name, tensor in self.trial.items()}
-        if not self.calls_loss:
+        if not self.takes_labels:
             del inputs["labels"]
+        elif self.own_labels is not None:
+            inputs["labels"] = self.own_labels.cut(inputs["labels"])
         return inputs
 
     def layer_path(self, index: int) -> str:
@@ -152,7 +167,7 @@ class Structure:
         cast_as_loaded(probe, dtype)
         layers = [self.layer_path(index) for index in self.called or range(self.count)]
         run = FlowRun(probe, layers, {*self.before, *self.between, *self.after}, self.slot, self.recorded)
-        _follow(run, probe, batch, length)
+        _follow(run, probe, batch, length, self.own_labels)
         return {found.places[0]: found.tensor for found in run.sides()}
 
     def holds_layers(self, path: str) -> bool:
@@ -166,24 +181,10 @@ class Structure:
         return int(path[len(self.layers) + 1 :].partition(".")[0])
 
 
-def _in_autograd(model: nn.Module, layer: str) -> bool:
-    """Whether gradients of a layer are autograd's, and not those of a function that the model brings."""
-    seen = []
-
-    def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if path == layer:
-            seen.append(torch.is_grad_enabled())
-            raise Enough
-
-    with suppress(Enough), call_hooks(model, before):
-        run_on_meta(model, inputs_without_labels(model, *SIZES[0]), autograd=True)
-    return seen == [True]
-
-
-def _follow(run: FlowRun, model: nn.Module, batch: int, length: int) -> None:
+def _follow(run: FlowRun, model: nn.Module, batch: int, length: int, labels: OwnLabels | None) -> None:
     """Only a causal language model's later stages lack its inputs; other batches are read on every stage."""
     first_stage_only = "input_ids" if objective_of(model) is CAUSAL_LM else None
-    run.run(inputs_without_labels(model, batch, length), first_stage_only)
+    run.run(inputs_of(model, batch, length, labels), first_stage_only)
 
 
 def find_structure(model: nn.Module) -> Structure:
@@ -200,6 +201,12 @@ def find_structure(model: nn.Module) -> Structure:
     of_layers = [call for call in calls if call.path in paths]
     called = tuple(int(call.path.rpartition(".")[2]) for call in of_layers)
     found = Structure(layers, count, _find_slot(of_layers), calls_loss=calls_loss, repeated=repeated)
+    with undisturbed(model):
+        found.loss = own_loss(model, found)
+    if found.own_labels is not None:  # its loss may call more modules
+        found.calls_loss, noted = False, NotedLines()
+        calls = record(probe, inputs_of(probe, *SIZES[0], found.own_labels), noted=noted)
+        of_layers = [call for call in calls if call.path in paths]
     found.trial, found.noted = trial_of(probe), noted
     found.called = called if len(called) < count else ()
     owners = {path for path, m in probe.named_modules() if next(m.parameters(recurse=False), None) is not None}
@@ -209,12 +216,12 @@ def find_structure(model: nn.Module) -> Structure:
         probe, ((call.path, call.output) for call in calls), inside.__contains__, found.holds_layers
     )
     run = FlowRun(probe, [call.path for call in of_layers], outside, found.slot, found.recorded)
-    _follow(run, probe, *SIZES[0])
+    _follow(run, probe, *SIZES[0], found.own_labels)
     found.uncuttable, found.by_chance, found.asked = run.refused, run.by_chance, frozenset(run.asked)
     if repeated:
         found.uncuttable = "they are called more than once"
         found.calls = {path: times for path, times in Counter(call.path for call in calls).items() if times > 1}
-    elif not _in_autograd(probe, of_layers[0].path):
+    elif not in_autograd(probe, of_layers[0].path):
         found.uncuttable = "the model computes their gradients by a function of its own"
     found.bare = tuple(run.bare)
     found.changed_buffers = tuple(sorted(run.changed_buffers))
@@ -253,7 +260,7 @@ def flow_of(
     outside = {*structure.before, *structure.between, *structure.after}
     run = FlowRun(probe, layers, outside, structure.slot, structure.recorded, answers)
     batch, usual = SIZES[0]
-    _follow(run, probe, batch, length or usual)
+    _follow(run, probe, batch, length or usual, structure.own_labels)
     sides = [Side(of.made, of.read, tuple(of.places)) for of in run.sides()]
     return run.ran, sides, run.bare, run.changed_buffers, run.refused
 
@@ -275,7 +282,7 @@ def _learn_shapes(structure: Structure, probe: nn.Module, calls: list[ModuleCall
     for dtype in (torch.bfloat16, torch.float32):
         cast_as_loaded(probe, dtype)
         try:
-            others = record(probe, inputs_without_labels(probe, *SIZES[1]), limit=len(calls))
+            others = record(probe, inputs_of(probe, *SIZES[1], structure.own_labels), limit=len(calls))
             break
         except ScheduleError:  # one that can't run in bfloat16 will not be trained in it
             if dtype == torch.float32:

@@ -44,13 +44,23 @@ def record_batches(
                 batch[name] = _within(batch[name], *tokens)
         labels = batch["labels"]
         if labels is not None:
-            batch["loss_mask"] = batch["loss_mask"] * (labels % 7 < 2) if mask else batch["loss_mask"]
+            batch["loss_mask"] = _without_last(batch) * ((labels % 7 < 2) if mask else 1)
             labels = labels.masked_fill(batch["loss_mask"] == 0, IGNORED)
         report.batches.append((report.iterations, batch["tokens"], labels))
         return batch
 
     script.get_batch = get_batch
     return lambda: setattr(script, "get_batch", real)
+
+
+def _without_last(batch: Any) -> torch.Tensor:
+    """The loss mask, and nothing counts at the last position: HF's classes do not look there."""
+    from megatron.core import mpu
+
+    mask = batch["loss_mask"].clone()
+    if mpu.get_context_parallel_rank() == 0 and batch.get("cu_seqlens") is None:
+        mask[:, -1] = 0
+    return mask
 
 
 def record_samples(pretraining: Any, report: RankReport) -> Callable[[], None]:
@@ -73,16 +83,26 @@ def _within(ids: torch.Tensor, low: int, high: int) -> torch.Tensor:
 
 def record_logits(report: RankReport, every_step: bool) -> Callable[[], None]:
     from megasched.megatron.loss import VocabParallelLoss
+    from megasched.megatron.own_loss import OwnCodeLoss
 
-    real = VocabParallelLoss.__call__
+    def recorded(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if every_step or not report.iterations:
+                report.logits.setdefault(report.iterations, []).append(self.whole(logits.detach().clone()))
+            return real(self, logits, *args, **kwargs)
 
-    def call(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if every_step or not report.iterations:
-            report.logits.setdefault(report.iterations, []).append(self.whole(logits.detach().clone()))
-        return real(self, logits, *args, **kwargs)
+        return call
 
-    VocabParallelLoss.__call__ = call
-    return lambda: setattr(VocabParallelLoss, "__call__", real)
+    owners: tuple[tuple[Any, str], ...] = ((VocabParallelLoss, "__call__"), (OwnCodeLoss, "each"))
+    before = [(owner, name, getattr(owner, name)) for owner, name in owners]
+    for owner, name, real in before:
+        setattr(owner, name, recorded(real))
+
+    def undo() -> None:
+        for owner, name, real in before:
+            setattr(owner, name, real)
+
+    return undo
 
 
 @dataclass

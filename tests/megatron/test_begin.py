@@ -34,6 +34,7 @@ def arguments(folder, schedule="auto", **changes):
         "seed": 1234,
         "rank": 0,
         "gradient_accumulation_fusion": True,
+        "calculate_per_token_loss": False,
         "transformer_impl": "transformer_engine",
         "apply_rope_fusion": True,
         "no_persist_layer_norm": False,

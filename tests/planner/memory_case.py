@@ -41,7 +41,8 @@ def predict(
     folder: str, layout: Layout, flags: str, schedule: str = "auto", batches: Batches = MANY
 ) -> list[RankMemory]:
     """Of each pipeline rank."""
-    session = open_session(schedule, folder, layout, make_vocab_size_divisible_by=4)
+    trust = "--trust-remote-code" in flags
+    session = open_session(schedule, folder, layout, make_vocab_size_divisible_by=4, trust_remote_code=trust)
     dtype = torch.bfloat16 if "--bf16" in flags else torch.float32
     sharded = "--use-distributed-optimizer" in flags
     with fake_groups(layout):

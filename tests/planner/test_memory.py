@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megasched.layout import Layout
+from tests.own_losses import LOSSES, write
 from tests.planner.configs import config_of
 from tests.planner.memory_case import BLOCK, FULL, MANY, Batches, argv_of, predict
 from tests.planner.rank_case import step_peak
@@ -38,11 +39,23 @@ def test_frozen_weights_have_no_gradients_and_no_states(ranks, tmp_path):
 
 def assert_predicted(ranks, tmp_path, schedule, name, parallel, flags, tolerance):
     config_of(name).save_pretrained(tmp_path)
+    assert_predicted_of(ranks, str(tmp_path), schedule, parallel, flags, tolerance)
+
+
+def test_whole_logits_of_a_loss_of_its_own_are_counted(ranks, tmp_path):
+    """What is kept of them is a large part of what a rank holds."""
+    changes = config_of("llama").to_dict() | {"num_hidden_layers": 2}
+    kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
+    folder = write(tmp_path / "model", LOSSES["two heads"], **{name: changes[name] for name in kept})
+    assert_predicted_of(ranks, folder, "auto", TP2, "--trust-remote-code", 0.03)
+
+
+def assert_predicted_of(ranks, folder, schedule, parallel, flags, tolerance):
     layout = Layout(**parallel)
     batches = FEW if "--bf16" in flags else MANY
     argv = argv_of(layout, flags, batches)
-    held = ranks.run(layout.world_size, step_peak, str(tmp_path), argv, schedule=schedule)
-    predicted = predict(str(tmp_path), layout, flags, schedule, batches)
+    held = ranks.run(layout.world_size, step_peak, folder, argv, schedule=schedule)
+    predicted = predict(folder, layout, flags, schedule, batches)
     for rank, found in enumerate(held):
         pp_rank = rank // (layout.world_size // layout.pp)
         assert predicted[pp_rank].total == pytest.approx(found["peak"], rel=tolerance)

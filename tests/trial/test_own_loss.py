@@ -1,4 +1,5 @@
-"""A loss that is not the cross entropy of a definition's logits is seen, by numbers that its own code gives."""
+"""A loss that is not the cross entropy of a definition's logits is seen, by numbers that its own code gives; and
+what labels that code takes."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from megasched.definition import build_definition, init_empty_weights
+from megasched.trial.loss_trial import OwnLabels
 from megasched.trial.own_loss import OwnLoss, own_loss
 from megasched.trial.structure import structure_of
 from megasched.verify.small_models import small_config
@@ -138,6 +140,72 @@ class Weighted(Llama):
         return shifted(logits, labels, weight=weights)
 
 
+class SmoothedOfTheSamePlaces(Llama):
+    def of(self, logits, labels, hidden):
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+
+class TwoHeads(Llama):
+    """The second looks for the label after the next, too."""
+
+    def of(self, logits, labels, hidden):
+        after_next = F.cross_entropy(self.lm_head(2 * hidden)[:, :-2].flatten(0, 1), labels[:, 2:].flatten())
+        return super().of(logits, labels, hidden) + 0.3 * after_next
+
+
+class LeavesOutTheFirst(Llama):
+    def of(self, logits, labels, hidden):
+        return shifted(logits[:, 4:], labels[:, 4:])
+
+
+class OneHot(Llama):
+    """A label of -100 fails."""
+
+    def of(self, logits, labels, hidden):
+        wanted = 0.9 * F.one_hot(labels[:, 1:], logits.shape[-1])
+        return -(wanted * logits[:, :-1].log_softmax(-1)).sum(-1).mean()
+
+
+class Clamped(Llama):
+    """A label of -100 is taken for one of 0."""
+
+    def of(self, logits, labels, hidden):
+        return shifted(logits, labels.clamp(min=0), label_smoothing=0.1)
+
+
+class Wrapped(Llama):
+    """A label of -100 is taken for another."""
+
+    def of(self, logits, labels, hidden):
+        return shifted(logits, labels % logits.shape[-1], label_smoothing=0.1)
+
+
+class Summed(Llama):
+    """Labels of -100 are left out, and the sum does not tell how many."""
+
+    def of(self, logits, labels, hidden):
+        return shifted(logits, labels, reduction="sum")
+
+
+class FewerLabels(Llama):
+    """As GIT, whose first positions are those of a picture."""
+
+    def of(self, logits, labels, hidden):
+        return F.cross_entropy(logits[:, 3:-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class OfEachLabel(Llama):
+    def of(self, logits, labels, hidden):
+        return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+class Rolled(Llama):
+    """The last position is to predict the first label, which a run does not have."""
+
+    def of(self, logits, labels, hidden):
+        return F.cross_entropy(logits.flatten(0, 1), labels.roll(-1, 1).flatten(), label_smoothing=0.1)
+
+
 class GivesDict(Llama):
     def made(self, logits, loss):
         return {"logits": logits, "loss": loss}
@@ -161,47 +229,56 @@ def made(cls):
 
 
 def found(cls):
-    model = made(cls)
-    return own_loss(model, structure_of(model))
+    return structure_of(made(cls)).loss
+
+
+SAME = [LlamaForCausalLM, Llama, AddsOfLogits, AddsOfHidden, Capped, TiedByFunction, AddsOfWeights, ByHand]
+
+
+@pytest.mark.parametrize("cls", [*SAME, OfTheSamePlaces, NoLoss])
+def test_a_run_computes_the_same(cls):
+    assert found(cls) == OwnLoss()
+
+
+MOVED = [Smoothed, LeavesOut, LeavesOutByFunction, PlusPenalty, AnotherGradient, NextButOne, ReadsWeights]
 
 
 @pytest.mark.parametrize(
-    ("cls", "calls"),
+    ("cls", "labels"),
     [
-        *((LlamaForCausalLM, 1), (Llama, 1), (AddsOfLogits, 1), (AddsOfHidden, 1), (Capped, 1), (Twice, 2)),
-        *((TiedByFunction, 1), (AddsOfWeights, 1)),
-        *((ByHand, 0), (OfTheSamePlaces, 0), (NoLoss, 0)),
+        *((cls, OwnLabels(True, True)) for cls in (*MOVED, FunctionOfItsOwn, TwoHeads, LeavesOutTheFirst, Twice)),
+        *((cls, OwnLabels(True, False)) for cls in (OneHot, Clamped, Wrapped, Summed, Weighted)),
+        (SmoothedOfTheSamePlaces, OwnLabels(False, True)),
+        (FewerLabels, OwnLabels(True, True, 3)),
     ],
 )
-def test_a_run_computes_the_same(cls, calls):
-    assert found(cls) == OwnLoss("", calls)
+def test_a_loss_of_its_own_and_its_labels(cls, labels):
+    loss = found(cls)
+    assert loss.labels == labels
+    assert loss.another.startswith("its forward asks for 2" if cls is Twice else "it has a loss of its own")
 
 
-OTHER = [
-    Smoothed,
-    LeavesOut,
-    LeavesOutByFunction,
-    PlusPenalty,
-    AnotherGradient,
-    NextButOne,
-    Weighted,
-    ReadsWeights,
-]
-
-
-@pytest.mark.parametrize("cls", [*OTHER, FunctionOfItsOwn, ReadsWeights])
-def test_a_loss_of_its_own(cls):
-    assert found(cls).why_another.startswith("it has a loss of its own")
+@pytest.mark.parametrize("cls", [OfEachLabel, Rolled])
+def test_labels_that_cannot_be_told(cls):
+    loss = found(cls)
+    assert loss.labels is None
+    assert loss.another.endswith("can't be told by trying it")
 
 
 @pytest.mark.parametrize(("cls", "name"), [(GivesDict, "dict"), (GivesTuple, "tuple")])
 def test_a_forward_that_gives_something_else(cls, name):
-    assert f"its forward returns a {name}" in found(cls).why_another
+    loss = found(cls)
+    assert f"its forward returns a {name}" in loss.another
+    assert loss.labels is None
 
 
-def test_prophetnet_has_one():
-    model = build_definition(small_config("prophetnet"))
-    assert own_loss(model, structure_of(model)).why_another.endswith("not the cross entropy of its logits")
+@pytest.mark.parametrize(
+    ("model_type", "labels"), [("prophetnet", OwnLabels(False, True)), ("git", OwnLabels(True, True, 5))]
+)
+def test_stock_classes_that_have_one(model_type, labels):
+    structure = structure_of(build_definition(small_config(model_type)))
+    assert structure.loss.labels == labels
+    assert structure.trial_inputs()["labels"].shape[1] == max(5 - labels.skipped, 0)
 
 
 def test_the_definition_stays_as_it_is():

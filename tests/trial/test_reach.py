@@ -25,7 +25,7 @@ def reach_of(definition, length: int = LENGTH) -> Reach:
     if not structure.calls_loss:
         del inputs["labels"]
     inputs |= objective.constants
-    return find_reach(meta_copy(definition), inputs, calls_loss=structure.calls_loss)
+    return find_reach(meta_copy(definition), inputs, with_loss=structure.takes_labels)
 
 
 def without_gradient(model_type: str) -> set[str]:
@@ -107,7 +107,7 @@ def indices_alone(model, h, scores):
 def found(route) -> tuple[set[str], set[str], set[str]]:
     """Modules of what is never reached, of what perhaps is, and what was not called."""
     model = meta_copy(Model(route))
-    reach = find_reach(model, {"input_ids": torch.zeros(2, 5, dtype=torch.long, device="meta")}, calls_loss=False)
+    reach = find_reach(model, {"input_ids": torch.zeros(2, 5, dtype=torch.long, device="meta")}, with_loss=False)
     never, perhaps = ({name.rpartition(".")[0] for name in names} for names in (reach.never, reach.perhaps))
     return never - {"", "matrices"}, perhaps, set(reach.uncalled) - {"matrices"}
 
@@ -140,7 +140,7 @@ def test_what_is_read_for_indices_alone_is_called_and_never_reached():
 
 def test_a_parameter_of_the_model_itself():
     model = meta_copy(Model(first_alone))
-    reach = find_reach(model, {"input_ids": torch.zeros(2, 5, dtype=torch.long, device="meta")}, calls_loss=False)
+    reach = find_reach(model, {"input_ids": torch.zeros(2, 5, dtype=torch.long, device="meta")}, with_loss=False)
     assert reach.never[0] == "unused"
     assert "" not in reach.uncalled
 
@@ -167,4 +167,4 @@ def test_what_a_function_with_its_own_backward_reads_counts_as_reached():
 
 
 def test_a_forward_that_fails_tells_nothing():
-    assert find_reach(meta_copy(Model(first_alone)), {}, calls_loss=False) == Reach()
+    assert find_reach(meta_copy(Model(first_alone)), {}, with_loss=False) == Reach()

@@ -1,0 +1,56 @@
+"""Llamas whose own code computes the loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests import remote
+
+FORWARD = """
+from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaMLP as Mlp
+
+
+def shifted(logits, labels, by=1, **more):
+    return F.cross_entropy(logits[:, :-by].flatten(0, 1), labels[:, by:].flatten(), **more)
+
+
+class Mine(Mine):
+    def __init__(self, config):
+        super().__init__(config)
+        self.second = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, input_ids=None, labels=None, position_ids=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, position_ids=position_ids, **kwargs).last_hidden_state
+        logits = self.lm_head(hidden)
+        loss = None if labels is None else self.of(logits, labels, hidden, input_ids)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    def of(self, logits, labels, hidden, input_ids):
+"""
+LOSSES = {
+    "label smoothing": "return shifted(logits, labels, label_smoothing=0.1)",
+    "a z-loss by hand": "return shifted(logits, labels) + 1e-2 * logits.logsumexp(-1).square().mean()",
+    "its own mask": "return shifted(logits, labels.masked_fill(torch.arange(labels.shape[1]) < 5, -100))",
+    "a mask by ids": "return shifted(logits, labels.masked_fill(input_ids % 7 == 3, -100))",
+    "two heads": "return shifted(logits, labels) + 0.3 * shifted(self.second(hidden), labels, 2)",
+    "two calls": """a, b = (
+            self.loss_function(logits=each, labels=labels, vocab_size=self.config.vocab_size)
+            for each in (logits, self.second(hidden))
+        )
+        return a + 0.3 * b""",
+    "labels of the same places": """
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)""",
+}
+
+
+def write(folder: Path, loss: str, **changes: Any) -> str:
+    """A folder without weights.
+
+    Args:
+        loss: body of a function of logits, labels, hidden and input_ids.
+        changes: of the config.
+    """
+    return remote.write(folder, FORWARD + " " * 8 + loss + "\n", **changes)

@@ -1,0 +1,119 @@
+"""Losses that the code of a class computes by itself: a run's are the same, on whole logits of the last stage."""
+
+from __future__ import annotations
+
+import pytest
+
+from megasched.errors import ScheduleError
+from megasched.layout import Layout
+from megasched.megatron.session import open_session
+from megasched.verify.parity import TOLERANCE, check_layout, compare
+from megasched.verify.rank_pool import RankError
+from megasched.verify.reference import hf_step
+from megasched.verify.small_models import write_small_model
+from megasched.verify.trainer_run import batches_of, train
+from tests.own_losses import LOSSES, write
+from tests.parity.cases import slow
+from tests.parity.steps import assert_same_run
+
+LAYOUTS = {
+    "one": (1, 1, ""),
+    "tp2": (2, 2, "--tensor-model-parallel-size 2"),
+    "tp2-sp": (2, 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, 1, "--pipeline-model-parallel-size 2"),
+    "dp2": (2, 1, ""),
+    "tp2-pp2": (4, 2, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+}
+
+
+def step(ranks, folder, layout, mask=True):
+    world, tp, flags = LAYOUTS[layout]
+    reports = ranks.run(world, train, folder, [*flags.split(), "--trust-remote-code"], iterations=1, mask=mask)
+    (expected,) = ranks.run(1, hf_step, folder, batches_of(reports), trust_remote_code=True)
+    return compare(reports, expected, tp)
+
+
+def cases():
+    """Of every pair one layout of each loss is in `make test`."""
+    for number, loss in enumerate(LOSSES):
+        for place, layout in enumerate(LAYOUTS):
+            values = loss, layout
+            yield values if place == number % 5 else slow(*values)
+
+
+@pytest.mark.parametrize(("loss", "layout"), list(cases()))
+def test_a_step_equals_plain_transformers(ranks, tmp_path, loss, layout):
+    """Four micro-batches, of which a loss mask counts other numbers of labels."""
+    outcome = step(ranks, write(tmp_path / "model", LOSSES[loss]), layout)
+    assert outcome.verdict == "equal", outcome.why
+    assert max(outcome.errors.values()) <= TOLERANCE
+
+
+def test_parameters_after_three_steps_are_those_of_one_rank(ranks, tmp_path):
+    """Of the distributed optimizer, whose ranks have other micro-batches, on two stages."""
+    folder = write(tmp_path / "model", LOSSES["two heads"])
+    flags = ["--trust-remote-code", "--use-distributed-optimizer"]
+    whole = ranks.run(1, train, folder, flags, iterations=3, mask=True)
+    for more in (["--pipeline-model-parallel-size", "2"], []):
+        assert_same_run(ranks.run(2, train, folder, [*flags, *more], iterations=3, mask=True), whole)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    [("prophetnet", "tp2"), ("git", "pp2"), slow("prophetnet", "pp2"), slow("git", "tp2")]
+    + [slow(one, layout) for one in ("prophetnet", "git") for layout in ("tp2-sp", "pp2-vpp2", "tp2-pp2")],
+)
+def test_stock_classes(ranks, tmp_path, model_type, layout):
+    """ProphetNet predicts each token twice, from other positions; GIT leaves out those of its pictures."""
+    (folder,) = ranks.run(1, write_small_model, model_type, str(tmp_path))
+    outcome = check_layout(ranks, folder, layout)
+    assert (outcome.verdict, outcome.why) == ("equal", "")
+    assert max(outcome.errors.values()) <= TOLERANCE
+
+
+# refused ---------------------------------------------------------------------------------------------
+
+SMOOTHED = LOSSES["label smoothing"]
+ONE_HOT = """hot = F.one_hot(labels[:, 1:], logits.shape[-1]).float()
+        return -0.9 * (hot * logits[:, :-1].log_softmax(-1)).sum(-1).mean()"""
+
+
+def test_labels_that_are_all_ids_need_masks_of_ones(ranks, tmp_path):
+    folder = write(tmp_path / "model", ONE_HOT)
+    assert step(ranks, folder, "tp2", mask=False).verdict == "equal"
+    with pytest.raises(RankError, match=r"loss mask of a batch is not 1 everywhere.*labels of -100 for others"):
+        ranks.run(1, train, folder, ["--trust-remote-code"], iterations=1, mask=True)
+
+
+def test_context_parallelism_is_refused(tmp_path):
+    folder = write(tmp_path / "model", SMOOTHED)
+    session = open_session("auto", folder, Layout(context_parallel_size=2), trust_remote_code=True)
+    with pytest.raises(ScheduleError, match="needs whole sequences"):
+        _ = session.plan
+
+
+def test_packed_sequences_are_refused(tmp_path):
+    folder = write(tmp_path / "model", SMOOTHED)
+    session = open_session("auto", folder, Layout(packed_sequences=True), trust_remote_code=True)
+    with pytest.raises(ScheduleError, match="takes a row for one sequence"):
+        _ = session.plan
+
+
+def test_weights_by_labels_are_refused(ranks, tmp_path):
+    folder = write(tmp_path / "model", SMOOTHED)
+    flags = ["--trust-remote-code", "--calculate-per-token-loss"]
+    with pytest.raises(RankError, match="needs the loss of each label"):
+        ranks.run(1, train, folder, flags, iterations=1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        ("return F.cross_entropy(logits.transpose(1, 2), labels, reduction='none')", "can't be told by trying it"),
+        ("return 0 * shifted(logits, labels)", "can't be told by trying"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(tmp_path, loss, why):
+    session = open_session("auto", write(tmp_path / "model", loss), Layout(), trust_remote_code=True)
+    with pytest.raises(ScheduleError, match=why):
+        _ = session.plan
