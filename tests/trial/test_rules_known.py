@@ -10,10 +10,7 @@ from megasched.verify.small_models import causal_lm_types, small_config
 # Complex rotary numbers, pads and convolutions between a column and its row.
 FAST = ("deepseek_v2", "llama4_text", "qwen3_next", "qwen3_5_text")
 # What no run takes, with or without a layout: transformers does not make it, or not from ids.
-NOT_RUN = {"blt", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody"} | {
-    "git",  # losses of their own
-    "prophetnet",
-}
+NOT_RUN = {"blt", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody"}
 TYPES = [one for one in causal_lm_types() if one not in NOT_RUN]
 
 
