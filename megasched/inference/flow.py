@@ -63,18 +63,16 @@ class _FlowRun(DefaultScalars):
         self.stems[id(tensor)] = stem
         self.kept.append(tensor)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = super().__torch_dispatch__(func, types, args, kwargs)
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().carry_out(func, args, kwargs)
         if self.silent:
             return output
-        stems = [self.stem(tensor) for tensor in tensors_in((args, kwargs or {}))]
+        stems = [self.stem(tensor) for tensor in tensors_in((args, kwargs))]
         joined = _Stem(frozenset().union(*(s.linears for s in stems)), any(s.bypasses for s in stems))
         for tensor in tensors_in(output):
             self._set(tensor, joined)
         if isinstance(func, torch._ops.OpOverload) and func.overloadpacket.__name__ in _SPLITS:
-            self._note_split(args[0], tensors_in(output), func, args, kwargs or {})
+            self._note_split(args[0], tensors_in(output), func, args, kwargs)
         return output
 
     def _note_split(self, x: torch.Tensor, outputs: list[torch.Tensor], func: Any, args: Any, kwargs: Any) -> None:

@@ -72,15 +72,13 @@ class _FlopRun(DefaultScalars):
         self.outside = 0.0  # since the last layer, or the begin
         self.begun = False  # any layer
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from torch.utils.flop_counter import flop_registry
 
-        output = super().__torch_dispatch__(func, types, args, kwargs)
+        output = super().carry_out(func, args, kwargs)
         formula = flop_registry.get(getattr(func, "overloadpacket", None))
         if formula is not None and not self.silent:
-            self._count(formula(*args, **(kwargs or {}), out_val=output))
+            self._count(formula(*args, **kwargs, out_val=output))
         return output
 
     def _count(self, flops: float) -> None:

@@ -36,10 +36,8 @@ class ValuesRun(DefaultScalars):
         super().__init__()
         self.met: list[tuple[str, list[float]]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = dict(kwargs)
         tensors = tensors_in((args, kwargs))
         real = [tensor for tensor in tensors if not tensor.is_meta]
         if len(real) == len(tensors):
@@ -50,7 +48,7 @@ class ValuesRun(DefaultScalars):
         if real:
             self.met += [(func.__name__, tensor.flatten().tolist()) for tensor in real]
             args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().carry_out(func, args, kwargs)
 
     @staticmethod
     def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

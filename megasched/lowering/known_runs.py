@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.collector import collector_paused
 from megasched.definition import text_config
 from megasched.errors import ScheduleError
 from megasched.lowering.flops import ForwardFlops, forward_flops
@@ -26,6 +27,7 @@ from megasched.roles import Cut
 from megasched.trial.labels import Derived
 from megasched.trial.meta_call import meta_copy, to_meta
 from megasched.trial.noted import NotedLines, Numbers
+from megasched.trial.recording import note_forward
 from megasched.trial.sequence_plan import SequencePlan
 from megasched.trial.structure import Structure
 
@@ -43,6 +45,7 @@ class KnownRuns:
         self.length = length
         # What a forward with such sequences has run, where one was made.
         self.noted_at_length: NotedLines | None = None
+        self._is_too_long = False
         self._ways: Ways | None = None
         self._numbers: dict[int, list[Numbers]] = {}
         self._derived: dict[Hashable, Derived] = {}
@@ -53,6 +56,7 @@ class KnownRuns:
         self._flops: dict[Hashable, ForwardFlops] = {}
         self._probe: nn.Module | None = None  # of the last run; that of any would do
 
+    @collector_paused()
     def propagate(self, model: nn.Module, inputs: Mapping[str, Any], asked: Mapping[str, Any]) -> Derived:
         """As ``propagate`` does.
 
@@ -71,14 +75,16 @@ class KnownRuns:
     def ways(self, model: nn.Module, inputs: Mapping[str, Any], structure: Structure | None) -> Ways:
         """As ``find_ways`` does; without its runs where those before have shown that there is one way alone."""
         if self._ways is None:
-            short, long = structure and structure.noted, self.noted_at_length
-            if short is not None and not short.asked and long is not None and long.lines == short.lines:
+            short = structure and structure.noted
+            long = None if structure is None or short is None or short.asked else self._noted_at(model, structure)
+            if short is not None and long is not None and long.lines == short.lines:
                 self._ways = Ways()
             else:
                 length = self.length or (None if structure is None else usual_length(model))
                 self._ways = find_ways(model, to_meta(dict(inputs)), inputs_of(model, inputs), length)
         return self._ways
 
+    @collector_paused()
     def unproven_sizes(
         self,
         derived: Derived,
@@ -126,6 +132,7 @@ class KnownRuns:
         known.append((answers, found))
         return found
 
+    @collector_paused()
     def goes_by_length(
         self, model: nn.Module, structure: Structure, size: int, is_whole: Callable[[str], bool], *, places: bool
     ) -> tuple[str, str] | None:
@@ -138,7 +145,7 @@ class KnownRuns:
         Returns:
             The module and the operation; None where there is nothing, or it can't run on such a sequence.
         """
-        short, long = structure.noted, self.noted_at_length
+        short, long = structure.noted, self._noted_at(model, structure)
         if (
             short is not None
             and long is not None
@@ -150,6 +157,16 @@ class KnownRuns:
             part, whole = (self._numbers_at(model, structure, n) for n in (length // size, length))
             return what_goes_by_length(part, whole, is_whole, places=places)
         return None
+
+    def _noted_at(self, model: nn.Module, structure: Structure) -> NotedLines | None:
+        """What a forward notes on a sequence as long as a run's; None where it can't run on such a one."""
+        if self.noted_at_length is None and not self._is_too_long:
+            inputs = inputs_of(model, structure.trial_inputs())(self.length or usual_length(model))
+            try:
+                self.noted_at_length = note_forward(meta_copy(model), inputs)
+            except ScheduleError:  # more than it has positions for, which a run will say
+                self._is_too_long = True
+        return self.noted_at_length
 
     def _numbers_at(self, model: nn.Module, structure: Structure, length: int) -> list[Numbers]:
         if length not in self._numbers:

@@ -73,10 +73,8 @@ class Replay(DefaultScalars):
         self.numbers, self.computed, self.tp = call.numbers, 0, tp
         self.made: dict[int, tuple[int, ...]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = super().__torch_dispatch__(func, types, args, kwargs)
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().carry_out(func, args, kwargs)
         if not self.silent and func not in SAME:
             numbers = tuple(numbers_of(func, args, kwargs))
             if self.numbers[self.computed : self.computed + len(numbers)] != numbers:

@@ -237,6 +237,7 @@ class _WayRun(DefaultScalars):
                 run_on_meta(model, inputs, self)
         except _TooLong:
             self.too_long = True
+        self.noted.let_go()
 
     def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.stack.append(path)
@@ -255,10 +256,8 @@ class _WayRun(DefaultScalars):
         """See ``DefaultScalars``."""
         self.noted.note_question(tensors, site, how_many=how_many)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = super().__torch_dispatch__(func, types, args, kwargs)
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().carry_out(func, args, kwargs)
         path = self.stack[-1]
         lines = self.noted.note(path, func, args, kwargs, output)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(output))

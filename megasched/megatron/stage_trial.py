@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.collector import collector_paused
 from megasched.errors import ScheduleError
 from megasched.lowering.ways import Ways
 from megasched.megatron.stage import Stage, make_stage, set_entry
@@ -31,6 +32,7 @@ _SAME = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 _Operation = tuple[str, tuple[Any, ...], tuple[tuple[int, ...], ...]]
 
 
+@collector_paused()
 def why_not_alone(model: nn.Module, structure: Structure) -> str:
     """What layers of the second half do otherwise where those of the first are on another stage; empty if nothing.
 
@@ -98,10 +100,8 @@ class _Run(DefaultScalars):
         places = (place.path for side in structure.sides for place in side.places)
         self.watched = {*structure.layer_paths(), *places}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = super().__torch_dispatch__(func, types, args, kwargs)
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().carry_out(func, args, kwargs)
         if self.hidden is not None and func not in _SAME:
             path = self.stack[-1][0] if self.stack else ""
             shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(output))

@@ -173,16 +173,14 @@ class FlowRun(DefaultScalars):
 
     # operations -------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = super().__torch_dispatch__(func, types, args, kwargs)
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().carry_out(func, args, kwargs)
         operands = tensors_in((args, kwargs))
         place = self._place()
         if not self._running and self._chance.asks(func, args, operands):
             self.by_chance = True
             self._refuse("the code around them asks for a number that it draws, and each stage would draw another")
-        self._chance.follow(func, args, kwargs or {}, operands, tensors_in(output))
+        self._chance.follow(func, args, kwargs, operands, tensors_in(output))
         label: _Label = _NOTHING.union(*(self._labels.get(id(tensor), _NOTHING) for tensor in operands))
         label = frozenset(map(self._as_read, label))
         for item in sorted(label, key=repr) if place is not None else ():
@@ -191,7 +189,7 @@ class FlowRun(DefaultScalars):
         label |= {_Inner(place, name) for name in names}
         self._note_bare(names, place)
         by_inputs = any(isinstance(item, int) for item in label)
-        self._note_state(operands, written(func, args, kwargs or {}), place, by_inputs)
+        self._note_state(operands, written(func, args, kwargs), place, by_inputs)
         if str(func).startswith(_SHAPE_ONLY):
             label = _NOTHING
         for tensor in tensors_in(output):

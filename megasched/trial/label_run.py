@@ -117,13 +117,11 @@ class LabelRun(DefaultScalars):
             if label.along.dim != tensor.dim() - 1:
                 self.derived.by_heads |= label.columns
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = super().__torch_dispatch__(func, types, args, kwargs)
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().carry_out(func, args, kwargs)
         if self.silent:
             return output
-        operands = tensors_in((args, kwargs or {}))
+        operands = tensors_in((args, kwargs))
         joined = self._join([self.label(t) for t in operands])
         path = self.stack[-1][0] if self.stack else ""
         for tensor in operands:
@@ -133,7 +131,7 @@ class LabelRun(DefaultScalars):
         self._meet(operands)
         if self.packing and joined.region in ("T", "S"):
             self._refuse_packing()
-        changed = written(func, args, kwargs or {})
+        changed = written(func, args, kwargs)
         for tensor in changed:
             for held in (tensor, base_of(tensor)):
                 if id(held) in self.cut_outputs:
@@ -146,12 +144,12 @@ class LabelRun(DefaultScalars):
         for tensor in changed:
             self.alike.pop(id(tensor), None)
             self.alike.pop(id(base_of(tensor)), None)
-        for tensor, along in zip(outputs, self._follow(func, args, kwargs or {}, outputs, joined), strict=True):
+        for tensor, along in zip(outputs, self._follow(func, args, kwargs, outputs, joined), strict=True):
             on_all = along == ON_ALL_RANKS
             self._set(tensor, replace(joined, region="P") if on_all else replace(joined, along=along))
         for tensor in changed:
             self._write_through(tensor)
-        if draws(func, args, kwargs or {}):
+        if draws(func, args, kwargs):
             self._random(path, joined)
         return output
 

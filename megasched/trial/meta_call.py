@@ -14,6 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megasched.collector import collector_paused
 from megasched.errors import MegaschedError, Problem, ScheduleError
 from megasched.module_copy import copy_module
 from megasched.trial.meta_results import MetaResults
@@ -24,11 +25,13 @@ from megasched.undisturbed import undisturbed
 def meta_copy(model: nn.Module) -> nn.Module:
     """A copy of the model with every parameter and buffer on meta; ties stay ties, nothing real is copied."""
     memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    return copy_module(model, memo)
+    with collector_paused():
+        for parameter in model.parameters():
+            own = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            memo[id(parameter)] = own
+        for buffer in model.buffers():
+            memo[id(buffer)] = buffer.detach().to("meta")
+        return copy_module(model, memo)
 
 
 class DefaultScalars(TorchDispatchMode):
@@ -67,8 +70,13 @@ class DefaultScalars(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        return self.carry_out(func, args, kwargs or {})
+
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation gives. Runs that look at operations add to this: torch wraps each class's
+        ``__torch_dispatch__`` in two more calls."""
         if func not in _ANSWERED:
-            return self._call(func, args, kwargs or {})
+            return self._call(func, args, kwargs)
         answer = self._answer_to(func, args)
         if func is torch.ops.aten._local_scalar_dense.default:
             return answer > 0 if args[0].dtype == torch.bool else answer
@@ -90,7 +98,7 @@ class DefaultScalars(TorchDispatchMode):
         if func is torch.ops.aten.split_with_sizes.default and not sum(args[1]):  # sizes that were asked for
             sizes = [args[0].shape[args[2] if len(args) > 2 else 0], *args[1][1:]]
             args = (args[0], sizes, *args[2:])
-        return self._call(func, args, kwargs or {})
+        return self._call(func, args, kwargs)
 
     def _answer_to(self, func: Any, args: tuple[Any, ...]) -> int:
         """The answer, if it is a question."""
@@ -252,7 +260,14 @@ def run_on_meta(
     """One forward in training mode; the model must be a ``meta_copy``."""
     model.train()
     mode = mode or DefaultScalars()
-    with undisturbed(model), torch.set_grad_enabled(autograd), torch.device("meta"), _Functions(mode), mode:
+    with (
+        collector_paused(),
+        undisturbed(model),
+        torch.set_grad_enabled(autograd),
+        torch.device("meta"),
+        _Functions(mode),
+        mode,
+    ):
         return model(**inputs)
 
 

@@ -160,10 +160,8 @@ class RecordedCalls(Labelling):
         if label.region == "T" and self.open:
             self.open[-1].columns |= label.columns
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = super().__torch_dispatch__(func, types, args, kwargs)
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().carry_out(func, args, kwargs)
         if self.open and not self.silent and func not in SAME:
             self.open[-1].results += [self._placed(tensor) for tensor in tensors_in(output)]
             self.open[-1].numbers += numbers_of(func, args, kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,15 @@ _OF_SIZES = frozenset(
 )
 _COPIES = frozenset(["clone", "_to_copy", "copy_"])  # made or not by how a tensor lies, which sizes of 1 decide
 COUNTED = "arange"  # makes places, of nothing
+
+
+@cache
+def _kind(func: Any) -> tuple[str, str, bool, bool]:
+    """Of an operation: its name, that with the overload's, whether its numbers are of sizes, and whether it is one
+    on single elements."""
+    name = func.__name__.partition(".")[0]
+    pointwise = torch.Tag.pointwise in getattr(func, "tags", ()) and name not in _COPIES
+    return name, func.__name__, name in _OF_SIZES, pointwise
 
 
 class NotedLines:
@@ -46,22 +56,28 @@ class NotedLines:
         """These, and what is made of them, are looked at."""
         self._data.update((id(tensor), tensor) for tensor in tensors)
 
+    def let_go(self) -> None:
+        """Holds no tensors any more; to be called after the run."""
+        self._data.clear()
+
     def note(
         self, path: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, output: Any
     ) -> tuple[Line, ...] | None:
         """Of an operation in the module at ``path``; its lines, None where it is left aside."""
-        name = func.__name__.partition(".")[0]
-        if self._data.keys().isdisjoint(map(id, tensors_in((args, kwargs or {})))):
+        name, full, of_sizes, pointwise = _kind(func)
+        if self._data.keys().isdisjoint(map(id, tensors_in(args if not kwargs else (args, kwargs)))):
             if name == COUNTED:
                 self.numbers.append((path, running_lines(), name, tuple(numbers_in(args, kwargs))))
             return None
         lines = running_lines()
         self.lines.add((path, lines))
-        numbers = () if name in _OF_SIZES else tuple(numbers_in(args, kwargs))
-        counts = torch.Tag.pointwise in getattr(func, "tags", ()) and name not in _COPIES
-        if numbers or counts:
-            self.numbers.append((path, lines, func.__name__, numbers))
-        self.note_data(tensors_in(output))
+        numbers = () if of_sizes else tuple(numbers_in(args, kwargs))
+        if numbers or pointwise:
+            self.numbers.append((path, lines, full, numbers))
+        if isinstance(output, torch.Tensor):
+            self._data[id(output)] = output
+        else:
+            self.note_data(tensors_in(output))
         return lines
 
     def note_question(self, tensors: Iterable[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
@@ -85,9 +101,7 @@ class Noting(DefaultScalars):
         """See ``DefaultScalars``."""
         self.noted.note_question(tensors, site, how_many=how_many)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = super().__torch_dispatch__(func, types, args, kwargs)
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().carry_out(func, args, kwargs)
         self.noted.note(self.running[-1] if self.running else "", func, args, kwargs, output)
         return output

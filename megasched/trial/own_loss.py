@@ -165,12 +165,10 @@ class _Reads(DefaultScalars):
         self.given_whole = given_whole
         self.read: dict[int, torch.Tensor] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any(self.given_whole):
-            self.read.update((id(tensor), tensor) for tensor in tensors_in((args, kwargs or {})))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+            self.read.update((id(tensor), tensor) for tensor in tensors_in((args, kwargs)))
+        return super().carry_out(func, args, kwargs)
 
 
 def _outputs_of_modules(

@@ -91,6 +91,7 @@ class _ReachRun(DefaultScalars):
             self.reached, by_functions = _sources(_roots(output, with_loss))
             if by_functions:  # their backward may have a gradient for what they have read
                 self.reached |= self._read_aside
+        self.noted.let_go()
 
     def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._stack.append(path)
@@ -104,13 +105,11 @@ class _ReachRun(DefaultScalars):
         self._asked.add(self._stack[-1] if self._stack else "")
         self.noted.note_question(tensors, site, how_many=how_many)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        operands = tensors_in((args, kwargs or {}))
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operands = tensors_in((args, kwargs))
         if not torch.is_grad_enabled():
             self._read_aside.update(self._parameters.intersection(map(id, operands)))
-        output = super().__torch_dispatch__(func, types, args, kwargs)
+        output = super().carry_out(func, args, kwargs)
         self.noted.note(self._stack[-1] if self._stack else "", func, args, kwargs, output)
         return output
 

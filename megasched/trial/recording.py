@@ -13,7 +13,7 @@ from torch import nn
 from megasched.errors import ScheduleError
 from megasched.objectives import objective_of
 from megasched.trial.loss_trial import OwnLabels
-from megasched.trial.meta_call import call_hooks, loss_function_of, run_on_meta
+from megasched.trial.meta_call import call_hooks, loss_function_of, run_on_meta, tensors_in
 from megasched.trial.noted import NotedLines, Noting
 from megasched.trial.shape import SIZES
 
@@ -69,7 +69,33 @@ def record(
 
     with suppress(Enough), call_hooks(model, before, after):
         run_on_meta(model, inputs, mode)
+    if noted is not None:
+        noted.let_go()
     return calls
+
+
+def note_forward(model: nn.Module, inputs: Mapping[str, Any]) -> NotedLines:
+    """What a forward notes, and what it does with the loss that ``loss_function`` gives.
+
+    Args:
+        model: a ``meta_copy``.
+
+    Raises:
+        ScheduleError: it does not run on meta with these arguments.
+    """
+    noted, running = NotedLines(), list[str]()
+    noted.note_data([*model.parameters(), *model.buffers(), *tensors_in(dict(inputs))])
+
+    def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        running.append(path)
+
+    def after(path: str, module: nn.Module, output: Any) -> None:
+        running.pop()
+
+    with loss_function_of(model, lambda logits, *args, **kwargs: logits.sum()), call_hooks(model, before, after):
+        run_on_meta(model, inputs, Noting(noted, running))
+    noted.let_go()
+    return noted
 
 
 def record_with_loss(model: nn.Module) -> tuple[list[ModuleCallRecord], bool, NotedLines]:

@@ -85,13 +85,11 @@ class SequenceFlow(DefaultScalars):
         storage = tensor.untyped_storage()._cdata if self.spoiled else 0
         return self.local.get(id(tensor)) or self.spoiled.get(storage)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = super().__torch_dispatch__(func, types, args, kwargs)
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().carry_out(func, args, kwargs)
         if self.silent:
             return output
-        operands, outputs = tensors_in((args, kwargs or {})), tensors_in(output)
+        operands, outputs = tensors_in((args, kwargs)), tensors_in(output)
         if self.inside:
             self._refuse_crossing(operands)
             return output
@@ -113,7 +111,7 @@ class SequenceFlow(DefaultScalars):
                 self._need(origin)
             self._spoil_all(name, outputs, origins[0])
         elif split and name not in CONSTANTS:
-            self._follow(func, name, args, kwargs or {}, outputs)
+            self._follow(func, name, args, kwargs, outputs)
         else:
             self._made(name, outputs)
         return output

@@ -50,11 +50,12 @@ def running_lines() -> tuple[Line, ...]:
     while frame is not None:
         code = frame.f_code
         identity = id(code)
-        if identity not in _CODES:
-            _CODES[identity] = code, _is_definition(frame.f_globals)
-        if _CODES[identity][1]:
+        known = _CODES.get(identity)
+        if known is None:
+            known = _CODES[identity] = code, _is_definition(frame.f_globals)
+        if known[1]:
             found.append((identity, frame.f_lasti))
-        elif code is _MODULE_CALL and found:
+        elif found and code is _MODULE_CALL:
             break
         frame = frame.f_back
     return tuple(found)

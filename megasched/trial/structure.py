@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.collector import collector_paused
 from megasched.definition import cast_as_loaded
 from megasched.errors import Problem, ScheduleError
 from megasched.objectives import CAUSAL_LM, objective_of
@@ -187,6 +188,7 @@ def _follow(run: FlowRun, model: nn.Module, batch: int, length: int, labels: Own
     run.run(inputs_of(model, batch, length, labels), first_stage_only)
 
 
+@collector_paused()
 def find_structure(model: nn.Module) -> Structure:
     """The structure of an HF model that was built for an objective.
 

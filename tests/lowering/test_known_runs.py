@@ -7,6 +7,7 @@ import pytest
 from megasched import patches
 from megasched.lowering import attention_switch, known_runs
 from megasched.lowering.known_runs import KnownRuns
+from megasched.lowering.ways import NO_OTHERS
 from megasched.trial.structure import find_structure
 from tests.lowering.models import tiny_model
 
@@ -43,3 +44,27 @@ def test_another_answer_makes_another_run(llama, monkeypatch):
     assert runs.plan_sequence(*llama, 2, lambda path: "no") == "no"
     assert runs.plan_sequence(*llama, 2, lambda path: "no" if "mlp" in path else "") == "no"
     assert made == ["", "no"]
+
+
+def test_one_run_shows_that_long_sequences_go_no_other_way(llama, monkeypatch):
+    made = []
+    note_forward = known_runs.note_forward
+    monkeypatch.setattr(known_runs, "note_forward", lambda *args: made.append(1) or note_forward(*args))
+    for more in ("find_ways", "numbers_at"):
+        monkeypatch.setattr(known_runs, more, None)
+    model, structure = llama
+    runs = KnownRuns()
+    assert runs.ways(model, structure.trial_inputs(), structure) == NO_OTHERS
+    assert runs.goes_by_length(model, structure, 2, lambda path: False, places=False) is None
+    assert len(made) == 1
+
+
+def test_more_runs_are_made_where_long_sequences_go_another_way(llama):
+    model, structure = llama
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) if x.shape[1] < 40 else forward(x) / x.shape[1]
+    runs = KnownRuns(length=64)
+    assert [way.length for way in runs.ways(model, structure.trial_inputs(), structure).others] == [64]
+    path, _ = runs.goes_by_length(model, structure, 2, lambda path: False, places=False)
+    assert path == "model.layers.1.mlp"

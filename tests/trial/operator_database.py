@@ -154,12 +154,12 @@ class _SequenceRun(LabelRun):
         self.places: dict[int, Along] = {}
         self.whole = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = super().__torch_dispatch__(func, types, args, kwargs)
-        operands, outputs = tensors_in((args, kwargs or {})), tensors_in(output)
-        self.whole |= draws(func, args, kwargs or {})  # other numbers on each rank, as it should be
+    def carry_out(self, func: Any, args: Any, kwargs: Any) -> Any:
+        output = super().carry_out(func, args, kwargs)
+        operands, outputs = tensors_in((args, kwargs)), tensors_in(output)
+        self.whole |= draws(func, args, kwargs)  # other numbers on each rank, as it should be
         if any(id(tensor) in self.places for tensor in operands):
-            found = follow_sequence(func, args, kwargs or {}, outputs, lambda tensor: self.places.get(id(tensor)))
+            found = follow_sequence(func, args, kwargs, outputs, lambda tensor: self.places.get(id(tensor)))
             self.whole |= not found or None in found
             self.places |= {id(t): along for t, along in zip(outputs, found, strict=True) if along is not None}
         return output
