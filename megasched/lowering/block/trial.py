@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 BATCH, LENGTH = 2, 24
 WINDOW = 7  # in the place of a longer one, so that there are tokens beyond it
 _TOLERANCE = 3e-5  # of the largest number; of float32
+_SMALL = 0.1  # of the largest gradient: what is smaller has its rounding
 # Of inputs: small ones show the epsilon of norms. Gradients of parameters are compared at the first.
 _SCALES = {"layer": (1.0, 1e-3, 30.0), "attention": (1.0, 0.1, 3.0), "mixture": (1.0, 3.0)}
 
@@ -323,11 +324,13 @@ def _unequal(theirs: _Called, ours: _Called, x: torch.Tensor, model: Any, assemb
     if not _close(found[1], wanted[1]):
         return "gradient of the input"
     gradients = iter(wanted[2:])
+    largest = max((float(gradient.abs().max()) for gradient in wanted[2:]), default=0.0)
     for name, gradient in zip(own, found[2:], strict=True):
         assembly = assemblies[name]
         cut = assembly.cut(0, 1)
         pieces = [part.shard(next(gradients), *cut) for part in assembly.parts]
-        if not _close(gradient, assembly.join(pieces, 1)):
+        # Some are zero but for rounding: those of a router whose one weight for each token is 1.
+        if not _close(gradient, assembly.join(pieces, 1), _SMALL * largest):
             return f"gradient of {assembly.name}"
     return ""
 
@@ -342,9 +345,15 @@ def _results(called: _Called, x: torch.Tensor, held: list[torch.Tensor]) -> list
     return [output, *(torch.zeros_like(of) if g is None else g for g, of in zip(found, sources, strict=True))]
 
 
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors, which may be large, are equal but for rounding; none is that has no number."""
-    return one.shape == other.shape and bool((one - other).abs().max() <= _TOLERANCE * other.abs().max())
+def _close(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> bool:
+    """Whether two tensors, which may be large, are equal but for rounding; none is that has no number.
+
+    Args:
+        least: to which rounding is relative where the numbers themselves are smaller.
+    """
+    if one.shape != other.shape:
+        return False
+    return bool((one - other).abs().max() <= _TOLERANCE * other.abs().max().clamp(min=least))
 
 
 @contextmanager
