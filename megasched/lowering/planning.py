@@ -216,7 +216,9 @@ def _refuse_by_length(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Pro
     structure = plan.structure
     if structure is None or not plan.layout.sp:
         return []
-    regions = {*plan.derived.needed_regions, *find_experts(model)}  # which take tokens one by one
+    derived = plan.derived
+    of_heads = {path for path, of in derived.regions.items() if not derived.by_heads.isdisjoint(of.columns)}
+    regions = derived.needed_regions | of_heads | set(find_experts(model))  # which take tokens one by one
 
     def is_whole(path: str) -> bool:
         return _is_in(regions, path) or structure.index_of(path) is None

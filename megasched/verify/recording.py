@@ -33,8 +33,9 @@ class Look:
 
 
 def record_batches(
-    script: Any, report: RankReport, tokens: tuple[int, int] | None, mask: bool
+    script: Any, report: RankReport, tokens: tuple[int, int] | None, mask: bool, as_it_is: bool = False
 ) -> Callable[[], None]:
+    """See ``trainer_run.train`` for the arguments."""
     real = script.get_batch
 
     def get_batch(*args: Any, **kwargs: Any) -> Any:
@@ -44,7 +45,8 @@ def record_batches(
                 batch[name] = _within(batch[name], *tokens)
         labels = batch["labels"]
         if labels is not None:
-            batch["loss_mask"] = _without_last(batch) * ((labels % 7 < 2) if mask else 1)
+            counted = batch["loss_mask"] if as_it_is else _without_last(batch)
+            batch["loss_mask"] = counted * ((labels % 7 < 2) if mask else 1)
             labels = labels.masked_fill(batch["loss_mask"] == 0, IGNORED)
         report.batches.append((report.iterations, batch["tokens"], labels))
         return batch

@@ -112,6 +112,7 @@ def train(
     script: str = "pretrain_gpt",
     mock_data: bool = True,
     mask: bool = False,
+    as_it_is: bool = False,
     look: Look | None = None,
 ) -> RankReport:
     """Runs Megatron's trainer on this rank and hands back what it saw; see ``run_trainer``.
@@ -119,6 +120,7 @@ def train(
     Args:
         tokens: half-open range of token ids that the batches are to hold; what Megatron's mock data has otherwise.
         mask: of ``pretrain_gpt``: count some labels alone, not as many in each micro-batch and part of a sequence.
+        as_it_is: count the label of the last position, too, which HF does not look at; launched runs do.
         look: look at what every module takes and gives; adapters are those that ``telling_adapters`` makes.
     """
     from megatron.core import parallel_state
@@ -133,7 +135,9 @@ def train(
     undo = [
         _record_steps(training, report, serving),
         _record_finalized_gradients(training, report, 0 if look is None else look.step),
-        record_batches(pretrain_gpt, report, tokens, mask) if serving is None else serving.install(pretrain_gpt),
+        record_batches(pretrain_gpt, report, tokens, mask, as_it_is)
+        if serving is None
+        else serving.install(pretrain_gpt),
         record_samples(pretraining, report),
         record_logits(report, look is not None),
     ]

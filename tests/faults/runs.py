@@ -91,7 +91,7 @@ def harmed(ranks: RankPool, model: str, flags: list[str], iterations: int, *, fa
 
 def _train_harmed(model: str, flags: list[str], iterations: int, fault: str, rank: int) -> RankReport:
     os.environ.update(FAULT=fault, FAULT_RANK=str(rank))
-    return train(model, flags, iterations=iterations, schedule=str(SCHEDULE))
+    return train(model, flags, iterations=iterations, schedule=str(SCHEDULE), as_it_is=True)
 
 
 def grad_norms(log: str) -> dict[int, float]:

@@ -27,8 +27,9 @@ def folder(tmp_path_factory) -> Path:
 def undisturbed(ranks, folder):
     """Of 6 iterations; a second run has saved after two of them."""
     model, save = tiny.save("llama", folder / "model"), folder / "ckpt"
-    whole = ranks.run(2, train, model, FLAGS, iterations=END)
-    ranks.run(2, train, model, [*FLAGS, "--save", str(save), "--save-interval", str(STOP)], iterations=STOP)
+    whole = ranks.run(2, train, model, FLAGS, iterations=END, as_it_is=True)
+    flags = [*FLAGS, "--save", str(save), "--save-interval", str(STOP)]
+    ranks.run(2, train, model, flags, iterations=STOP, as_it_is=True)
     return whole
 
 
@@ -42,7 +43,9 @@ def assert_nothing_is_lost(ranks, folder, undisturbed, norms, last):
     published = [path.name for path in save.glob("iter_*") if any(path.iterdir())]
     assert published == [f"iter_{STOP:07d}"]
     assert inspect_checkpoint(save).problems == []
-    resumed = ranks.run(2, train, str(folder / "model"), [*FLAGS, "--load", str(save)], iterations=END)
+    resumed = ranks.run(
+        2, train, str(folder / "model"), [*FLAGS, "--load", str(save)], iterations=END, as_it_is=True
+    )
     torch.testing.assert_close(losses(resumed), losses(undisturbed)[STOP:], rtol=2e-6, atol=0)
 
 

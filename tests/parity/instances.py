@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megasched.lowering.block import trial
+TRIALS = "megasched.lowering.block.trial"  # tries Megatron's modules before one stands in
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def instances_of(kind: type) -> Iterator[list[Any]]:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         real(self, *args, **kwargs)
-        if not _in_a_trial():
+        if not in_a_trial():
             made.append(self)
 
     kind.__init__ = init
@@ -28,10 +28,11 @@ def instances_of(kind: type) -> Iterator[list[Any]]:
         kind.__init__ = real
 
 
-def _in_a_trial() -> bool:
+def in_a_trial() -> bool:
+    """Whether this is run for a trial alone."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") == trial.__name__:
+        if frame.f_globals.get("__name__") == TRIALS:
             return True
         frame = frame.f_back
     return False

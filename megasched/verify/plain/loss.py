@@ -65,7 +65,7 @@ def labels_of(model: Any, tokens: torch.Tensor) -> Labels:
 
 def _skipped(model: Any, row: torch.Tensor) -> int:
     """Of how many of the first positions it takes no labels: none, but where it fails with those."""
-    for skipped in range(row.shape[1] - 3):
+    for skipped in range(max(1, row.shape[1] - 3)):
         try:
             model(input_ids=row, labels=row[:, skipped:])
         except ValueError:  # torch's, of another number of labels than of logits
