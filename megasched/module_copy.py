@@ -74,8 +74,7 @@ def _holds(value: Any, tensors: set[int], seen: set[int]) -> bool:
 def _inside(value: Any) -> list[Any]:
     """What a function or a container holds."""
     if type(value) is FunctionType:
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [*held_in_closure(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     if type(value) is MethodType:
         return [value.__func__, value.__self__]
     if type(value) is partial:
@@ -150,6 +149,11 @@ def _function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
     made.__annotations__ = function.__annotations__
     made.__dict__.update(function.__dict__)
     return made
+
+
+def held_in_closure(function: Any) -> list[Any]:
+    """Values of the names of its surroundings that a function uses; none of anything else."""
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
 
 
 def _is_filled(cell: CellType) -> bool:

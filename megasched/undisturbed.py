@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CellType
 from typing import Any
 
 from torch import nn
+
+from megasched.module_copy import held_in_closure
 
 _KNOWN = ("torch", "transformers", "megatron", "megasched", "builtins", "abc", "typing")
 _CONTAINERS = (list, dict, set)
@@ -72,14 +73,6 @@ def _forget(owners: list[Any]) -> None:
     """Empties the caches of functions, which may be emptied at any time."""
     for owner in owners:
         for value in list(vars(owner).values()):
-            closure = getattr(value, "__closure__", None) or ()
-            for held in (value, *map(_content, closure)):
+            for held in (value, *held_in_closure(value)):
                 if callable(getattr(held, "cache_clear", None)):
                     held.cache_clear()
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # of a name that has no value yet
-        return None

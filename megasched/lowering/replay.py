@@ -7,7 +7,7 @@ such numbers; run with a rank's shapes, the code shows what it makes of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from megasched.linears import output_axis
 from megasched.lowering.local_attributes import local_count
 from megasched.roles import Cut
 from megasched.trial.dims import Along
-from megasched.trial.meta_call import DefaultScalars, call_hooks, loss_function_of, tensors_in
+from megasched.trial.meta_call import DefaultScalars, call_hooks, forward_of, loss_function_of, tensors_in
 from megasched.trial.module_calls import SAME, ModuleCall, numbers_of
 from megasched.undisturbed import undisturbed
 
@@ -163,24 +163,12 @@ def _given_by_layers(module: nn.Module, path: str, call: ModuleCall) -> Iterator
     with ExitStack() as stack:
         for full, outputs in call.layers.items():
             layer = module.get_submodule(full.removeprefix(f"{path}.") if path else full)
-            stack.enter_context(_forward_of(layer, partial(_next, iter(outputs))))
+            stack.enter_context(forward_of(layer, partial(_next, iter(outputs))))
         yield
 
 
 def _next(given: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
     return next(given)
-
-
-@contextmanager
-def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if before is not None:
-            module.forward = before
 
 
 @contextmanager
@@ -209,7 +197,7 @@ def local_linears(module: nn.Module, path: str, rank: Rank) -> Iterator[None]:
             features, taken = rank.sizes(full, child)
             stack.callback(child._parameters.update, dict(child._parameters))
             child._parameters.update(_local_parameters(child, features, taken))
-            stack.enter_context(_forward_of(child, partial(_handed_out, features, taken)))
+            stack.enter_context(forward_of(child, partial(_handed_out, features, taken)))
         yield
 
 

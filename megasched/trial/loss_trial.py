@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from megasched.objectives import Objective
-from megasched.trial.meta_call import loss_function_of
+from megasched.trial.meta_call import forward_of, loss_function_of
 
 BATCH = 1
 IGNORED = -100  # a label that does not count, to torch's cross entropy and so to Hugging Face
@@ -195,7 +195,7 @@ def _handed_out(probe: nn.Module, outputs: list[tuple[str, Any]], leaves: list[t
         leaves.append(torch.randn(tensor.shape, generator=generator).to(tensor.dtype).requires_grad_())
         return leaves[-1]
 
-    def forward_of(path: str) -> Callable[..., Any]:
+    def handing_out(path: str) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             expected, output = left.pop(0)
             if expected != path:
@@ -204,15 +204,7 @@ def _handed_out(probe: nn.Module, outputs: list[tuple[str, Any]], leaves: list[t
 
         return forward
 
-    changed = [probe.get_submodule(path) for path in dict.fromkeys(path for path, _ in outputs)]
-    before = [vars(module).get("forward") for module in changed]
-    for module, path in zip(changed, dict.fromkeys(path for path, _ in outputs), strict=True):
-        module.forward = forward_of(path)
-    try:
+    with ExitStack() as stack:
+        for path in dict.fromkeys(path for path, _ in outputs):
+            stack.enter_context(forward_of(probe.get_submodule(path), handing_out(path)))
         yield
-    finally:
-        for module, own in zip(changed, before, strict=True):
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own

@@ -254,6 +254,19 @@ def loss_function_of(model: Any, function: Callable[..., torch.Tensor]) -> Itera
         held.update(before)
 
 
+@contextmanager
+def forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """In which a module's forward is another one; after it, the instance's own again, if it had one."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
 def run_on_meta(
     model: nn.Module, inputs: Mapping[str, Any], mode: TorchDispatchMode | None = None, *, autograd: bool = False
 ) -> Any:

@@ -4,7 +4,7 @@ where it is not, what labels its own code takes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from megasched.trial.loss_trial import BATCH, LossTrial, OwnLabels, cross_entrop
 from megasched.trial.meta_call import (
     DefaultScalars,
     call_hooks,
+    forward_of,
     meta_copy,
     run_on_meta,
     tensors_in,
@@ -148,13 +149,10 @@ def _layers_once(probe: nn.Module, structure: Structure) -> Iterator[None]:
 
         return run
 
-    for layer in layers:
-        layer.forward = once(layer, layer.forward)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for layer in layers:
-            del layer.forward
+            stack.enter_context(forward_of(layer, once(layer, layer.forward)))
+        yield
 
 
 class _Reads(DefaultScalars):

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
 from megasched.lowering.block.small_copy import copy_tree
+from megasched.trial.recording import Enough
 from megasched.trial.structure import Structure
 
 # Index of a layer -> its positional and keyword arguments
 Calls = dict[int, tuple[tuple[Any, ...], dict[str, Any]]]
 _TOKEN = 5
-
-
-class _Enough(BaseException):
-    """Ends a definition's forward. No error, so nothing that catches errors may catch it."""
 
 
 class _Caller(nn.Module):
@@ -34,7 +32,7 @@ class _Caller(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.note(args, kwargs)
         if self.index == self.last:
-            raise _Enough
+            raise Enough
         return self.slot.wrap(self.slot.get(args, kwargs))
 
 
@@ -58,9 +56,6 @@ def layer_calls(model: Any, structure: Structure, other: Mapping[int, Any], batc
                 if tensor is not None and tensor.is_meta:
                     held[name] = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
     ids = torch.full((batch, length), _TOKEN)
-    try:
-        with torch.no_grad():
-            around(input_ids=ids, use_cache=False)
-    except _Enough:
-        pass
+    with suppress(Enough), torch.no_grad():
+        around(input_ids=ids, use_cache=False)
     return calls
