@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megasched.instances import close, own_state, real_tensors
+from megasched.instances import close, real_tensors, tree_state, tried_once
 
 if TYPE_CHECKING:
     import torch
@@ -26,22 +27,9 @@ _TRIED: dict[Any, str] = {}
 
 def why_not_apart(module: nn.Module) -> str:
     """Why the experts of a module in HF's form (``experts.has_form``) can't be computed apart; empty: they can."""
-    state = _state(module)
-    if state is None:
-        return _tried(module)
-    if state not in _TRIED:
-        _TRIED[state] = _tried(module)
-    return _TRIED[state]
-
-
-def _state(module: Any) -> Any:
-    """What two modules have in common that compute the same; None where that can't be told."""
-    parts = [(name, own_state(part)) for name, part in module.named_modules()]
-    if any(state is None for _, state in parts):
-        return None
-    config = getattr(module, "config", None)
-    shapes = tuple((name, tuple(held.shape)) for name, held in module.named_parameters())
-    return tuple(parts), shapes, getattr(config, "_experts_implementation", None)
+    state = tree_state(module)
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return tried_once(_TRIED, None if state is None else (state, implementation), partial(_tried, module))
 
 
 def _tried(module: nn.Module) -> str:

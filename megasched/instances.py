@@ -62,6 +62,26 @@ def own_state(module: nn.Module) -> Any:
     return type(module), tuple(sorted(plain, key=lambda item: item[0])), parameters
 
 
+def tree_state(module: nn.Module) -> Any:
+    """The same of a module and all in it, for modules of the same sizes."""
+    parts = []
+    for name, part in module.named_modules():
+        state = own_state(part)
+        if state is None:
+            return None
+        parts.append((name, state, tuple(held.shape for held in part.parameters(recurse=False))))
+    return tuple(parts)
+
+
+def tried_once[T](known: dict[Any, T], state: Any, trial: Callable[[], T]) -> T:
+    """What a trial gives; of instances that have the same state, one is tried. Without a state each is."""
+    if state is None:
+        return trial()
+    if state not in known:
+        known[state] = trial()
+    return known[state]
+
+
 def small_copy(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Any:
     """The same instance with parameters of other shapes and of random values, in float64 on the CPU."""
     import torch

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megasched.instances import computes, own_state, small_copy
+from megasched.instances import computes, own_state, small_copy, tried_once
 
 if TYPE_CHECKING:
     import torch
@@ -41,12 +42,7 @@ def is_linear(module: nn.Module) -> bool:
         return False
     if type(module) is nn.Linear or is_conv1d(module):
         return True
-    state = own_state(module)
-    if state is None:
-        return _computes_linear(module)
-    if state not in _TRIED:
-        _TRIED[state] = _computes_linear(module)
-    return _TRIED[state]
+    return tried_once(_TRIED, own_state(module), partial(_computes_linear, module))
 
 
 def _computes_linear(module: nn.Module) -> bool:

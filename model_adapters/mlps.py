@@ -10,7 +10,7 @@ from functools import partial
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
-from megasched.instances import computes, own_state
+from megasched.instances import computes, tree_state, tried_once
 from megasched.linears import is_linear, output_axis
 from megasched.roles import ACTIVATIONS, Mlp
 
@@ -32,10 +32,7 @@ def mlps_of(model: nn.Module) -> dict[str, Mlp | str]:
         linears = _linears(module) if name else {}
         if not linears:
             continue
-        state = _state(module)
-        if state is None or state not in known:
-            known[state] = _tried(module, linears)
-        mlp = known[state]
+        mlp = tried_once(known, tree_state(module), partial(_tried, module, linears))
         found[path] = mlp if isinstance(mlp, str) else _under(name, mlp)
     return found
 
@@ -54,17 +51,6 @@ def _linears(module: nn.Module) -> dict[str, nn.Module]:
     inside = {id(parameter) for linear in found.values() for parameter in linear.parameters()}
     others = any(id(parameter) not in inside for parameter in module.parameters())
     return found if len(found) in (2, 3) and not others else {}
-
-
-def _state(module: nn.Module) -> Any:
-    """What two modules that compute the same have in common; None where that can't be told."""
-    parts = []
-    for name, part in module.named_modules():
-        state = own_state(part)
-        if state is None:
-            return None
-        parts.append((name, state, tuple(held.shape for held in part.parameters(recurse=False))))
-    return tuple(parts)
 
 
 def _tried(module: nn.Module, linears: Mapping[str, nn.Module]) -> Mlp | str:

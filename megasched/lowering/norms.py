@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.instances import computes, own_state, small_copy
+from megasched.instances import computes, own_state, small_copy, tried_once
 from megasched.lowering.region import Forward, wrap_forward
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
@@ -28,10 +29,8 @@ def fuse_norms(model: nn.Module, here: Callable[[str], bool]) -> None:
         if eps is None or not here(path):
             continue
         state = own_state(module)
-        kind = (state, module.weight.shape[0])
-        if state is None or kind not in shown:
-            shown[kind] = _computes_rms_norm(module, eps)
-        if shown[kind]:
+        kind = None if state is None else (state, module.weight.shape[0])
+        if tried_once(shown, kind, partial(_computes_rms_norm, module, eps)):
             wrap_forward(module, _fused(module, eps))
 
 
