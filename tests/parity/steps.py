@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megasched.verify.parity import TOLERANCE, CheckedLayout, compare
+from megasched.verify.parity import TOLERANCE, CheckedLayout, Outcome, compare
 from megasched.verify.reference import HfStep, hf_step
 from megasched.verify.shrink import TOKENS, VOCABULARY
 from megasched.verify.trainer_run import batches_of, gather, losses, train
@@ -24,6 +24,23 @@ def run(ranks, folder, layout: CheckedLayout, *more: str, iterations: int = 1, s
     flags = [*layout.flags.split(), *RUN, *more]
     options = {"iterations": iterations, "schedule": schedule, "random_init": False, "tokens": TOKENS}
     return ranks.run(layout.world_size, train, folder, flags, **options, mask=mask)
+
+
+def step_of_own_code(
+    ranks, folder, layout: CheckedLayout, *more: str, random_init: bool = True, **options: Any
+) -> Outcome:
+    """A step of a model that comes with code of its own, against the unscheduled one."""
+    flags = [*layout.flags.split(), *more, "--trust-remote-code"]
+    options |= {"iterations": 1, "random_init": random_init}
+    reports = ranks.run(layout.world_size, train, folder, flags, **options)
+    of_folder = {"trust_remote_code": True, "random_init": random_init}
+    (expected,) = ranks.run(1, hf_step, folder, batches_of(reports), **of_folder)
+    return compare(reports, expected, layout.tp)
+
+
+def assert_equal(outcome: Outcome) -> None:
+    assert outcome.verdict == "equal", outcome.why
+    assert max(outcome.errors.values()) <= TOLERANCE
 
 
 def step_making(folder, flags, schedule, kind):

@@ -6,11 +6,10 @@ import json
 
 import pytest
 
-from megasched.verify.parity import TOLERANCE, compare
-from megasched.verify.reference import hf_step
-from megasched.verify.trainer_run import batches_of, train
+from megasched.verify.parity import LAYOUTS
 from tests import tiny
 from tests.parity.cases import slow
+from tests.parity.steps import assert_equal, step_of_own_code
 
 # A class of the model's own, of transformers' own modules.
 CODE = """
@@ -70,9 +69,4 @@ def test_a_step_equals_hf(ranks, tmp_path, name):
     folder = write(tmp_path / "model", *CASES[name])
     schedule = tmp_path / "schedule.py"
     schedule.write_text(SCHEDULE)
-    flags = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--trust-remote-code"]
-    reports = ranks.run(2, train, folder, flags, iterations=1, schedule=str(schedule))
-    (expected,) = ranks.run(1, hf_step, folder, batches_of(reports), trust_remote_code=True)
-    outcome = compare(reports, expected, 2)
-    assert outcome.verdict == "equal", outcome.why
-    assert max(outcome.errors.values()) <= TOLERANCE
+    assert_equal(step_of_own_code(ranks, folder, LAYOUTS["tp2-sp"], schedule=str(schedule)))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megasched.verify.parity import TOLERANCE, compare
-from megasched.verify.reference import hf_step
-from megasched.verify.trainer_run import batches_of, train
+from megasched.verify.parity import LAYOUTS
 from tests import remote
+from tests.parity.steps import assert_equal, step_of_own_code
 
 CODE = {
     "a list under a dict": """
@@ -81,10 +80,4 @@ def test_tokens_keep_their_places_where_the_sequence_is_split(ranks, tmp_path, c
 
 
 def is_right(ranks, tmp_path, code, *more):
-    folder = remote.write(tmp_path / "model", code)
-    flags = ["--tensor-model-parallel-size", "2", "--trust-remote-code", *more]
-    reports = ranks.run(2, train, folder, flags, iterations=1)
-    (expected,) = ranks.run(1, hf_step, folder, batches_of(reports), trust_remote_code=True)
-    outcome = compare(reports, expected, 2)
-    assert outcome.verdict == "equal", outcome.why
-    assert max(outcome.errors.values()) <= TOLERANCE
+    assert_equal(step_of_own_code(ranks, remote.write(tmp_path / "model", code), LAYOUTS["tp2"], *more))

@@ -6,25 +6,10 @@ from textwrap import dedent
 
 import pytest
 
-from megasched.verify.parity import TOLERANCE, compare
+from megasched.verify.parity import LAYOUTS
 from megasched.verify.rank_pool import RankError
-from megasched.verify.reference import hf_step
-from megasched.verify.trainer_run import batches_of, train
 from tests import remote
-
-FLAGS = {
-    "one": [],
-    "tp2": ["--tensor-model-parallel-size", "2"],
-    "cp2": ["--context-parallel-size", "2"],
-}
-
-
-def outcome_of(ranks, folder, layout):
-    size = 1 if layout == "one" else 2
-    reports = ranks.run(size, train, folder, [*FLAGS[layout], "--trust-remote-code"], iterations=1)
-    (expected,) = ranks.run(1, hf_step, folder, batches_of(reports), trust_remote_code=True)
-    return compare(reports, expected, 2 if layout == "tp2" else 1)
-
+from tests.parity.steps import assert_equal, step_of_own_code
 
 # The vocabulary is padded, at one rank, too, which the definition's code must not see.
 OF_LOGITS = {
@@ -37,16 +22,14 @@ OF_LOGITS = {
 @pytest.mark.parametrize("layout", ["one", "tp2"])
 @pytest.mark.parametrize("lines", OF_LOGITS.values(), ids=OF_LOGITS)
 def test_logits_are_as_many_as_the_vocabulary_has(ranks, tmp_path, lines, layout):
-    outcome = outcome_of(ranks, remote.write_of_logits(tmp_path / "model", lines), layout)
-    assert outcome.verdict == "equal", outcome.why
-    assert max(outcome.errors.values()) <= TOLERANCE
+    folder = remote.write_of_logits(tmp_path / "model", lines)
+    assert_equal(step_of_own_code(ranks, folder, LAYOUTS[layout]))
 
 
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])
 def test_gradients_by_frequency_are_of_the_whole_sequence(ranks, tmp_path, layout):
     folder = remote.write_changed(tmp_path / "model", "self.model.embed_tokens.scale_grad_by_freq = True")
-    outcome = outcome_of(ranks, folder, layout)
-    assert outcome.verdict == "equal", outcome.why
+    assert_equal(step_of_own_code(ranks, folder, LAYOUTS[layout]))
 
 
 BOUNDED = "self.model.embed_tokens.max_norm = 0.5"  # of the rows that a batch reads
@@ -60,16 +43,16 @@ CLAMPED = """
 
 def test_parameters_that_a_forward_writes_to_by_its_inputs(ranks, tmp_path):
     folder = remote.write_changed(tmp_path / "model", BOUNDED)
-    assert outcome_of(ranks, folder, "tp2").verdict == "equal"
+    assert_equal(step_of_own_code(ranks, folder, LAYOUTS["tp2"]))
     with pytest.raises(RankError, match="each replica would come to others") as raised:
-        outcome_of(ranks, folder, "cp2")
+        step_of_own_code(ranks, folder, LAYOUTS["cp2"])
     assert "a forward changes parameters (model.embed_tokens.weight)" in str(raised.value)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])
 def test_parameters_that_each_replica_writes_to_alike(ranks, tmp_path, layout):
-    outcome = outcome_of(ranks, remote.write_changed(tmp_path / "model", CLAMPED), layout)
-    assert outcome.verdict == "equal", outcome.why
+    folder = remote.write_changed(tmp_path / "model", CLAMPED)
+    assert_equal(step_of_own_code(ranks, folder, LAYOUTS[layout]))
 
 
 # What they hold, and leave outside of modules, is the run's own: not the trial's, and not another copy's.
@@ -101,8 +84,8 @@ HELD = {
 @pytest.mark.parametrize("layout", ["one", "tp2"])
 @pytest.mark.parametrize("lines", HELD.values(), ids=HELD)
 def test_what_functions_on_modules_hold(ranks, tmp_path, lines, layout):
-    outcome = outcome_of(ranks, remote.write_changed(tmp_path / "model", lines), layout)
-    assert outcome.verdict == "equal", outcome.why
+    folder = remote.write_changed(tmp_path / "model", lines)
+    assert_equal(step_of_own_code(ranks, folder, LAYOUTS[layout]))
 
 
 LEFT = {
@@ -144,8 +127,7 @@ LEFT = {
 def test_what_trials_leave_outside_of_modules(ranks, tmp_path, code):
     head = "from transformers.models.llama.modeling_llama import LlamaMLP\n\n\n"
     folder = remote.write(tmp_path / "model", head + dedent(code))
-    outcome = outcome_of(ranks, folder, "tp2")
-    assert outcome.verdict == "equal", outcome.why
+    assert_equal(step_of_own_code(ranks, folder, LAYOUTS["tp2"]))
 
 
 def test_a_function_that_holds_a_parameter_is_refused(ranks, tmp_path):
@@ -154,5 +136,5 @@ def test_a_function_that_holds_a_parameter_is_refused(ranks, tmp_path):
         self.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * weight,))
         """
     with pytest.raises(RankError, match="holds a parameter or a buffer") as raised:
-        outcome_of(ranks, remote.write_changed(tmp_path / "model", lines), "one")
+        step_of_own_code(ranks, remote.write_changed(tmp_path / "model", lines), LAYOUTS["one"])
     assert "lm_head" in str(raised.value)

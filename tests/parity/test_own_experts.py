@@ -12,11 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megasched.errors import ScheduleError
 from megasched.layout import Layout
 from megasched.megatron.session import open_session
-from megasched.verify.parity import TOLERANCE, compare
-from megasched.verify.reference import hf_step
-from megasched.verify.trainer_run import batches_of, train
+from megasched.verify.parity import LAYOUTS
 from tests import remote
 from tests.parity.cases import spread
+from tests.parity.steps import assert_equal, step_of_own_code
 
 HEAD = """
 from transformers import MixtralConfig
@@ -63,11 +62,6 @@ WRONG = {
         return super().forward(hidden_states, top_k_index, top_k_weights * (places <= capacity))
 """,
 }
-LAYOUTS = {
-    "ep2": "--expert-model-parallel-size 2",
-    "cp2": "--context-parallel-size 2",
-    "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
-}
 
 
 def write(folder, body):
@@ -84,20 +78,14 @@ def write_weights(folder):
     save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
 
 
-def assert_equal(ranks, folder, layout):
-    flags = [*LAYOUTS[layout].split(), "--trust-remote-code"]
+def assert_step_equal(ranks, folder, layout):
     ranks.run(1, write_weights, folder)
-    reports = ranks.run(2, train, folder, flags, iterations=1, random_init=False)
-    (expected,) = ranks.run(1, hf_step, folder, batches_of(reports), trust_remote_code=True, random_init=False)
-    tp = 2 if layout.startswith("tp2") else 1
-    outcome = compare(reports, expected, tp)
-    assert outcome.verdict == "equal", outcome.why
-    assert max(outcome.errors.values()) <= TOLERANCE
+    assert_equal(step_of_own_code(ranks, folder, LAYOUTS[layout], random_init=False))
 
 
-@pytest.mark.parametrize(("name", "layout"), spread(RIGHT, LAYOUTS))
+@pytest.mark.parametrize(("name", "layout"), spread(RIGHT, ["ep2", "cp2", "tp2-sp"]))
 def test_what_adds_up_is_right(ranks, tmp_path, name, layout):
-    assert_equal(ranks, write(tmp_path / "model", RIGHT[name]), layout)
+    assert_step_equal(ranks, write(tmp_path / "model", RIGHT[name]), layout)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -111,4 +99,4 @@ def test_what_does_not_add_up_is_refused_by_name(tmp_path, name):
 
 @pytest.mark.parametrize(("name", "layout"), spread(WRONG, ["cp2", "tp2-sp"]))
 def test_it_stays_whole_elsewhere(ranks, tmp_path, name, layout):
-    assert_equal(ranks, write(tmp_path / "model", WRONG[name]), layout)
+    assert_step_equal(ranks, write(tmp_path / "model", WRONG[name]), layout)

@@ -7,36 +7,26 @@ import pytest
 from megasched.errors import ScheduleError
 from megasched.layout import Layout
 from megasched.megatron.session import open_session
-from megasched.verify.parity import TOLERANCE, check_layout, compare
+from megasched.verify.parity import LAYOUTS, TOLERANCE, CheckedLayout, check_layout
 from megasched.verify.rank_pool import RankError
-from megasched.verify.reference import hf_step
 from megasched.verify.small_models import write_small_model
-from megasched.verify.trainer_run import batches_of, train
+from megasched.verify.trainer_run import train
 from tests.own_losses import LOSSES, write
 from tests.parity.cases import slow
-from tests.parity.steps import assert_same_run
+from tests.parity.steps import assert_equal, assert_same_run, step_of_own_code
 
-LAYOUTS = {
-    "one": (1, 1, ""),
-    "tp2": (2, 2, "--tensor-model-parallel-size 2"),
-    "tp2-sp": (2, 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "pp2": (2, 1, "--pipeline-model-parallel-size 2"),
-    "dp2": (2, 1, ""),
-    "tp2-pp2": (4, 2, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
-}
+ALL = {name: LAYOUTS[name] for name in ("one", "tp2", "tp2-sp", "pp2")}
+ALL |= {"dp2": CheckedLayout(2, 1, ""), "tp2-pp2": LAYOUTS["tp2-pp2"]}
 
 
 def step(ranks, folder, layout, mask=True):
-    world, tp, flags = LAYOUTS[layout]
-    reports = ranks.run(world, train, folder, [*flags.split(), "--trust-remote-code"], iterations=1, mask=mask)
-    (expected,) = ranks.run(1, hf_step, folder, batches_of(reports), trust_remote_code=True)
-    return compare(reports, expected, tp)
+    return step_of_own_code(ranks, folder, ALL[layout], mask=mask)
 
 
 def cases():
     """Of every pair one layout of each loss is in `make test`."""
     for number, loss in enumerate(LOSSES):
-        for place, layout in enumerate(LAYOUTS):
+        for place, layout in enumerate(ALL):
             values = loss, layout
             yield values if place == number % 5 else slow(*values)
 
@@ -44,9 +34,7 @@ def cases():
 @pytest.mark.parametrize(("loss", "layout"), list(cases()))
 def test_a_step_equals_plain_transformers(ranks, tmp_path, loss, layout):
     """Four micro-batches, of which a loss mask counts other numbers of labels."""
-    outcome = step(ranks, write(tmp_path / "model", LOSSES[loss]), layout)
-    assert outcome.verdict == "equal", outcome.why
-    assert max(outcome.errors.values()) <= TOLERANCE
+    assert_equal(step(ranks, write(tmp_path / "model", LOSSES[loss]), layout))
 
 
 def test_parameters_after_three_steps_are_those_of_one_rank(ranks, tmp_path):

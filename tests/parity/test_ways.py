@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from megasched.verify.parity import LAYOUTS, TOLERANCE, compare, failure
+from megasched.verify.parity import LAYOUTS, failure
 from megasched.verify.rank_pool import RankError
-from megasched.verify.reference import hf_step
-from megasched.verify.trainer_run import batches_of, train
 from tests import remote
+from tests.parity.steps import assert_equal, step_of_own_code
 from tests.ways import BY_LENGTH, BY_VALUES
 
 CASES = BY_VALUES | BY_LENGTH
 
 
 def outcome_of(ranks, tmp_path, name, layout):
-    folder, checked = remote.write(tmp_path / "model", CASES[name]), LAYOUTS[layout]
     try:
-        flags = [*checked.flags.split(), "--trust-remote-code"]
-        reports = ranks.run(checked.world_size, train, folder, flags, iterations=1)
+        return step_of_own_code(ranks, remote.write(tmp_path / "model", CASES[name]), LAYOUTS[layout])
     except RankError as error:
         return failure(str(error))
-    (expected,) = ranks.run(1, hf_step, folder, batches_of(reports), trust_remote_code=True)
-    return compare(reports, expected, checked.tp)
 
 
 @pytest.mark.parametrize(
@@ -35,9 +30,7 @@ def outcome_of(ranks, tmp_path, name, layout):
     ],
 )
 def test_it_is_equal(ranks, tmp_path, name, layout):
-    outcome = outcome_of(ranks, tmp_path, name, layout)
-    assert outcome.verdict == "equal", outcome.why
-    assert max(outcome.errors.values()) <= TOLERANCE
+    assert_equal(outcome_of(ranks, tmp_path, name, layout))
 
 
 @pytest.mark.slow
