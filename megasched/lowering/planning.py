@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -19,20 +18,19 @@ from megasched.lowering.fp8 import choose_fp8
 from megasched.lowering.joining import join_columns
 from megasched.lowering.known_runs import KnownRuns
 from megasched.lowering.local_attributes import check_local_attributes, sharded_attention
-from megasched.lowering.packed_plan import one_sequence_a_row, plan_packed
 from megasched.lowering.pairs import take_pairs
 from megasched.lowering.parts import check_parts
 from megasched.lowering.placing import leave_whole, place
 from megasched.lowering.plan import Plan
 from megasched.lowering.record_lowerings import is_lowered
 from megasched.lowering.replay import Rank
+from megasched.lowering.split_sequences import plan_context, plan_packed_rows, refuse_by_length
 from megasched.lowering.sync import check_syncs
 from megasched.lowering.unmet import like_those_met
 from megasched.records import Record
 from megasched.registry import get_primitive
 from megasched.roles import Roles
 from megasched.schedule import Schedule
-from megasched.trial.sequence_plan import SequencePlan
 from megasched.trial.structure import Structure, find_structure
 
 
@@ -73,10 +71,10 @@ def make_plan(
         problems += _derive(model, plan, inputs, causal_lm, runs, schedule.roles)
         problems += _with_sources(plan, check_local_attributes(schedule.roles, model, plan))
     if not problems:
-        problems += _plan_sequence(plan, model, runs)
+        problems += plan_context(plan, model, runs)
         problems += choose_blocks(plan, model, schedule.roles, by_trainer=causal_lm)
         join_columns(plan, model)
-        problems += _plan_packed(plan, model, runs)
+        problems += plan_packed_rows(plan, model, runs)
         problems = problems or [
             *choose_fp8(plan, schedule.roles),
             *overlap_problems(plan),
@@ -177,99 +175,12 @@ def _derive(
             _propagate(model, plan, inputs, causal_lm, runs, roles)
             problems = _settle_gathered(plan)
             like, unknown = like_those_met(plan, model, inputs)
-            problems += [*unknown, *_refuse_by_length(plan, model, runs)]
+            problems += [*unknown, *refuse_by_length(plan, model, runs)]
     except ScheduleError as error:
         return _with_sources(plan, error.problems)
     _mark_partial(plan, like)
     found = [*problems, *plan.derived.problems, *check_parts(plan), *_experts_read_elsewhere(plan)]
     return _with_sources(plan, found) + check_syncs(plan)
-
-
-def _plan_sequence(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]:
-    """What context parallelism does; who trains a part of the sequence must be Megatron's trainer."""
-    if plan.layout.cp == 1:
-        return []
-    if plan.structure is None:
-        remedy = "run it through `python -m megasched pretrain_gpt.py`, or without context parallelism"
-        return [Problem("context parallelism is for causal language models in Megatron's trainer", remedy=remedy)]
-    refuse = partial(why_not_sequence_region, plan)
-    plan.sequence = runs.plan_sequence(model, plan.structure, plan.layout.cp, refuse)
-    if plan.sequence.problems:
-        return plan.sequence.problems
-    in_region = partial(_is_in, {*plan.sequence.regions, *find_experts(model)})  # which take tokens one by one
-    by_length = runs.goes_by_length(model, plan.structure, plan.layout.cp, in_region, places=False)
-    if by_length is None:
-        return []
-    path, operation = by_length
-    what = f"context parallelism: {operation} goes by the length of the sequence, of which a rank sees a part"
-    return [Problem(what, path, remedy="run it without --context-parallel-size")]
-
-
-def _is_in(regions: Container[str], path: str) -> bool:
-    while path and path not in regions:
-        path = path.rpartition(".")[0]
-    return bool(path)
-
-
-def _refuse_by_length(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]:
-    """Under sequence parallelism the code of a layer sees a part of the sequence, but for what is a region."""
-    structure = plan.structure
-    if structure is None or not plan.layout.sp:
-        return []
-    derived = plan.derived
-    of_heads = {path for path, of in derived.regions.items() if not derived.by_heads.isdisjoint(of.columns)}
-    regions = derived.needed_regions | of_heads | set(find_experts(model))  # which take tokens one by one
-
-    def is_whole(path: str) -> bool:
-        return _is_in(regions, path) or structure.index_of(path) is None
-
-    found = runs.goes_by_length(model, structure, plan.layout.tp, is_whole, places=True)
-    if found is None:
-        return []
-    path, operation = found
-    what = f"sequence parallelism: {operation} goes by the length of the sequence, of which a rank sees a part"
-    return [Problem(what, path, remedy="run it without --sequence-parallel")]
-
-
-def _plan_packed(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]:
-    """Whether rows can hold several sequences. That they can't is no problem before one does."""
-    if not plan.layout.packed_sequences or plan.structure is None:
-        return []
-    try:
-        with one_sequence_a_row():
-            sequence = runs.plan_sequence(model, plan.structure, 2, lambda path: "")
-    except ScheduleError as error:  # it does not run on meta, so nothing is known of it
-        sequence = SequencePlan(problems=error.problems)
-    plan.packed = plan_packed(model, plan.structure, sequence)
-    by_megatron = plan.blocks | plan.attentions
-    if not by_megatron or plan.packed.problems:
-        return []
-    what, remedy = "", "use level('fused')"
-    if not plan.packed.hands_on_bounds:
-        what = "the definition does not tell its layers where sequences begin (cu_seq_lens_q)"
-    elif plan.layout.sp and plan.layout.micro_batch_size > 1:
-        what = "Megatron's attention takes packed sequences as one row, and sequence parallelism has split several"
-        remedy = "--micro-batch-size 1 (and a longer --seq-length), or level('fused')"
-    return [Problem(f"level block under --sft: {what}", min(by_megatron), remedy=remedy)] if what else []
-
-
-def why_not_sequence_region(plan: Plan, path: str) -> str:
-    """Why a module can't be run on the whole sequence under context parallelism; empty where it can.
-
-    Under sequence parallelism a row-parallel linear hands each TP rank a part of what it sees: of the whole
-    sequence that would be another part than of a context parallel rank's own.
-    """
-    structure, derived = plan.structure, plan.derived
-    if structure is None or structure.index_of(path) is None:
-        elsewhere = plan.layout.pp > 1 and plan.holds_parameters(path)
-        return "its parameters are on one pipeline stage, and others run it, too" if elsewhere else ""
-    if not plan.layout.sp:
-        return ""
-    rows = [row for row, cut in plan.cuts.items() if cut == "row" and row.startswith(f"{path}.")]
-    split = [row for row in rows if row not in derived.rows_inside]
-    if path not in derived.needed_regions or split:
-        return "it can't have it under sequence parallelism too"
-    return ""
 
 
 def _propagate(
