@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from megasched.lowering.propagate import propagate
 from megasched.lowering.replay import Rank
 from megasched.lowering.sequence_run import plan_sequence
 from megasched.lowering.size_check import columns_of_unproven_sizes
-from megasched.lowering.ways import InputsOf, Ways, find_ways, numbers_at, what_goes_by_length
+from megasched.lowering.ways import Gathered, InputsOf, Ways, find_ways, numbers_at, what_goes_by_length
 from megasched.objectives import objective_of
 from megasched.roles import Cut
 from megasched.trial.labels import Derived
@@ -47,7 +48,7 @@ class KnownRuns:
         self.noted_at_length: NotedLines | None = None
         self._is_too_long = False
         self._ways: Ways | None = None
-        self._numbers: dict[int, list[Numbers]] = {}
+        self._numbers: dict[Hashable, list[Numbers]] = {}
         self._derived: dict[Hashable, Derived] = {}
         # Ranks -> plans, each with the answers of ``refuse_region`` on which it rests.
         self._sequences: dict[int, list[tuple[dict[str, str], SequencePlan]]] = {}
@@ -134,13 +135,21 @@ class KnownRuns:
 
     @collector_paused()
     def goes_by_length(
-        self, model: nn.Module, structure: Structure, size: int, is_whole: Callable[[str], bool], *, places: bool
+        self,
+        model: nn.Module,
+        structure: Structure,
+        size: int,
+        is_whole: Callable[[str], bool],
+        *,
+        places: bool,
+        gathered: Gathered = MappingProxyType({}),
     ) -> tuple[str, str] | None:
         """What a model does otherwise on one of ``size`` parts of a sequence than on all of it.
 
         Args:
             is_whole: whether the module at a path gets the whole sequence in any case.
             places: whether places that its code counts are looked at, too.
+            gathered: as ``numbers_at`` has it.
 
         Returns:
             The module and the operation; None where there is nothing, or it can't run on such a sequence.
@@ -154,7 +163,7 @@ class KnownRuns:
             return None
         length = self.length or usual_length(model)
         with suppress(ScheduleError):
-            part, whole = (self._numbers_at(model, structure, n) for n in (length // size, length))
+            part, whole = (self._numbers_at(model, structure, n, gathered) for n in (length // size, length))
             return what_goes_by_length(part, whole, is_whole, places=places)
         return None
 
@@ -168,11 +177,14 @@ class KnownRuns:
                 self._is_too_long = True
         return self.noted_at_length
 
-    def _numbers_at(self, model: nn.Module, structure: Structure, length: int) -> list[Numbers]:
-        if length not in self._numbers:
+    def _numbers_at(
+        self, model: nn.Module, structure: Structure, length: int, gathered: Gathered
+    ) -> list[Numbers]:
+        key = length, *((path, frozenset(leaves)) for path, leaves in gathered.items())
+        if key not in self._numbers:
             inputs = inputs_of(model, structure.trial_inputs())(length)
-            self._numbers[length] = numbers_at(model, inputs)
-        return self._numbers[length]
+            self._numbers[key] = numbers_at(model, inputs, gathered)
+        return self._numbers[key]
 
     def _takes_counted_positions(self, model: nn.Module) -> bool:
         if self._counted is None:

@@ -28,7 +28,10 @@ def plan_context(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]
     if plan.sequence.problems:
         return plan.sequence.problems
     in_region = partial(_is_in, {*plan.sequence.regions, *find_experts(model)})  # which take tokens one by one
-    by_length = runs.goes_by_length(model, plan.structure, plan.layout.cp, in_region, places=False)
+    recorded = plan.sequence.recorded
+    by_length = runs.goes_by_length(
+        model, plan.structure, plan.layout.cp, in_region, places=False, gathered=recorded
+    )
     if by_length is None:
         return []
     path, operation = by_length

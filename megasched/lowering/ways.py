@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megasched.errors import ScheduleError
 from megasched.lowering import attention
 from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
 from megasched.trial.noted import COUNTED, NotedLines, Numbers
+from megasched.trial.recorded import LeafPath
 from megasched.trial.sequence_trial import numbers_in
 from megasched.trial.sites import Site
 
@@ -35,6 +37,7 @@ _LONGER = 8
 type Inputs = Mapping[str, Any]
 # Arguments of a forward, on meta, with sequences of this length.
 type InputsOf = Callable[[int], Inputs]
+type Gathered = Mapping[str, Collection[LeafPath]]
 
 
 @dataclass(frozen=True)
@@ -201,13 +204,16 @@ def what_goes_by_length(
     return None
 
 
-def numbers_at(model: nn.Module, inputs: Inputs) -> list[Numbers]:
+def numbers_at(model: nn.Module, inputs: Inputs, gathered: Gathered = MappingProxyType({})) -> list[Numbers]:
     """What a run of a definition notes of its numbers.
+
+    Args:
+        gathered: module -> leaves of what it returns that are whole in any case: nothing of them is noted.
 
     Raises:
         ScheduleError: it does not run on meta with these arguments.
     """
-    return _WayRun(meta_copy(model), inputs, Way()).noted.numbers
+    return _WayRun(meta_copy(model), inputs, Way(), gathered=gathered).noted.numbers
 
 
 class _TooLong(BaseException):
@@ -224,8 +230,16 @@ class _WayRun(DefaultScalars):
         too_long: it was ended.
     """
 
-    def __init__(self, model: nn.Module, inputs: Inputs, way: Way, longest: int | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        way: Way,
+        longest: int | None = None,
+        gathered: Gathered = MappingProxyType({}),
+    ) -> None:
         super().__init__(answers=dict(way.answers))
+        self.gathered = gathered
         self.noted = NotedLines()
         self.noted.note_data([*model.parameters(), *model.buffers(), *tensors_in(dict(inputs))])
         self.done: list[tuple[str, Any, Any, tuple[float, ...], Any]] = []
@@ -244,6 +258,9 @@ class _WayRun(DefaultScalars):
 
     def after(self, path: str, module: nn.Module, output: Any) -> None:
         self.stack.pop()
+        if path in self.gathered:
+            leaves, _ = torch.utils._pytree.tree_flatten_with_path(output)
+            self.noted.leave_aside(leaf for place, leaf in leaves if place in self.gathered[path])
 
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: Any, value: torch.Tensor, *args: Any, **kwargs: Any

@@ -56,6 +56,11 @@ class NotedLines:
         """These, and what is made of them, are looked at."""
         self._data.update((id(tensor), tensor) for tensor in tensors)
 
+    def leave_aside(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These, and what is made of them alone, are not looked at any more."""
+        for tensor in tensors:
+            self._data.pop(id(tensor), None)
+
     def let_go(self) -> None:
         """Holds no tensors any more; to be called after the run."""
         self._data.clear()

@@ -20,6 +20,6 @@ def test_a_run_whose_time_is_over_saves_and_ends(ranks, tmp_path):
     assert said.count("SystemExit: 0") == 2
     assert [*grad_norms(said)] == [1]
     assert tracked(save) == "1"
-    whole = ranks.run(2, train, model, FLAGS, iterations=4)
-    resumed = ranks.run(2, train, model, [*FLAGS, "--load", str(save)], iterations=4)
+    whole = ranks.run(2, train, model, FLAGS, iterations=4, as_it_is=True)
+    resumed = ranks.run(2, train, model, [*FLAGS, "--load", str(save)], iterations=4, as_it_is=True)
     torch.testing.assert_close(losses(resumed), losses(whole)[1:], rtol=2e-6, atol=0)
