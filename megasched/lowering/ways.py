@@ -241,7 +241,7 @@ class _WayRun(DefaultScalars):
         super().__init__(answers=dict(way.answers))
         self.gathered = gathered
         self.noted = NotedLines()
-        self.noted.note_data([*model.parameters(), *model.buffers(), *tensors_in(dict(inputs))])
+        self.noted.note_model(model, dict(inputs))
         self.done: list[tuple[str, Any, Any, tuple[float, ...], Any]] = []
         self.longest = longest
         self.stack: list[str] = [""]

@@ -52,6 +52,10 @@ class NotedLines:
         self.asked: dict[Site, set[torch.dtype | None]] = {}
         self._data: dict[int, torch.Tensor] = {}  # held, so that no other tensor gets the id
 
+    def note_model(self, model: torch.nn.Module, inputs: Any) -> None:
+        """What a model has, and what it is called with, are looked at."""
+        self.note_data([*model.parameters(), *model.buffers(), *tensors_in(inputs)])
+
     def note_data(self, tensors: Iterable[torch.Tensor]) -> None:
         """These, and what is made of them, are looked at."""
         self._data.update((id(tensor), tensor) for tensor in tensors)

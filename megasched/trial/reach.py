@@ -85,7 +85,7 @@ class _ReachRun(DefaultScalars):
         self._read_aside: set[int] = set()
         self._parameters = {id(parameter) for parameter in model.parameters()}
         self.noted = NotedLines()
-        self.noted.note_data([*model.parameters(), *model.buffers(), *tensors_in(dict(inputs))])
+        self.noted.note_model(model, dict(inputs))
         with suppress(ScheduleError), loss_function_of(model, _sum), call_hooks(model, self._before, self._after):
             output = run_on_meta(model, inputs, self, autograd=True)
             self.reached, by_functions = _sources(_roots(output, with_loss))

@@ -13,7 +13,7 @@ from torch import nn
 from megasched.errors import ScheduleError
 from megasched.objectives import objective_of
 from megasched.trial.loss_trial import OwnLabels
-from megasched.trial.meta_call import call_hooks, loss_function_of, run_on_meta, tensors_in
+from megasched.trial.meta_call import call_hooks, loss_function_of, run_on_meta
 from megasched.trial.noted import NotedLines, Noting
 from megasched.trial.shape import SIZES
 
@@ -50,7 +50,7 @@ def record(
     running: list[str] = []
     mode = None
     if noted is not None:
-        noted.note_data([*model.parameters(), *model.buffers(), *inputs.values()])
+        noted.note_model(model, dict(inputs))
         mode = Noting(noted, running)
 
     def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -84,7 +84,7 @@ def note_forward(model: nn.Module, inputs: Mapping[str, Any]) -> NotedLines:
         ScheduleError: it does not run on meta with these arguments.
     """
     noted, running = NotedLines(), list[str]()
-    noted.note_data([*model.parameters(), *model.buffers(), *tensors_in(dict(inputs))])
+    noted.note_model(model, dict(inputs))
 
     def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         running.append(path)

@@ -28,6 +28,12 @@ KEEPS = frozenset(
 )
 
 
+def with_strides(sizes: dict[int, Any]) -> dict[int, Any]:
+    """Arguments that are sizes, and those after them that are the strides of a tensor of these."""
+    strides = torch.empty(list(sizes.values())).stride()
+    return sizes | {1 + len(sizes) + index: step for index, step in enumerate(strides)}
+
+
 @st.composite
 def keeps(draw: DrawFn, name: str) -> Example:
     cut = draw(cuts(few=True))
@@ -65,10 +71,7 @@ def new_ones(draw: DrawFn, name: str) -> Example:
 
     def sizes(found: list[Along | None], ranks: int) -> dict[int, Any]:
         own = by_size(found, ranks)
-        if name == "new_empty_strided":
-            stride = torch.empty(list(own.values())).stride()
-            own |= {1 + len(size) + index: step for index, step in enumerate(stride)}
-        return own
+        return with_strides(own) if name == "new_empty_strided" else own
 
     example.sizes = sizes
     return example
@@ -113,10 +116,7 @@ def views(draw: DrawFn, name: str) -> Example:
         if any(length % (few or ranks) for length, few in zip(lengths, heads, strict=True)):
             reject()  # the view splits what a rank holds, as TP does that does not divide the heads
         own = resized(1, after)(found, ranks)
-        if name == "_reshape_alias":
-            stride = torch.empty(list(own.values())).stride()
-            own |= {1 + len(after) + index: step for index, step in enumerate(stride)}
-        return own
+        return with_strides(own) if name == "_reshape_alias" else own
 
     example.sizes = sizes
     return example
