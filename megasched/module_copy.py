@@ -153,7 +153,14 @@ def _function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
 
 def held_in_closure(function: Any) -> list[Any]:
     """Values of the names of its surroundings that a function uses; none of anything else."""
-    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+    return [cell.cell_contents for cell in filled_cells(function).values()]
+
+
+def filled_cells(function: Any) -> dict[str, CellType]:
+    """Names of its surroundings that a function uses, and what holds their values; none of anything else."""
+    cells = getattr(function, "__closure__", None) or ()
+    names = function.__code__.co_freevars if cells else ()
+    return {name: cell for name, cell in zip(names, cells, strict=True) if _is_filled(cell)}
 
 
 def _is_filled(cell: CellType) -> bool:

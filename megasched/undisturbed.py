@@ -22,7 +22,7 @@ _CONTAINERS = (list, dict, set)
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """In which the code of a model's classes may change what is global to it, which is undone at the end."""
-    owners = _owners(model)
+    owners = owners_of(model)
     before = [(owner, _held(owner)) for owner in owners]
     _forget(owners)
     try:
@@ -33,7 +33,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         _forget(owners)
 
 
-def _owners(model: nn.Module) -> list[Any]:
+def owners_of(model: nn.Module) -> list[Any]:
     """The modules of Python in which a model's classes are written, and the classes there."""
     kinds = {kind for module in {type(m) for m in model.modules()} for kind in module.__mro__}
     names = {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN}

@@ -15,9 +15,10 @@ from torch import nn
 
 from megasched.collector import collector_paused
 from megasched.definition import text_config
-from megasched.errors import ScheduleError
+from megasched.errors import Problem, ScheduleError
 from megasched.lowering.flops import ForwardFlops, forward_flops
 from megasched.lowering.given_positions import takes_counted_positions
+from megasched.lowering.later_calls import why_not_alike
 from megasched.lowering.propagate import propagate
 from megasched.lowering.replay import Rank
 from megasched.lowering.sequence_run import plan_sequence
@@ -48,6 +49,7 @@ class KnownRuns:
         self.noted_at_length: NotedLines | None = None
         self._is_too_long = False
         self._ways: Ways | None = None
+        self._not_alike: list[Problem] | None = None
         self._numbers: dict[Hashable, list[Numbers]] = {}
         self._derived: dict[Hashable, Derived] = {}
         # Ranks -> plans, each with the answers of ``refuse_region`` on which it rests.
@@ -84,6 +86,14 @@ class KnownRuns:
                 length = self.length or (None if structure is None else usual_length(model))
                 self._ways = find_ways(model, to_meta(dict(inputs)), inputs_of(model, inputs), length)
         return self._ways
+
+    @collector_paused()
+    def why_not_alike(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[Problem]:
+        """As ``later_calls.why_not_alike`` does; empty where its calls are alike."""
+        if self._not_alike is None:
+            problem = why_not_alike(model, inputs)
+            self._not_alike = [] if problem is None else [problem]
+        return self._not_alike
 
     @collector_paused()
     def unproven_sizes(

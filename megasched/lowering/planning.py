@@ -176,6 +176,8 @@ def _derive(
             problems = _settle_gathered(plan)
             like, unknown = like_those_met(plan, model, inputs)
             problems += [*unknown, *refuse_by_length(plan, model, runs)]
+        if inputs is not None and plan.layout.world_size > 1:
+            problems += runs.why_not_alike(model, inputs)
     except ScheduleError as error:
         return _with_sources(plan, error.problems)
     _mark_partial(plan, like)

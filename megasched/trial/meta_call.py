@@ -6,7 +6,7 @@ It costs no memory and no arithmetic. The model that runs is a copy; the definit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
 class DefaultScalars(TorchDispatchMode):
     """Answers questions about values, which a meta tensor has not, with zero or False, or another number.
 
-    What code does with other answers is looked at by ``trial/ways.py``.
+    What code does with other answers is looked at by ``lowering/ways.py``.
 
     Args:
         results: what carries out all other operations.
@@ -268,14 +268,23 @@ def forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]
 
 
 def run_on_meta(
-    model: nn.Module, inputs: Mapping[str, Any], mode: TorchDispatchMode | None = None, *, autograd: bool = False
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    mode: TorchDispatchMode | None = None,
+    *,
+    autograd: bool = False,
+    leaves_traces: bool = False,
 ) -> Any:
-    """One forward in training mode; the model must be a ``meta_copy``."""
+    """One forward in training mode; the model must be a ``meta_copy``.
+
+    Args:
+        leaves_traces: what the code keeps outside of its modules is there for the next call; see ``undisturbed``.
+    """
     model.train()
     mode = mode or DefaultScalars()
     with (
         collector_paused(),
-        undisturbed(model),
+        nullcontext() if leaves_traces else undisturbed(model),
         torch.set_grad_enabled(autograd),
         torch.device("meta"),
         _Functions(mode),

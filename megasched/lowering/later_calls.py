@@ -1,0 +1,125 @@
+"""Whether a definition does in a later call what it does in the first, which is the one that a plan looks at.
+
+Code may count its calls, or keep a flag, a list or a generator of numbers, and go by them: a warm-up, values that
+are taken from the first batch, layers that are skipped each second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from typing import Any
+
+from torch import nn
+
+from megasched.errors import Problem, ScheduleError
+from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in, to_meta
+from megasched.trial.noted import NotedLines
+from megasched.trial.python_state import State
+from megasched.trial.sequence_trial import numbers_in
+from megasched.undisturbed import undisturbed
+
+_CALLS = 4
+# How far counters are put forward then: past what code compares them with, as a rule.
+_FAR = (9_999, 1_000_003)
+_REMEDY = "run it at one rank, or have the code do the same in every call"
+
+type _Done = tuple[Any, ...]
+
+
+def why_not_alike(model: nn.Module, inputs: Mapping[str, Any]) -> Problem | None:
+    """What tells one call from another to a model's code, where it does something else by it, or may.
+
+    Args:
+        inputs: arguments of its forward in a trial.
+
+    Raises:
+        ScheduleError: the model does not run on meta.
+    """
+    probe, inputs = meta_copy(model), to_meta(dict(inputs))
+    with undisturbed(probe):
+        before = State(probe)
+        first = _done(probe, inputs)
+        after = State(probe)
+        changed = before.changed(after)
+        if not changed:
+            return None
+        for name in changed:
+            if name in after.generators:
+                what = f"it draws numbers from a generator of its own ({name}), of which each rank has another one"
+                return Problem(what, _path(name, probe), remedy=_REMEDY)
+        for _ in _later(probe):
+            try:
+                other = _done(probe, inputs)
+            except ScheduleError as error:
+                other = [(error.problems[0].module,)]
+            if (path := _differing(first, other)) is not None:
+                names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+                what = f"what its code does goes by which call it is: it changes {names} from call to call"
+                return Problem(what, path, remedy=_REMEDY)
+    return None
+
+
+def _later(probe: nn.Module) -> Iterator[None]:
+    """Before each of some later calls; for the last ones, what changes from call to call is put forward."""
+    before = now = State(probe)
+    for _ in range(_CALLS):
+        yield
+        before, now = now, State(probe)
+    counters = [now.spots[name] for name in before.changed(now) if name in now.spots]
+    for far in _FAR if counters else ():
+        for counter in counters:
+            counter.add(far)
+        yield
+
+
+class _Run(DefaultScalars):
+    """A forward.
+
+    Attributes:
+        done: of operations on the model's tensors: module, lines of the code, operation, numbers, shapes.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.done: list[_Done] = []
+        self._running: list[str] = []
+        self._noted = NotedLines()
+        self._noted.note_model(model, inputs)
+
+    def before(self, path: str, *call: Any) -> None:
+        self._running.append(path)
+
+    def after(self, *result: Any) -> None:
+        self._running.pop()
+
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().carry_out(func, args, kwargs)
+        path = self._running[-1] if self._running else ""
+        lines = self._noted.note(path, func, args, kwargs, output)
+        if lines is not None:
+            shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(output))
+            self.done.append((path, lines, func, tuple(numbers_in(args, kwargs)), shapes))
+        return output
+
+
+def _done(probe: nn.Module, inputs: Mapping[str, Any]) -> list[_Done]:
+    run = _Run(probe, inputs)
+    with call_hooks(probe, run.before, run.after):
+        run_on_meta(probe, inputs, run, leaves_traces=True)
+    return run.done
+
+
+def _differing(first: list[_Done], later: list[_Done]) -> str | None:
+    """Path of a module that did something else; None if none did. A call may put modules in the place of others,
+    which have no names in it."""
+    for one, other in zip_longest(first, later):
+        if one is None or other is None or one[1:] != other[1:]:
+            return str((other or one)[0])
+    return None
+
+
+def _path(name: str, probe: nn.Module) -> str:
+    """The module whose attribute has a name; empty for what is none's."""
+    paths = [path for path, _ in probe.named_modules() if path and name.startswith(f"{path}.")]
+    return max(paths, key=len, default="")
