@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from megasched.verify.reference import HfStep, hf_model, summed_step
 from tests import remote
 
 FORWARD = """
@@ -30,6 +33,34 @@ class Mine(Mine):
 
     def of(self, logits, labels, hidden, input_ids):
 """
+# It takes labels that are moved already, too.
+SHIFTING = """
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaMLP as Mlp
+
+
+class Mine(Mine):
+    def __init__(self, config):
+        super().__init__(config)
+        self.second = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, input_ids=None, labels=None, shift_labels=None, position_ids=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, position_ids=position_ids, **kwargs).last_hidden_state
+        logits, loss = self.lm_head(hidden), None
+        if labels is not None:
+            of = dict(labels=labels, vocab_size=self.config.vocab_size, shift_labels=shift_labels)
+            loss = self.loss_function(logits=logits, **of) + 0.3 * self.loss_function(self.second(hidden), **of)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+"""
+NEEDS_SHIFTED = """
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaMLP as Mlp
+
+
+class Mine(Mine):
+    def loss_function(self, logits=None, labels=None, vocab_size=None, shift_labels=None, **kwargs):
+        return F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), label_smoothing=0.1)
+"""
 LOSSES = {
     "label smoothing": "return shifted(logits, labels, label_smoothing=0.1)",
     "a z-loss by hand": "return shifted(logits, labels) + 1e-2 * logits.logsumexp(-1).square().mean()",
@@ -44,6 +75,14 @@ LOSSES = {
     "labels of the same places": """
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)""",
 }
+
+
+def step_by_shifted(folder: str, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> HfStep:
+    """As ``hf_step``; transformers gets the label of the last position, too: those that are moved already."""
+    model = hf_model(folder, trust_remote_code=True)
+    outputs = [model(input_ids=ids, labels=ids, shift_labels=labels.contiguous()) for ids, labels in batches]
+    counts = [labels.numel() for _, labels in batches]
+    return summed_step(model, [(output.loss, output.logits) for output in outputs], counts)
 
 
 def write(folder: Path, loss: str, **changes: Any) -> str:

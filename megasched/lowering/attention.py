@@ -234,6 +234,7 @@ def _of_all_ranks(
 HARMLESS = frozenset(
     [
         *("position_ids", "cache_position", "input_ids", "token_type_ids", "labels", "logits_to_keep"),
+        *("shift_labels", "num_items_in_batch"),  # of losses, and handed on with the rest
         *("use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
         *("cu_seq_lens_k", "max_length_k"),  # what cu_seq_lens_q and max_length_q are
     ]

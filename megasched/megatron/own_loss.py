@@ -41,12 +41,12 @@ class OwnCodeLoss:
     ) -> dict[str, torch.Tensor]:
         """What the forward gets. Stages before the last one get labels, too: so its code goes the same way."""
         if self.last:
-            return {} if labels is None else {"labels": self.labels(labels, loss_mask)}
+            return {} if labels is None else self.takes.arguments(self.told(labels, loss_mask))
         zeros = torch.zeros(self.shape(wire.batch, wire.length), dtype=torch.long, device=wire.device)
-        return {"labels": self.takes.cut(zeros)}
+        return self.takes.arguments(zeros)
 
-    def labels(self, labels: torch.Tensor, loss_mask: torch.Tensor | None) -> torch.Tensor:
-        """Labels as a user of transformers would hand them over.
+    def told(self, labels: torch.Tensor, loss_mask: torch.Tensor | None) -> torch.Tensor:
+        """Labels of which those that do not count are ``IGNORED``.
 
         Args:
             labels: [b, s] (or [b]), the id that belongs at each position.
@@ -60,16 +60,14 @@ class OwnCodeLoss:
                 "the definition's own code computes the loss, and the training script does not tell it what "
                 "counts: hand loss_mask to the model in the script's forward_step"
             )
+        mask = loss_mask
         if self.takes.moved:  # it does not look at the last one
-            told, mask = labels[:, :-1], loss_mask[:, :-1]
-        else:
-            told, mask = labels, loss_mask
+            mask = torch.cat([mask[:, :-1], mask.new_ones(len(mask), 1)], dim=1)
         self._weight = 1.0
         if bool((mask != 1).any()):
-            counted = mask != 0
-            if bool(counted.any()):
-                self._refuse_mask(mask, counted)
-                told = told.masked_fill(~counted, IGNORED)
+            if bool((mask[:, :-1] if self.takes.moved else mask).any()):
+                self._refuse_mask(mask, mask != 0)
+                labels = labels.masked_fill(mask == 0, IGNORED)
             else:  # a mean over no labels would be no number
                 self._weight = 0.0
         if labels.dim() > 1 and labels.shape[1] < self.takes.skipped + 2:
@@ -77,8 +75,7 @@ class OwnCodeLoss:
                 f"the definition's own loss leaves out the first {self.takes.skipped} positions, and sequences "
                 f"have {labels.shape[1]}: give more tokens (--seq-length)"
             )
-        whole = torch.cat([labels[:, :1], told], dim=1) if self.takes.moved else told
-        return self.takes.cut(whole).contiguous()
+        return labels
 
     def _refuse_mask(self, loss_mask: torch.Tensor, counted: torch.Tensor) -> None:
         what = ""

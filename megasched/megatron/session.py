@@ -126,7 +126,7 @@ class Session:
         takes_labels, own = self.structure.takes_labels, self.structure.own_labels
         labels = inputs.pop("labels")
         if takes_labels:
-            inputs["labels"] = labels if own is None else own.cut(labels)
+            inputs |= {"labels": labels} if own is None else own.arguments(labels)
         inputs |= objective.constants
         self.reach = find_reach(meta_copy(self.replaced), inputs, with_loss=takes_labels)
         self.runs.length, self.runs.noted_at_length = length, self.reach.noted

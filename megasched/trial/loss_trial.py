@@ -29,19 +29,32 @@ class OwnLabels(NamedTuple):
             position.
         ignored: those of ``IGNORED`` do not count, and the loss is the mean over those that do.
         skipped: so many of the first positions have none (those of a picture, which a text has not).
+        shifted: it goes by ``shift_labels``, as transformers' functions do that get them: the id that belongs at
+            each position, the last one, too. Its ``labels`` are the ids themselves then.
     """
 
     moved: bool
     ignored: bool
     skipped: int = 0
+    shifted: bool = False
 
-    def cut(self, labels: torch.Tensor) -> torch.Tensor:
-        """Of labels [b, s] those of positions that have one; those of images as they are."""
-        return labels[:, self.skipped :] if self.skipped else labels
+    def arguments(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Of the forward.
+
+        Args:
+            labels: [b, s], the id that belongs at each position; those of images [b] as they are.
+        """
+        own = torch.cat([labels[:, :1], labels[:, :-1]], dim=1) if self.moved or self.shifted else labels
+        own = own[:, self.skipped :] if self.skipped else own
+        return {"labels": own.contiguous(), **({"shift_labels": labels.contiguous()} if self.shifted else {})}
 
 
 class LossTrial:
-    """Runs of a definition's forward in which the modules that it calls hand out the same random numbers."""
+    """Runs of a definition's forward in which the modules that it calls hand out the same random numbers.
+
+    Args:
+        takes: how labels are handed over: as they are, beside ``shift_labels``, or without the first ones.
+    """
 
     def __init__(
         self,
@@ -50,10 +63,10 @@ class LossTrial:
         outputs: list[tuple[str, Any]],
         read: list[nn.Parameter],
         length: int,
-        skipped: int,
+        takes: OwnLabels,
     ) -> None:
         self.probe, self.objective, self.outputs, self.calls = probe, objective, outputs, 0
-        self.length, self.skipped = length, skipped
+        self.length, self.takes = length, takes
         self.read = [parameter for parameter in read if parameter.requires_grad]
         classes, _ = objective.classes(probe.config)
         shape = objective.label_shape(probe.config, BATCH, length)
@@ -91,8 +104,7 @@ class LossTrial:
             name: torch.full(tensor.shape, token, dtype=tensor.dtype)
             for name, tensor in self.objective.trial_inputs(self.probe.config, BATCH, self.length).items()
         }
-        labels = OwnLabels(False, False, self.skipped).cut(labels)
-        given = {**inputs, "labels": labels, **self.objective.constants}
+        given = {**inputs, **self.takes.arguments(labels), **self.objective.constants}
         with _handed_out(self.probe, self.outputs, leaves), torch.random.fork_rng(devices=[]), torch.enable_grad():
             if not per_token:
                 return self.probe(**given), leaves
@@ -108,7 +120,8 @@ class LossTrial:
         """
         if self.labels.dim() != 2:  # one for an image
             return OwnLabels(moved=False, ignored=False)
-        place, other = (self.length + self.skipped) // 2 + 1, self.length - 4
+        skipped, shifted = self.takes.skipped, self.takes.shifted
+        place, other = (self.length + skipped) // 2 + 1, self.length - 4
         try:
             moved = self._moved(place, [place])
             alone, two = (self._difference(place, kept)[0].item() for kept in ([place], [place, other]))
@@ -116,8 +129,10 @@ class LossTrial:
             moved, alone, two = self._moved(place), 0.0, 0.0
         if moved is None or (moved and self._difference(0)[0]):  # nothing belongs at the first one
             return None
+        if shifted and (moved or not self._difference(self.length - 1)[0]):  # which ``labels`` do not have
+            return None
         ignored = bool(alone) and math.isclose(two, alone / 2, rel_tol=_SAME_DIFFERENCE)
-        return OwnLabels(moved, ignored, self.skipped)
+        return OwnLabels(moved, ignored, skipped, shifted)
 
     def _moved(self, place: int, kept: Sequence[int] | None = None) -> bool | None:
         """Whether the label of a position is looked for at an earlier one; None where that can't be told."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Of the batch that is tried: enough labels for those that a loss may leave out; no module has such a size.
 _LENGTH = 19
+_AS_THEY_ARE = OwnLabels(moved=False, ignored=False)
 _LONG = 503  # where the first positions have none: a picture has some hundred
 # Elements of parameters that a forward reads by itself, which are tried: 1 GiB.
 _LARGEST = 2**28
@@ -58,11 +59,14 @@ def own_loss(model: Any, structure: Structure) -> OwnLoss:
         own, given = trial.run(trial.labels)
     except Exception as error:  # of whatever kind: a meta tensor is read, or code fails on random numbers
         told = error.problems[0].what if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
+        if (shifted := _shifted(model, structure)) is not None:
+            return OwnLoss("it has a loss of its own, which needs shift_labels", shifted)
         fewer = _fewer_labels(model, structure)
         if fewer is None:
             return OwnLoss(_why_not_by_reading(model, structure, told.partition("\n")[0]))
-        another = f"it has a loss of its own, which leaves out the first {fewer[1]} positions"
-        return _by_own_code(another, _trial(model, structure, *fewer))
+        length, skipped = fewer
+        another = f"it has a loss of its own, which leaves out the first {skipped} positions"
+        return _by_own_code(another, _trial(model, structure, length, OwnLabels(False, False, skipped)))
     if not hasattr(own, "logits"):
         what = f"its forward returns a {type(own).__name__}, and a run reads logits and loss of a ModelOutput"
         return OwnLoss(what)
@@ -71,7 +75,16 @@ def own_loss(model: Any, structure: Structure) -> OwnLoss:
     another = _another(trial, own, given, calls_loss=structure.calls_loss)
     if not another:
         return OwnLoss()
-    return _by_own_code(another, trial)
+    shifted = _shifted(model, structure)
+    return _by_own_code(another, trial) if shifted is None else OwnLoss(another, shifted)
+
+
+def _shifted(model: Any, structure: Structure) -> OwnLabels | None:
+    """What labels its code takes, if it goes by ``shift_labels``; None where it does not."""
+    try:
+        return _trial(model, structure, _LENGTH, OwnLabels(False, False, shifted=True)).own_labels()
+    except Exception:  # of whatever kind, of the definition's code: it may not know that argument
+        return None
 
 
 def _by_own_code(another: str, trial: LossTrial) -> OwnLoss:
@@ -84,11 +97,11 @@ def _by_own_code(another: str, trial: LossTrial) -> OwnLoss:
     return OwnLoss(another, labels)
 
 
-def _trial(model: Any, structure: Structure, length: int, skipped: int = 0) -> LossTrial:
+def _trial(model: Any, structure: Structure, length: int, takes: OwnLabels = _AS_THEY_ARE) -> LossTrial:
     objective, probe = objective_of(model), meta_copy(model)
     with _layers_once(probe, structure):
-        outputs, read = _outputs_of_modules(probe, objective, length, skipped)
-    return LossTrial(probe, objective, outputs, _made_real(probe, model, read), length, skipped)
+        outputs, read = _outputs_of_modules(probe, objective, length, takes)
+    return LossTrial(probe, objective, outputs, _made_real(probe, model, read), length, takes)
 
 
 def _fewer_labels(model: Any, structure: Structure) -> tuple[int, int] | None:
@@ -170,7 +183,7 @@ class _Reads(DefaultScalars):
 
 
 def _outputs_of_modules(
-    probe: Any, objective: Objective, length: int, skipped: int
+    probe: Any, objective: Objective, length: int, takes: OwnLabels
 ) -> tuple[list[tuple[str, Any]], set[int]]:
     """What the modules give that the forward calls, in their order: paths and outputs on meta. A module that is
     handed the labels has a part in the loss; what it calls counts in its place.
@@ -181,9 +194,10 @@ def _outputs_of_modules(
     outputs: list[tuple[str, Any]] = []
     given_whole: list[bool] = []  # of the modules that run: whether this one, or one around it, is taken for given
     inputs = objective.trial(probe.config, BATCH, length)
-    inputs["labels"] = OwnLabels(False, False, skipped).cut(inputs["labels"])
+    inputs |= takes.arguments(inputs.pop("labels"))
 
     def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # Transformers' models get shift_labels among what they hand on, and make nothing of it.
         takes_labels = any(tensor is inputs["labels"] for tensor in tensors_in((args, kwargs)))
         given_whole.append(any(given_whole) or not takes_labels)
 

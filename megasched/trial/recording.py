@@ -130,7 +130,7 @@ def inputs_of(
     """A batch, with such labels as the definition's own code takes."""
     inputs = objective_of(model).trial(getattr(model, "config", None), batch, length)
     given = inputs.pop("labels")
-    return inputs if labels is None else {**inputs, "labels": labels.cut(given)}
+    return inputs if labels is None else inputs | labels.arguments(given)
 
 
 def in_autograd(model: nn.Module, layer: str) -> bool:

@@ -118,7 +118,7 @@ class Structure:
         if not self.takes_labels:
             del inputs["labels"]
         elif self.own_labels is not None:
-            inputs["labels"] = self.own_labels.cut(inputs["labels"])
+            inputs |= self.own_labels.arguments(inputs["labels"])
         return inputs
 
     def layer_path(self, index: int) -> str:

@@ -101,7 +101,7 @@ def hf_step(
 def _step_of(model: Any, batches: list[tuple[torch.Tensor, torch.Tensor]], per_token: bool) -> HfStep:
     outcomes = [hf_loss(model, *batch) for batch in batches]
     counts = [int((labels != IGNORED).sum()) for _, labels in batches]
-    return _step(model, outcomes, counts, per_token)
+    return summed_step(model, outcomes, counts, per_token)
 
 
 def hf_objective_step(
@@ -115,7 +115,7 @@ def hf_objective_step(
     """
     model = hf_model(folder, objective=objective)
     outcomes = [masked_loss(model, objective, batch) for batch in batches]
-    return _step(model, outcomes, [int(batch["loss_mask"].sum()) for batch in batches], per_token)
+    return summed_step(model, outcomes, [int(batch["loss_mask"].sum()) for batch in batches], per_token)
 
 
 def masked_loss(
@@ -127,7 +127,7 @@ def masked_loss(
     return torch.nn.functional.cross_entropy(logits.flatten(0, -2).float(), ignored.flatten()), logits
 
 
-def _step(
+def summed_step(
     model: Any, outcomes: list[tuple[torch.Tensor, torch.Tensor]], counts: list[int], per_token: bool = False
 ) -> HfStep:
     """Megatron gives each micro-batch the same weight in the gradient, and each label in the loss that it reports.

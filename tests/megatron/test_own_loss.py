@@ -18,6 +18,11 @@ def loss_of(takes, *, last=True):
     return OwnCodeLoss(takes, lambda batch, length: (batch, length), last=last)
 
 
+def handed_over(takes, mask):
+    wire = Wire(batch=2, length=5, device=torch.device("cpu"))
+    return loss_of(takes).arguments(LABELS, mask, wire)
+
+
 @pytest.mark.parametrize(
     ("takes", "handed"),
     [
@@ -27,15 +32,21 @@ def loss_of(takes, *, last=True):
     ],
 )
 def test_what_does_not_count_is_told(takes, handed):
-    assert loss_of(takes).labels(LABELS, MASK).tolist() == handed
+    assert handed_over(takes, MASK)["labels"].tolist() == handed
+
+
+def test_labels_that_are_moved_already_are_handed_over_beside_the_ids():
+    given = handed_over(OwnLabels(False, True, shifted=True), MASK)
+    assert given["labels"].tolist() == [[11, 11, -100, 13, 14], [21, 21, 22, 23, -100]]
+    assert given["shift_labels"].tolist() == [[11, -100, 13, 14, -100], [21, 22, 23, -100, 25]]
 
 
 def test_the_last_position_need_not_be_told_where_the_code_does_not_look_there():
     mask = torch.ones(2, 5)
     mask[:, -1] = 0
-    assert loss_of(OwnLabels(True, False)).labels(LABELS, mask)[0].tolist() == [11, 11, 12, 13, 14]
+    assert handed_over(OwnLabels(True, False), mask)["labels"][0].tolist() == [11, 11, 12, 13, 14]
     with pytest.raises(ConfigError, match="is not 1 everywhere"):
-        loss_of(OwnLabels(False, False)).labels(LABELS, mask)
+        handed_over(OwnLabels(False, False), mask)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +60,7 @@ def test_the_last_position_need_not_be_told_where_the_code_does_not_look_there()
 )
 def test_what_cannot_be_told_ends_the_run(takes, mask, why):
     with pytest.raises(ConfigError, match=why):
-        loss_of(takes).labels(LABELS, mask)
+        handed_over(takes, mask)
 
 
 def through_megatron(loss, each, mask):
@@ -59,7 +70,7 @@ def through_megatron(loss, each, mask):
 
 def test_megatron_comes_to_the_same_number_and_gradient():
     loss, own = loss_of(OwnLabels(True, True)), torch.tensor(2.5, requires_grad=True)
-    loss.labels(LABELS, MASK)
+    loss.told(LABELS, MASK)
     each = loss.each(torch.empty(0), own, LABELS)
     assert (each.shape, each.is_contiguous(), each.dtype) == (LABELS.shape, True, torch.float32)
     found = through_megatron(loss, each, MASK)
@@ -73,7 +84,7 @@ def test_a_micro_batch_in_which_nothing_counts_weighs_nothing():
     mask = torch.zeros(2, 5)
     mask[0, -1] = 1
     loss, own = loss_of(OwnLabels(True, True)), torch.tensor(2.5, requires_grad=True)
-    assert (loss.labels(LABELS, mask) > 0).all()
+    assert (loss.told(LABELS, mask) > 0).all()
     through_megatron(loss, loss.each(torch.empty(0), own, LABELS), mask).backward()
     assert own.grad == 0
 

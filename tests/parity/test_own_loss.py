@@ -7,11 +7,12 @@ import pytest
 from megasched.errors import ScheduleError
 from megasched.layout import Layout
 from megasched.megatron.session import open_session
-from megasched.verify.parity import LAYOUTS, TOLERANCE, CheckedLayout, check_layout
+from megasched.verify.parity import LAYOUTS, TOLERANCE, CheckedLayout, check_layout, compare
 from megasched.verify.rank_pool import RankError
 from megasched.verify.small_models import write_small_model
-from megasched.verify.trainer_run import train
-from tests.own_losses import LOSSES, write
+from megasched.verify.trainer_run import batches_of, train
+from tests import remote
+from tests.own_losses import LOSSES, NEEDS_SHIFTED, SHIFTING, step_by_shifted, write
 from tests.parity.cases import slow
 from tests.parity.steps import assert_equal, assert_same_run, step_of_own_code
 
@@ -35,6 +36,21 @@ def cases():
 def test_a_step_equals_plain_transformers(ranks, tmp_path, loss, layout):
     """Four micro-batches, of which a loss mask counts other numbers of labels."""
     assert_equal(step(ranks, write(tmp_path / "model", LOSSES[loss]), layout))
+
+
+@pytest.mark.parametrize(
+    ("code", "layout"),
+    [(SHIFTING, "tp2-sp"), (NEEDS_SHIFTED, "pp2"), slow(SHIFTING, "pp2"), slow(NEEDS_SHIFTED, "tp2")],
+    ids=["two calls, tp2-sp", "a function, pp2", "two calls, pp2", "a function, tp2"],
+)
+def test_labels_that_are_moved_already(ranks, tmp_path, code, layout):
+    """Where it takes those, the label of the last position counts, which ids alone do not give."""
+    folder = remote.write(tmp_path / "model", code)
+    size, flags = ALL[layout].world_size, [*ALL[layout].flags.split(), "--trust-remote-code"]
+    reports = ranks.run(size, train, folder, flags, iterations=1, as_it_is=True)
+    (expected,) = ranks.run(1, step_by_shifted, folder, batches_of(reports))
+    assert_equal(compare(reports, expected, ALL[layout].tp))
+    assert step(ranks, folder, layout).verdict == "equal"
 
 
 def test_parameters_after_three_steps_are_those_of_one_rank(ranks, tmp_path):

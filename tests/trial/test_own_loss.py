@@ -206,6 +206,56 @@ class Rolled(Llama):
         return F.cross_entropy(logits.flatten(0, 1), labels.roll(-1, 1).flatten(), label_smoothing=0.1)
 
 
+class Shifts(LlamaForCausalLM):
+    """It takes labels that others have moved already, beside those that it moves."""
+
+    def forward(self, input_ids=None, labels=None, shift_labels=None, **kwargs):
+        hidden, loss = self.model(input_ids=input_ids, **kwargs).last_hidden_state, None
+        logits = self.lm_head(hidden)
+        if labels is not None:
+            moved = F.pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None else shift_labels
+            loss = self.of(logits, labels, moved.flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    def of(self, logits, labels, moved):
+        return F.cross_entropy(logits.flatten(0, 1), moved, label_smoothing=0.1)
+
+
+class ShiftsTwice(Shifts):
+    """A second loss by those that it moves itself."""
+
+    def of(self, logits, labels, moved):
+        return super().of(logits, labels, moved) + 0.3 * F.cross_entropy(
+            logits[:, :-2].flatten(0, 1), labels[:, 2:].flatten()
+        )
+
+
+class ShiftsAndCounts(Shifts):
+    """Over all labels, also those that do not count."""
+
+    def of(self, logits, labels, moved):
+        return F.cross_entropy(logits.flatten(0, 1), moved.clamp(min=0), label_smoothing=0.1)
+
+
+class TwoCalls(LlamaForCausalLM):
+    """Of transformers' function, which gets both."""
+
+    def forward(self, input_ids=None, labels=None, shift_labels=None, **kwargs):
+        hidden, loss = self.model(input_ids=input_ids, **kwargs).last_hidden_state, None
+        logits = self.lm_head(hidden)
+        if labels is not None:
+            given = {"labels": labels, "vocab_size": self.config.vocab_size, "shift_labels": shift_labels}
+            loss = self.loss_function(logits=logits, **given) + 0.3 * self.loss_function(logits=-logits, **given)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class NeedsShifted(LlamaForCausalLM):
+    """Its function goes by nothing else."""
+
+    def loss_function(self, logits=None, labels=None, vocab_size=None, shift_labels=None, **kwargs):
+        return F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), label_smoothing=0.1)
+
+
 class GivesDict(Llama):
     def made(self, logits, loss):
         return {"logits": logits, "loss": loss}
@@ -250,12 +300,15 @@ MOVED = [Smoothed, LeavesOut, LeavesOutByFunction, PlusPenalty, AnotherGradient,
         *((cls, OwnLabels(True, False)) for cls in (OneHot, Clamped, Wrapped, Summed, Weighted)),
         (SmoothedOfTheSamePlaces, OwnLabels(False, True)),
         (FewerLabels, OwnLabels(True, True, 3)),
+        *((cls, OwnLabels(False, True, shifted=True)) for cls in (Shifts, ShiftsTwice, TwoCalls, NeedsShifted)),
+        (ShiftsAndCounts, OwnLabels(False, False, shifted=True)),
     ],
 )
 def test_a_loss_of_its_own_and_its_labels(cls, labels):
     loss = found(cls)
     assert loss.labels == labels
-    assert loss.another.startswith("its forward asks for 2" if cls is Twice else "it has a loss of its own")
+    twice = cls in (Twice, TwoCalls)
+    assert loss.another.startswith("its forward asks for 2" if twice else "it has a loss of its own")
 
 
 @pytest.mark.parametrize("cls", [OfEachLabel, Rolled])

@@ -16,10 +16,12 @@ class Labels(NamedTuple):
     Attributes:
         moved: the ids themselves, which it moves by one, as most do; BART's and BERT's decoders want them moved.
         skipped: none for so many of the first positions.
+        shifted: it needs ``shift_labels``, too: those that are moved already.
     """
 
     moved: bool
     skipped: int = 0
+    shifted: bool = False
 
 
 def loss_of(
@@ -32,7 +34,8 @@ def loss_of(
         takes: what ``labels_of`` says of the class.
     """
     own = torch.cat([tokens[:, :1], labels[:, :-1]], dim=1) if takes.moved else labels
-    output = model(input_ids=tokens, labels=own[:, takes.skipped :].contiguous())
+    more = {"shift_labels": labels.contiguous()} if takes.shifted else {}
+    output = model(input_ids=tokens, labels=own[:, takes.skipped :].contiguous(), **more)
     if isinstance(output, tuple):
         return output[0], output[1]
     logits = output["logits"]
@@ -51,6 +54,9 @@ def labels_of(model: Any, tokens: torch.Tensor) -> Labels:
     training = model.training
     model.eval()
     with torch.no_grad():
+        if _needs_shifted(model, tokens[:1]):
+            model.train(training)
+            return Labels(moved=True, shifted=True)
         skipped = _skipped(model, tokens[:1])
         place, row = (tokens.shape[1] + skipped) // 2, tokens[:1]
         loss, logits = _loss_of_one(model, row, place, int(row[0, place]), skipped)
@@ -61,6 +67,19 @@ def labels_of(model: Any, tokens: torch.Tensor) -> Labels:
             found = _looks_before(model, row, place, logits.shape[-1], skipped)
     model.train(training)
     return Labels(found, skipped)
+
+
+def _needs_shifted(model: Any, row: torch.Tensor) -> bool:
+    """Whether it fails without ``shift_labels``, and not with them."""
+    for takes in (Labels(moved=True), Labels(moved=True, shifted=True)):
+        try:
+            loss_of(model, row, row, takes)
+        except (AttributeError, TypeError):  # of what is None, or of an argument that it does not have
+            continue
+        except ValueError:  # of the number of labels
+            return False
+        return takes.shifted
+    return False
 
 
 def _skipped(model: Any, row: torch.Tensor) -> int:
