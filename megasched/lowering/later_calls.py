@@ -36,27 +36,41 @@ def why_not_alike(model: nn.Module, inputs: Mapping[str, Any]) -> Problem | None
     Raises:
         ScheduleError: the model does not run on meta.
     """
-    probe, inputs = meta_copy(model), to_meta(dict(inputs))
+    inputs = to_meta(dict(inputs))
+    changed, generators = _traces(meta_copy(model), inputs)
+    for name in changed:
+        if name in generators:
+            what = f"it draws numbers from a generator of its own ({name}), of which each rank has another one"
+            return Problem(what, _path(name, model), remedy=_REMEDY)
+    path = _other_in_a_later_call(meta_copy(model), inputs) if changed else None
+    if path is None:
+        return None
+    names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+    what = f"what its code does goes by which call it is: it changes {names} from call to call"
+    return Problem(what, path, remedy=_REMEDY)
+
+
+def _traces(probe: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[str], set[str]]:
+    """What a call leaves otherwise than it found it, and what there is of generators of numbers."""
     with undisturbed(probe):
         before = State(probe)
-        first = _done(probe, inputs)
+        with call_hooks(probe, around=lambda path, module: not path):
+            run_on_meta(probe, inputs, leaves_traces=True)
         after = State(probe)
-        changed = before.changed(after)
-        if not changed:
-            return None
-        for name in changed:
-            if name in after.generators:
-                what = f"it draws numbers from a generator of its own ({name}), of which each rank has another one"
-                return Problem(what, _path(name, probe), remedy=_REMEDY)
+        return before.changed(after), after.generators
+
+
+def _other_in_a_later_call(probe: nn.Module, inputs: Mapping[str, Any]) -> str | None:
+    """Path of a module that does something else in a later call than in the first; None if none does."""
+    with undisturbed(probe):
+        first = _done(probe, inputs)
         for _ in _later(probe):
             try:
-                other = _done(probe, inputs)
+                later = _done(probe, inputs)
             except ScheduleError as error:
-                other = [(error.problems[0].module,)]
-            if (path := _differing(first, other)) is not None:
-                names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
-                what = f"what its code does goes by which call it is: it changes {names} from call to call"
-                return Problem(what, path, remedy=_REMEDY)
+                return error.problems[0].module
+            if (path := _differing(first, later)) is not None:
+                return path
     return None
 
 
