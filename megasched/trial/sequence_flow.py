@@ -20,6 +20,8 @@ from megasched.trial.sequence_trial import REMEDY, Call, Origin, dims_as_long, n
 from megasched.trial.sites import Site
 from megasched.trial.structure import Structure
 
+# Say nothing but how long they are.
+_NOTHING = frozenset(["zeros", "empty", "new_zeros", "new_empty"])
 _WRITES = "_"  # ends the name of an operation that changes its operand
 
 
@@ -113,7 +115,7 @@ class SequenceFlow(DefaultScalars):
         elif split and name not in CONSTANTS:
             self._follow(func, name, args, kwargs, outputs)
         else:
-            self._made(name, outputs)
+            self._made(name, args, kwargs, outputs)
         return output
 
     def _follow(
@@ -160,8 +162,12 @@ class SequenceFlow(DefaultScalars):
             what = "context parallelism: a hook is handed a gradient of which each rank has a part"
             self._problem(self.stack[-1].path if self.stack else "", what, REMEDY)
 
-    def _made(self, name: str, outputs: list[torch.Tensor]) -> None:
-        """Of no part of the sequence, and as long as one: constants are harmless, counted places are not."""
+    def _made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor]) -> None:
+        """Of no part of the sequence. Where it is as long as one, constants are harmless, and counted places are
+        not. What is made of nothing may also be twice as long, or one longer, or be filled with the length: a run
+        of another length tells."""
+        of_nothing = name in CONSTANTS or not tensors_in((args, kwargs))
+        sizes: list[Any] = []
         for tensor in outputs:
             dims = dims_as_long(tensor, self.batch, self.length)
             if dims and len(dims) == 1 and name in CONSTANTS:
@@ -171,6 +177,12 @@ class SequenceFlow(DefaultScalars):
                     tensor, self._origin(f"{name} makes something as long as a rank's part of the sequence")
                 )
                 self.of_positions.add(id(tensor))
+                of_nothing = of_nothing and name in CONSTANTS
+            elif name not in _NOTHING:
+                sizes.append(tuple(tensor.shape))
+        if of_nothing:
+            path = self.stack[-1].path if self.stack else ""
+            self.numbers.append((path, name, *numbers_in(args, kwargs), *sizes))
 
     def _spoil_all(self, name: str, outputs: list[torch.Tensor], origin: Origin) -> None:
         for tensor in outputs:

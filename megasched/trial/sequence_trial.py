@@ -96,7 +96,7 @@ def numbers_of_length(run: Sequence[Numbers], other: Sequence[Numbers]) -> list[
     """What a definition computes, outside of tensors, from the length that it sees, which is not the sequence's.
 
     Args:
-        run, other: element-wise operations of two runs that differ in the length alone.
+        run, other: element-wise operations, and those on nothing, of two runs that differ in the length alone.
     """
     for one, two in zip_longest(run, other):
         if one != two:

@@ -119,6 +119,38 @@ def test_a_number_made_of_the_length_is_refused():
     ]
 
 
+@pytest.mark.parametrize(
+    ("function", "operation"),
+    [
+        (lambda x: x * torch.arange(x.shape[1] + 1.0, device=x.device)[-1], "arange"),
+        (lambda x: x + torch.arange(-x.shape[1], x.shape[1], device=x.device).sum(), "arange"),
+        (lambda x: x / torch.ones(2 * x.shape[1], device=x.device).sum(), "ones"),
+        (lambda x: x * torch.full((), 1 / x.shape[1], device=x.device), "full"),
+        (lambda x: x * torch.full(x.shape[:2], 1 / x.shape[1], device=x.device)[..., None], "full"),
+        (lambda x: x * x.new_full((), 1 / x.shape[1]), "new_full"),
+        (lambda x: x * torch.linspace(0, 1, 5 * x.shape[1], device=x.device)[1], "linspace"),
+    ],
+)
+def test_what_is_made_of_the_length_and_is_no_part_of_the_sequence_is_refused(function, operation):
+    """Of XLNet's relative positions a rank would see as many as its part has."""
+    ((path, what),) = problems(plan(in_mlp(tiny_model("llama"), function)))
+    assert path == "model.layers.0.mlp"
+    assert what.startswith(f"context parallelism: {operation} goes by the length of the sequence")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * torch.arange(x.shape[2], device=x.device),
+        lambda x: torch.cat([x.new_zeros(x.shape[0], x.shape[1], 1), x[..., 1:]], dim=-1),
+        lambda x: x + torch.full(x.shape[:2], 0.5, device=x.device)[..., None],
+    ],
+)
+def test_what_is_made_of_other_sizes_is_no_hindrance(function):
+    found = plan(in_mlp(tiny_model("llama"), function))
+    assert (found.regions, found.problems) == ({}, [])
+
+
 def test_rotary_frequencies_that_go_by_the_longest_position_see_all_positions():
     model = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     found = plan(model)
