@@ -127,6 +127,13 @@ BY_LENGTH = {
     "places of a column": mlp("h = h * (1 + 0.01 * torch.arange(h.shape[1], device=h.device))[:, None]"),
     "places": mlp("h = self.up_proj(x * (1 + 0.01 * torch.arange(x.shape[1], device=x.device))[:, None])"),
     "places of another length": mlp("h = h * (1 + 0.01 * torch.arange(x.shape[1], device=h.device))[:, None]"),
+    "a sum of ones": mlp("h = h * 16 / torch.ones(2 * x.shape[1], device=h.device).sum()"),
+    "a tensor of the size": mlp("h = h * torch.full((), 16 / x.shape[1], device=h.device)"),
+    "a list of the size": mlp("h = h * 16 / torch.tensor([1.0] * x.shape[1], device=h.device).sum()"),
+    "how many ones": mlp("h = h * 16 / torch.ones(x.shape[1], device=h.device).nonzero().shape[0]"),
+    "a grid": mlp("h = h * torch.linspace(0, 1, x.shape[1] + 3, device=h.device)[3] * 16"),
+    "a number of a new tensor": mlp("h = h * x.new_full((), 16 / x.shape[1])"),
+    "ones for tokens": mlp("h = h * torch.ones(h.shape[:2], device=h.device)[..., None]"),
     "chunks": mlp(
         "c = max(1, x.shape[1] // 4)\nh = torch.cat([p - p.mean(1, keepdim=True) for p in h.split(c, dim=1)], 1)"
     ),

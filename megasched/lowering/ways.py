@@ -20,7 +20,7 @@ from torch import nn
 from megasched.errors import ScheduleError
 from megasched.lowering import attention
 from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
-from megasched.trial.noted import COUNTED, NotedLines, Numbers
+from megasched.trial.noted import NotedLines, Numbers
 from megasched.trial.recorded import LeafPath
 from megasched.trial.sequence_trial import numbers_in
 from megasched.trial.sites import Site
@@ -184,7 +184,7 @@ def what_goes_by_length(
     Args:
         one, other: what they noted.
         is_whole: whether the module at a path gets the whole sequence in any case.
-        places: whether places that are counted are looked at, too.
+        places: whether what is made of nothing is looked at, too, such as counted places.
     """
 
     known: dict[str, bool] = {}
@@ -195,12 +195,12 @@ def what_goes_by_length(
         return known[path]
 
     def looked_at(numbers: Iterable[Numbers]) -> list[Numbers]:
-        return [n for n in numbers if not passed(n[0]) and (places or n[2] != COUNTED)]
+        return [n for n in numbers if not passed(n.path) and (places or not n.of_nothing)]
 
     for found in zip_longest(looked_at(one), looked_at(other)):
         if found[0] != found[1]:
-            path, _, operation, _ = found[0] or found[1]
-            return path, operation
+            either = found[0] or found[1]
+            return either.path, either.operation
     return None
 
 
@@ -286,3 +286,4 @@ class _WayRun(DefaultScalars):
     def numbers_given(self, values: Any) -> None:
         """See ``DefaultScalars``."""
         self.done.append((self.stack[-1], None, None, (), repr(values)))
+        self.noted.note_given(self.stack[-1], values)

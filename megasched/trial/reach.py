@@ -105,6 +105,10 @@ class _ReachRun(DefaultScalars):
         self._asked.add(self._stack[-1] if self._stack else "")
         self.noted.note_question(tensors, site, how_many=how_many)
 
+    def numbers_given(self, values: Any) -> None:
+        """See ``DefaultScalars``."""
+        self.noted.note_given(self._stack[-1] if self._stack else "", values)
+
     def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = tensors_in((args, kwargs))
         if not torch.is_grad_enabled():

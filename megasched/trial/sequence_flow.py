@@ -20,8 +20,6 @@ from megasched.trial.sequence_trial import REMEDY, Call, Origin, dims_as_long, n
 from megasched.trial.sites import Site
 from megasched.trial.structure import Structure
 
-# Say nothing but how long they are.
-_NOTHING = frozenset(["zeros", "empty", "new_zeros", "new_empty"])
 _WRITES = "_"  # ends the name of an operation that changes its operand
 
 
@@ -142,7 +140,9 @@ class SequenceFlow(DefaultScalars):
             return
         if self.silent or not any(id(tensor) in self.places for tensor in outputs):
             return
-        if not self.functions.works_by_parts(function, args, output, self.place):
+        with self._silently():
+            by_parts = self.functions.works_by_parts(function, args, output, self.place)
+        if not by_parts:
             origin = self._origin(f"the backward of {function.__name__} takes other tokens than its own")
             self._spoil_all("", outputs, origin)
 
@@ -178,7 +178,7 @@ class SequenceFlow(DefaultScalars):
                 )
                 self.of_positions.add(id(tensor))
                 of_nothing = of_nothing and name in CONSTANTS
-            elif name not in _NOTHING:
+            else:
                 sizes.append(tuple(tensor.shape))
         if of_nothing:
             path = self.stack[-1].path if self.stack else ""
@@ -189,6 +189,11 @@ class SequenceFlow(DefaultScalars):
             self._spoil(tensor, origin)
             if name.endswith(_WRITES):  # what the operand is a view of, too
                 self.spoiled[tensor.untyped_storage()._cdata] = origin
+
+    def numbers_given(self, values: Any) -> None:
+        """See ``DefaultScalars``."""
+        if not self.silent and not self.inside:
+            self.numbers.append((self.stack[-1].path if self.stack else "", "tensor", repr(values)))
 
     def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
         """A number that is made of a part decides on something: of the longest position, e.g., which rotary

@@ -128,6 +128,8 @@ def test_a_number_made_of_the_length_is_refused():
         (lambda x: x * torch.full((), 1 / x.shape[1], device=x.device), "full"),
         (lambda x: x * torch.full(x.shape[:2], 1 / x.shape[1], device=x.device)[..., None], "full"),
         (lambda x: x * x.new_full((), 1 / x.shape[1]), "new_full"),
+        (lambda x: x / torch.zeros(2 * x.shape[1], device=x.device).add(1).sum(), "zeros"),
+        (lambda x: x / torch.tensor([1.0] * x.shape[1], device=x.device).sum(), "tensor"),
         (lambda x: x * torch.linspace(0, 1, 5 * x.shape[1], device=x.device)[1], "linspace"),
     ],
 )

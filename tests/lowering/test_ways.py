@@ -165,6 +165,12 @@ def test_what_only_another_way_needs_whole_is_gathered(name, tmp_path):
         ("size", "sp2", "sequence parallelism: div.Tensor goes by the length of the sequence"),
         ("places of another length", "sp2", "sequence parallelism: arange goes by the length of the sequence"),
         ("chunks", "sp2", "sequence parallelism: split.Tensor goes by the length of the sequence"),
+        ("a sum of ones", "sp2", "sequence parallelism: ones goes by the length of the sequence"),
+        ("a tensor of the size", "sp2", "sequence parallelism: full goes by the length of the sequence"),
+        ("a list of the size", "sp2", "sequence parallelism: tensor goes by the length of the sequence"),
+        ("how many ones", "sp2", "sequence parallelism: ones goes by the length of the sequence"),
+        ("a grid", "sp2", "sequence parallelism: linspace goes by the length of the sequence"),
+        ("a list of the size", "cp2", "context parallelism: tensor goes by the length of the sequence"),
         ("a number if long", "cp2", "context parallelism: mul.Tensor goes by the length of the sequence"),
     ],
 )
@@ -182,3 +188,8 @@ def test_modules_that_ask_of_a_part_of_a_sequence_get_it_whole(name, tmp_path):
 def test_checks_of_the_ids_are_no_hindrance(tmp_path):
     for layout in LAYOUTS:
         planned(tmp_path, BY_VALUES["a check of the ids"], layout)
+
+
+def test_what_is_made_of_nothing_and_is_alike_is_no_hindrance(tmp_path):
+    for layout in LAYOUTS:
+        planned(tmp_path, BY_LENGTH["ones for tokens"], layout)
