@@ -23,7 +23,7 @@ from megasched.roles import Cut
 from megasched.trial.backward_code import watched_backward
 from megasched.trial.entries import columns_that_share, find_entries
 from megasched.trial.labels import Derived, Label, Region
-from megasched.trial.meta_call import call_hooks, run_on_meta, tensors_in
+from megasched.trial.meta_call import call_hooks, can_set_loss, run_on_meta, tensors_in
 from megasched.trial.module_calls import RecordedCalls
 from megasched.trial.parts import Argument, Part
 from megasched.trial.structure import Structure
@@ -165,7 +165,7 @@ def recorded_calls(model: nn.Module, run: RecordedCalls, *, takes_shards: bool, 
         return run.attend(real, module, query, *args, **kwargs)
 
     real = attention.attention_forward
-    if hasattr(model, "loss_function") and not own_loss:
+    if hasattr(model, "loss_function") and can_set_loss(model) and not own_loss:
         model.loss_function = loss
     with attention.stand_in(attend):
         yield

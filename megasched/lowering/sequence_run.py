@@ -115,9 +115,9 @@ class SequenceRun(SequenceFlow):
             self.of_positions.add(id(inputs["position_ids"]))
         if self.structure.calls_loss:
             inputs["labels"] = ids.clone()
+            self.model.loss_function = self._loss
         for tensor in tensors_in(inputs):
             self._put(tensor, Along(1))
-        self.model.loss_function = self._loss
         zigzag = Zigzag(self.size, 0)
         hooks = call_hooks(self.model, self.before, self.after)
         masks = context_masks(zigzag, lambda part, along: self._resized(part, along, self.size), self._mask)

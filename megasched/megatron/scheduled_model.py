@@ -124,7 +124,7 @@ class ScheduledModel(MegatronModule):
             set_sides(self.definition, structure, self.stage, self._wire)
             set_exit(self.definition, structure, self.stage)
         self._loss = make_loss(self.definition, plan, self.pg_collection.tp, last=self.stage.last)
-        if isinstance(self._loss, VocabParallelLoss):
+        if isinstance(self._loss, VocabParallelLoss) and structure.calls_loss:
             self.definition.loss_function = self._loss
         return context.renamed_buffers
 

@@ -21,7 +21,7 @@ from megasched.megatron.stage import Stage, make_stage, set_entry
 from megasched.megatron.wire import Wire
 from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
 from megasched.trial.places import Side
-from megasched.trial.recording import inputs_of
+from megasched.trial.recording import loss_given
 from megasched.trial.sequence_trial import numbers_in
 from megasched.trial.structure import Structure, flow_of
 
@@ -110,7 +110,8 @@ class _Run(DefaultScalars):
 
     def run(self, inputs: Mapping[str, Any] | None = None) -> None:
         """One forward; of token ids by default."""
-        with call_hooks(self.model, self._before, self._after, lambda path, module: path in self.watched):
+        hooks = call_hooks(self.model, self._before, self._after, lambda path, module: path in self.watched)
+        with hooks, loss_given(self.model, calls_loss=self.structure.calls_loss):
             run_on_meta(self.model, inputs or self._inputs(), self)
 
     def run_as_stage(self, hidden: torch.Tensor, sides: Mapping[Side, torch.Tensor]) -> None:
@@ -126,7 +127,7 @@ class _Run(DefaultScalars):
         self.run(inputs)
 
     def _inputs(self) -> dict[str, torch.Tensor]:
-        return inputs_of(self.model, _BATCH, _LENGTH, self.structure.own_labels)
+        return self.structure.inputs_for(self.model, _BATCH, _LENGTH)
 
     def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.stack.append((path, args, kwargs))

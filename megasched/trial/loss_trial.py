@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from megasched.objectives import Objective
 from megasched.trial.meta_call import forward_of, loss_function_of
 
-BATCH = 1
+BATCH = 2  # a loss may be a sum over rows, or compare them
 IGNORED = -100  # a label that does not count, to torch's cross entropy and so to Hugging Face
 _TOLERANCE = 1e-5
 # Of differences between losses, relative: what is in both is as large as they are.

@@ -240,9 +240,18 @@ def call_hooks(
             handle.remove()
 
 
+def can_set_loss(model: nn.Module) -> bool:
+    """Whether ``loss_function`` can be another one than its class has."""
+    of_class = getattr(type(model), "loss_function", None)
+    return not isinstance(of_class, property) or of_class.fset is not None
+
+
 @contextmanager
 def loss_function_of(model: Any, function: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """In which an HF model's ``loss_function`` is another one."""
+    """In which an HF model's ``loss_function`` is another one; not where its class has one that can't be set."""
+    if not can_set_loss(model):
+        yield
+        return
     held, names = vars(model), ("loss_function", "_loss_function")  # a property of transformers keeps the second
     before = {name: held[name] for name in names if name in held}
     model.loss_function = function
@@ -252,6 +261,11 @@ def loss_function_of(model: Any, function: Callable[..., torch.Tensor]) -> Itera
         for name in names:
             held.pop(name, None)
         held.update(before)
+
+
+def sum_of_logits(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A loss that depends on all logits; what a class adds to its loss, it adds to that."""
+    return logits.float().sum()
 
 
 @contextmanager

@@ -4,7 +4,8 @@ where it is not, what labels its own code takes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from megasched.trial.meta_call import (
     run_on_meta,
     tensors_in,
 )
+from megasched.trial.plain_loss import why_not_plain
 
 if TYPE_CHECKING:
     from megasched.trial.structure import Structure
@@ -28,9 +30,11 @@ if TYPE_CHECKING:
 # Of the batch that is tried: enough labels for those that a loss may leave out; no module has such a size.
 _LENGTH = 19
 _AS_THEY_ARE = OwnLabels(moved=False, ignored=False)
-_LONG = 503  # where the first positions have none: a picture has some hundred
+_LENGTHS = (_LENGTH, 64, 503)  # code may go by how many there are
+_LONG = _LENGTHS[-1]  # where the first positions have none: a picture has some hundred
 # Elements of parameters that a forward reads by itself, which are tried: 1 GiB.
 _LARGEST = 2**28
+_TORCH = frozenset(["_parameters", "_buffers", "_modules"])  # what torch keeps on every module
 
 
 class OwnLoss(NamedTuple):
@@ -63,7 +67,9 @@ def own_loss(model: Any, structure: Structure) -> OwnLoss:
             return OwnLoss("it has a loss of its own, which needs shift_labels", shifted)
         fewer = _fewer_labels(model, structure)
         if fewer is None:
-            return OwnLoss(_why_not_by_reading(model, structure, told.partition("\n")[0]))
+            if structure.calls_loss and not _why_not_plain(model, structure):
+                return OwnLoss()
+            return OwnLoss(f"it has a loss of its own, which can't be tried ({told.partition('\n')[0]})")
         length, skipped = fewer
         another = f"it has a loss of its own, which leaves out the first {skipped} positions"
         return _by_own_code(another, _trial(model, structure, length, OwnLabels(False, False, skipped)))
@@ -72,7 +78,7 @@ def own_loss(model: Any, structure: Structure) -> OwnLoss:
         return OwnLoss(what)
     if own.loss is None:
         return OwnLoss()
-    another = _another(trial, own, given, calls_loss=structure.calls_loss)
+    another = _another(trial, own, given, calls_loss=structure.calls_loss) or _why_not_plain(model, structure)
     if not another:
         return OwnLoss()
     shifted = _shifted(model, structure)
@@ -98,8 +104,13 @@ def _by_own_code(another: str, trial: LossTrial) -> OwnLoss:
 
 
 def _trial(model: Any, structure: Structure, length: int, takes: OwnLabels = _AS_THEY_ARE) -> LossTrial:
-    objective, probe = objective_of(model), meta_copy(model)
-    with _layers_once(probe, structure):
+    objective = objective_of(model)
+    try:
+        probe = meta_copy(model)
+        with _layers_once(probe, structure):
+            outputs, read = _outputs_of_modules(probe, objective, length, takes)
+    except ScheduleError:  # the loss may read what each layer has left
+        probe = meta_copy(model)
         outputs, read = _outputs_of_modules(probe, objective, length, takes)
     return LossTrial(probe, objective, outputs, _made_real(probe, model, read), length, takes)
 
@@ -136,11 +147,26 @@ def _another(trial: LossTrial, own: Any, given: list[torch.Tensor], *, calls_los
     return "it has a loss of its own, which is not the cross entropy of its logits"
 
 
-def _why_not_by_reading(model: Any, structure: Structure, error: str) -> str:
-    """Where its code can't be tried: it may hand its logits once, with the labels, to transformers' function."""
-    if structure.calls_loss and _has_transformers_function(model):
-        return ""
-    return f"it has a loss of its own, which can't be tried ({error})"
+def _why_not_plain(model: Any, structure: Structure) -> str:
+    """What of its operations is not the cross entropy of each label; empty where nothing is."""
+    objective = objective_of(model)
+
+    def inputs_of(batch: int, length: int) -> dict[str, Any]:
+        return {**objective.trial(getattr(model, "config", None), batch, length), **objective.constants}
+
+    function = structure.calls_loss and _has_transformers_function(model)
+    why = ""
+    for around in (
+        partial(_layers_once, structure=structure),
+        nullcontext,
+    ):  # the loss may read what each has left
+        try:
+            why = why_not_plain(model, inputs_of, _LENGTHS, around, function=function)
+        except Exception as error:  # of whatever kind, of the definition's code
+            why = f"it can't be followed ({type(error).__name__}: {error})"
+        if not why:
+            break
+    return why and f"it has a loss of its own: {why}"
 
 
 def _has_transformers_function(model: Any) -> bool:
@@ -212,8 +238,8 @@ def _outputs_of_modules(
 
 
 def _made_real(probe: nn.Module, model: nn.Module, read: set[int]) -> list[nn.Parameter]:
-    """Gives parameters and buffers that the forward reads by itself numbers: a buffer those that it has, where it
-    has them. Returns the parameters.
+    """Gives what the forward reads by itself numbers: parameters, buffers, which have those of the model where it
+    has them, and what modules keep in their attributes from one call. Returns the trained of them.
 
     Raises:
         RuntimeError: they are too large to be tried.
@@ -233,7 +259,27 @@ def _made_real(probe: nn.Module, model: nn.Module, read: set[int]) -> list[nn.Pa
                 if id(tensor) not in real:
                     real[id(tensor)] = _numbers_for(tensor, known, generator)
                 held[name] = real[id(tensor)]  # type: ignore[assignment]
-    return [tensor for tensor in real.values() if isinstance(tensor, nn.Parameter)]
+    kept = [tensor for module in probe.modules() for tensor in _kept_real(module, generator)]
+    return [*(tensor for tensor in real.values() if isinstance(tensor, nn.Parameter)), *kept]
+
+
+def _kept_real(module: nn.Module, generator: torch.Generator) -> list[torch.Tensor]:
+    """Gives tensors on meta that a call has left in attributes numbers (terms of the loss that layers leave for
+    the end)."""
+    made: list[torch.Tensor] = []
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta or isinstance(tensor, nn.Parameter):
+            return tensor
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+        made.append(torch.rand(tensor.shape, generator=generator, device="cpu").to(tensor.dtype).requires_grad_())
+        return made[-1]
+
+    for name, value in vars(module).items():
+        if name not in _TORCH and tensors_in(value):
+            vars(module)[name] = torch.utils._pytree.tree_map_only(torch.Tensor, real, value)
+    return made
 
 
 def _numbers_for(tensor: torch.Tensor, known: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -16,7 +16,14 @@ from torch.autograd.function import BackwardCFunction
 
 from megasched.errors import ScheduleError
 from megasched.trial.choices import others_of_its_kind
-from megasched.trial.meta_call import DefaultScalars, call_hooks, loss_function_of, run_on_meta, tensors_in
+from megasched.trial.meta_call import (
+    DefaultScalars,
+    call_hooks,
+    loss_function_of,
+    run_on_meta,
+    sum_of_logits,
+    tensors_in,
+)
 from megasched.trial.noted import NotedLines
 from megasched.trial.sites import Site
 
@@ -86,7 +93,11 @@ class _ReachRun(DefaultScalars):
         self._parameters = {id(parameter) for parameter in model.parameters()}
         self.noted = NotedLines()
         self.noted.note_model(model, dict(inputs))
-        with suppress(ScheduleError), loss_function_of(model, _sum), call_hooks(model, self._before, self._after):
+        with (
+            suppress(ScheduleError),
+            loss_function_of(model, sum_of_logits),
+            call_hooks(model, self._before, self._after),
+        ):
             output = run_on_meta(model, inputs, self, autograd=True)
             self.reached, by_functions = _sources(_roots(output, with_loss))
             if by_functions:  # their backward may have a gradient for what they have read
@@ -137,11 +148,6 @@ class _ReachRun(DefaultScalars):
 
     def _asked_in(self, path: str) -> bool:
         return any(not path or asked == path or asked.startswith(f"{path}.") for asked in self._asked)
-
-
-def _sum(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A loss that depends on all logits; what a class adds to its loss, it adds to that."""
-    return logits.float().sum()
 
 
 def _roots(output: Any, with_loss: bool) -> list[torch.Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from megasched.errors import ScheduleError
 from megasched.objectives import objective_of
 from megasched.trial.loss_trial import OwnLabels
-from megasched.trial.meta_call import call_hooks, loss_function_of, run_on_meta
+from megasched.trial.meta_call import call_hooks, loss_function_of, run_on_meta, sum_of_logits
 from megasched.trial.noted import NotedLines, Noting
 from megasched.trial.shape import SIZES
 
@@ -92,7 +92,7 @@ def note_forward(model: nn.Module, inputs: Mapping[str, Any]) -> NotedLines:
     def after(path: str, module: nn.Module, output: Any) -> None:
         running.pop()
 
-    with loss_function_of(model, lambda logits, *args, **kwargs: logits.sum()), call_hooks(model, before, after):
+    with loss_given(model, calls_loss=True), call_hooks(model, before, after):
         run_on_meta(model, inputs, Noting(noted, running))
     noted.let_go()
     return noted
@@ -125,12 +125,22 @@ def trial_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def inputs_of(
-    model: nn.Module, batch: int, length: int, labels: OwnLabels | None = None
+    model: nn.Module, batch: int, length: int, labels: OwnLabels | None = None, *, calls_loss: bool = False
 ) -> dict[str, torch.Tensor]:
-    """A batch, with such labels as the definition's own code takes."""
+    """A batch, with such labels as the definition's own code takes; and as they are for ``calls_loss``."""
     inputs = objective_of(model).trial(getattr(model, "config", None), batch, length)
+    if calls_loss:
+        return inputs
     given = inputs.pop("labels")
     return inputs if labels is None else inputs | labels.arguments(given)
+
+
+@contextmanager
+def loss_given(model: Any, *, calls_loss: bool) -> Iterator[None]:
+    """In which ``loss_function`` gives any number, where a run has another one for it: what is done around it is
+    looked at."""
+    with loss_function_of(model, sum_of_logits) if calls_loss else nullcontext():
+        yield
 
 
 def in_autograd(model: nn.Module, layer: str) -> bool:

@@ -35,6 +35,7 @@ from megasched.trial.recording import (
     ModuleCallRecord,
     in_autograd,
     inputs_of,
+    loss_given,
     record,
     record_with_loss,
     trial_of,
@@ -121,6 +122,10 @@ class Structure:
             inputs |= self.own_labels.arguments(inputs["labels"])
         return inputs
 
+    def inputs_for(self, model: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor]:
+        """The same for a batch of other sizes."""
+        return inputs_of(model, batch, length, self.own_labels, calls_loss=self.calls_loss)
+
     def layer_path(self, index: int) -> str:
         return f"{self.layers}.{index}"
 
@@ -168,7 +173,7 @@ class Structure:
         cast_as_loaded(probe, dtype)
         layers = [self.layer_path(index) for index in self.called or range(self.count)]
         run = FlowRun(probe, layers, {*self.before, *self.between, *self.after}, self.slot, self.recorded)
-        _follow(run, probe, batch, length, self.own_labels)
+        _follow(run, probe, batch, length, self)
         return {found.places[0]: found.tensor for found in run.sides()}
 
     def holds_layers(self, path: str) -> bool:
@@ -182,10 +187,11 @@ class Structure:
         return int(path[len(self.layers) + 1 :].partition(".")[0])
 
 
-def _follow(run: FlowRun, model: nn.Module, batch: int, length: int, labels: OwnLabels | None) -> None:
+def _follow(run: FlowRun, model: nn.Module, batch: int, length: int, structure: Structure) -> None:
     """Only a causal language model's later stages lack its inputs; other batches are read on every stage."""
     first_stage_only = "input_ids" if objective_of(model) is CAUSAL_LM else None
-    run.run(inputs_of(model, batch, length, labels), first_stage_only)
+    with loss_given(model, calls_loss=structure.calls_loss):
+        run.run(structure.inputs_for(model, batch, length), first_stage_only)
 
 
 @collector_paused()
@@ -218,7 +224,7 @@ def find_structure(model: nn.Module) -> Structure:
         probe, ((call.path, call.output) for call in calls), inside.__contains__, found.holds_layers
     )
     run = FlowRun(probe, [call.path for call in of_layers], outside, found.slot, found.recorded)
-    _follow(run, probe, *SIZES[0], found.own_labels)
+    _follow(run, probe, *SIZES[0], found)
     found.uncuttable, found.by_chance, found.asked = run.refused, run.by_chance, frozenset(run.asked)
     if repeated:
         found.uncuttable = "they are called more than once"
@@ -262,7 +268,7 @@ def flow_of(
     outside = {*structure.before, *structure.between, *structure.after}
     run = FlowRun(probe, layers, outside, structure.slot, structure.recorded, answers)
     batch, usual = SIZES[0]
-    _follow(run, probe, batch, length or usual, structure.own_labels)
+    _follow(run, probe, batch, length or usual, structure)
     sides = [Side(of.made, of.read, tuple(of.places)) for of in run.sides()]
     return run.ran, sides, run.bare, run.changed_buffers, run.refused
 

@@ -121,3 +121,36 @@ def test_what_cannot_be_told_is_refused(tmp_path, loss, why):
     session = open_session("auto", write(tmp_path / "model", loss), Layout(), trust_remote_code=True)
     with pytest.raises(ScheduleError, match=why):
         _ = session.plan
+
+
+TERMS_IN_A_LIST = """
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+TERMS = []
+
+
+class Mlp(LlamaMLP):
+    def forward(self, x):
+        TERMS.append(x.square().mean())
+        return super().forward(x)
+
+
+class Mine(Mine):
+    def forward(self, labels=None, **kwargs):
+        TERMS.clear()
+        output = super().forward(labels=labels, **kwargs)
+        if labels is not None:
+            output.loss = output.loss + 0.1 * torch.stack(TERMS).sum()
+        return output
+"""
+
+
+@pytest.mark.parametrize("layout", ["one", "pp2"])
+def test_terms_that_layers_leave_in_a_list(ranks, tmp_path, layout):
+    """On several stages each has those of its own layers alone: what is read for the loss is read, too."""
+    folder = remote.write(tmp_path / "model", TERMS_IN_A_LIST)
+    if layout == "one":
+        assert_equal(step(ranks, folder, layout))
+        return
+    with pytest.raises(RankError, match=r"layer 4 reads what layer 0 made of"):
+        step(ranks, folder, layout)
