@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 # Of the values that are tried, so that clamps and branches are met.
 _SCALES = (1.0, 1e-3, 30.0, 1e4)
 _LARGE = 1e3  # parameters, the same
+# Sizes of inputs, but for their features: code may go by how many rows, tokens, heads or dimensions there are.
+_LEADING = ((2, 3), (4,), (5, 67), (2, 3, 2), (1, 4099))
+_LARGEST = 2**20  # elements of an input
 
 # What torch keeps on every module.
 _TORCH = frozenset(["_parameters", "_buffers", "_modules"])
@@ -101,16 +104,17 @@ def small_copy(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Any:
 def computes(
     small: nn.Module,
     function: Callable[[torch.Tensor], torch.Tensor],
-    shape: Sequence[int],
+    features: int,
     scales: Sequence[float] = (),
     tolerance: float = 1e-9,
 ) -> bool:
-    """Whether a module's forward gives what a function gives, forward and backward, in training and not.
+    """Whether a module's forward gives what a function gives, forward and backward, in training and not, of inputs
+    of all sizes that it takes.
 
     Args:
         small: of real parameters, in float64.
         function: of the same parameters.
-        shape: of the input.
+        features: of the input, its last dimension.
         scales: of inputs that show something, beside those that are tried of everything.
         tolerance: relative; what casts to float32 on its way needs a larger one.
     """
@@ -120,12 +124,30 @@ def computes(
 
     # A plan must not change what a run draws.
     with undisturbed(small), real_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        taken = [shape for shape in _shapes(features) if _takes(small, shape)]
         for vars(small)["training"] in (True, False):
-            if not all(_same(small, function, scale, shape, tolerance) for scale in (*_SCALES, *scales)):
-                return False
+            for shape in taken:
+                some = (1.0,) if shape is not taken[0] else (*_SCALES, *scales)
+                if not all(_same(small, function, scale, shape, tolerance) for scale in some):
+                    return False
         for held in small.parameters(recurse=False):
             held.data.mul_(_LARGE)
-        return _same(small, function, 1.0, shape, tolerance)
+        return bool(taken) and _same(small, function, 1.0, taken[0], tolerance)
+
+
+def _shapes(features: int) -> list[tuple[int, ...]]:
+    """Of inputs; the longest has fewer tokens where they are large."""
+    return [(*sizes[:-1], max(1, min(sizes[-1], _LARGEST // features)), features) for sizes in _LEADING]
+
+
+def _takes(small: Any, shape: Sequence[int]) -> bool:
+    """Whether it can be called so: what it fails for, no run gives it."""
+    import torch
+
+    with suppress(Exception), torch.no_grad():  # of whatever kind, of the definition's code
+        small.forward(torch.ones(*shape, dtype=torch.float64))
+        return True
+    return False
 
 
 def _same(

@@ -77,7 +77,7 @@ def _tried(module: nn.Module, linears: Mapping[str, nn.Module]) -> Mlp | str:
                 continue
             for activation in ACTIVATIONS:
                 form = replace(mlp, activation=activation)
-                if computes(small, partial(_computed, small, form), x.shape):
+                if computes(small, partial(_computed, small, form), _HIDDEN):
                     return form
     return reason
 

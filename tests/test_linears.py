@@ -57,6 +57,19 @@ class StraightBias(nn.Linear):
         return F.linear(x, self.weight, self.bias.detach())
 
 
+class OfManyTokens(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (1.5 if x.dim() == 3 and x.shape[1] > 20 else 1.0)
+
+
+class OfTwoDimensions(nn.Linear):
+    """It takes no other input."""
+
+    def forward(self, x):
+        rows, _ = x.shape
+        return super().forward(x).view(rows, -1)
+
+
 def quantized(bits):
     made = FakeQuantized(4, 4)
     made.bits = bits
@@ -81,8 +94,10 @@ def on_meta(cls):
 
 
 LINEARS = [nn.Linear(3, 4), nn.Linear(3, 4, bias=False), Conv1D(4, 3), FalconLinear(3, 4), on_meta(FalconLinear)]
+LINEARS += [OfTwoDimensions(3, 4)]
 OTHERS = [
     *(Clamped(4, 4), InTraining(4, 4), Detached(4, 4), StraightBias(4, 4), quantized(4), with_buffer()),
+    OfManyTokens(4, 4),
     *(with_forward(), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), nn.Bilinear(3, 3, 3), nn.Identity()),
 ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from megasched.undisturbed import undisturbed
 OWN = "eager"
 _SCALES = (1.0, 8.0)
 _TOLERANCE = 1e-4
-_LARGE = 2**20  # elements; parameters of an attention module that its function reads are small
+_LARGE = 2**22  # elements; parameters of an attention module that its function reads are small
+_SIZES = ((2, 5), (1, 67))  # of batches that are tried: a function may go by how many tokens there are
 
 
 def name_for(model: Any) -> str:
@@ -115,7 +116,7 @@ def _probe(model: nn.Module, name: str) -> nn.Module:
 
 def _run(probe: Any, inputs: Mapping[str, Any] | None) -> None:
     if inputs is None:
-        inputs = objective_of(probe).trial_inputs(probe.config, 2, 5)
+        inputs = objective_of(probe).trial_inputs(probe.config, *_SIZES[0])
     with call_hooks(probe):
         run_on_meta(probe, to_meta(dict(inputs)))
 
@@ -143,6 +144,9 @@ def _computes_another(model: nn.Module, name: str, inputs: Mapping[str, Any] | N
     try:
         with attention.stand_in(ours), _defaults_seen(default):
             _run(probe, inputs)
+            longer = objective_of(probe).trial_inputs(getattr(probe, "config", None), *_SIZES[1])
+            with suppress(ScheduleError):  # more than it has positions for, or not all that it is to be given
+                _run(probe, longer if inputs is None else {**inputs, **longer})
     except (_Other, ScheduleError):
         return True
     return False

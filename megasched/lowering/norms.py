@@ -54,7 +54,7 @@ def _computes_rms_norm(module: nn.Module, eps: float) -> bool:
     def norm(x: torch.Tensor) -> torch.Tensor:
         return torch.rms_norm(x, (size,), small.weight, eps)
 
-    return computes(small, norm, (4, size), (eps**0.5, 0.1 * eps**0.5), tolerance=1e-5)
+    return computes(small, norm, size, (eps**0.5, 0.1 * eps**0.5), tolerance=1e-5)
 
 
 def _fused(module: nn.Module, eps: float) -> Callable[[Forward], Forward]:

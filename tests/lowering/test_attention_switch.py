@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -28,6 +30,12 @@ def squared_relu(module, query, key, value, attention_mask, scaling, dropout=0.0
 def tempered(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
     """Softmax, at a temperature that the module has."""
     scaling *= getattr(module, "temperature", 1.0)
+    return modeling_llama.eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout)
+
+
+def of_many_tokens(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """Sharper, the more tokens there are, from 32 on."""
+    scaling *= max(1.0, math.log(key.shape[2]) / math.log(32))
     return modeling_llama.eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout)
 
 
@@ -77,9 +85,10 @@ def kind(function, **attributes):
         (kind(tempered), True),
         (kind(tempered, temperature=0.7), False),
         (kind(squared_relu), False),
+        (kind(of_many_tokens), False),
         (kind(modeling_llama.eager_attention_forward, by_interface=False), False),  # nothing is seen of it
     ],
-    ids=["softmax", "a temperature of 1", "a temperature", "no softmax", "not by the interface"],
+    ids=["softmax", "a temperature of 1", "a temperature", "no softmax", "by length", "not by the interface"],
 )
 def test_a_class_with_eager_attention_alone(attention, switched):
     model = model_of(attention)

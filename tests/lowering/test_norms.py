@@ -34,6 +34,14 @@ class Norm(nn.Module):
         eps = 0.0 if self.kind == "no epsilon" else self.variance_epsilon
         scale = torch.rsqrt(mean + eps) if self.kind != "outside" else 1 / (mean.sqrt() + eps)
         normed = gain * (x.float() * scale).to(x.dtype) * self.factor
+        if self.kind == "of rows and tokens" and x.dim() == 3:
+            normed = torch.cat([1.5 * normed[:, :1], normed[:, 1:]], dim=1)
+        if self.kind == "of many tokens" and x.dim() == 3 and x.shape[1] > 40:
+            normed = 1.5 * normed
+        if self.kind == "of heads" and x.dim() == 4:
+            normed = 1.5 * normed
+        if self.kind == "of rows":
+            normed = normed - 0.1 * normed.mean(0, keepdim=True)
         return normed.clamp(max=20.0) if self.kind == "clamped" else normed
 
 
@@ -53,6 +61,10 @@ def is_fused(model, path=""):
         ("two epsilons", False),
         ("raises", False),
         ("clamped", False),
+        ("of rows and tokens", False),
+        ("of many tokens", False),
+        ("of heads", False),
+        ("of rows", False),
     ],
 )
 def test_only_what_computes_an_rms_norm_is_one(kind, fused):
