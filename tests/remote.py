@@ -51,7 +51,7 @@ class Mine(LlamaForCausalLM):
     config_class = MineConfig
 
     def forward(self, input_ids=None, labels=None, shift_labels=None, **kwargs):
-        logits = self.lm_head(self.model(input_ids=input_ids, **kwargs).last_hidden_state)
+        hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
         {lines}
         loss, size = None, self.config.vocab_size
         if labels is not None:
@@ -77,7 +77,12 @@ def write_changed(folder: Path, lines: str) -> str:
 
 def write_of_logits(folder: Path, lines: str) -> str:
     """The same of a Llama that makes something else of its ``logits``."""
-    return _write(folder, OF_LOGITS.format(lines=indent(dedent(lines), " " * 8).strip()))
+    return write_of_hidden(folder, "logits = self.lm_head(hidden)\n" + dedent(lines))
+
+
+def write_of_hidden(folder: Path, lines: str, **changes: Any) -> str:
+    """The same of a Llama that makes its ``logits`` of what is ``hidden`` after the layers."""
+    return _write(folder, OF_LOGITS.format(lines=indent(dedent(lines), " " * 8).strip()), **changes)
 
 
 def _write(folder: Path, code: str, **changes: Any) -> str:

@@ -168,9 +168,13 @@ def _last_layer(model: PreTrainedModel, num_layers: int) -> nn.Module:
 
 
 def _untied(config: PretrainedConfig, model: PreTrainedModel) -> Derived:
-    if model.get_output_embeddings() is None:
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None:
         return Derived(True, f"{type(model).__name__} has no head over a vocabulary")
     tied = bool(getattr(config, "tie_word_embeddings", False))
+    weight = getattr(head, "weight", None)
+    if not tied and weight is not None and weight is getattr(table, "weight", None):
+        return Derived(False, f"{type(model).__name__} has one weight for both")
     return Derived(not tied, f"tie_word_embeddings = {tied}")
 
 

@@ -44,12 +44,16 @@ class VocabParallelLoss:
             float32, contiguous, in the shape of the labels.
         """
         logits = logits.float()
-        if not self.sharded:
+        if self._is_whole(logits):
             return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
         real = self.vocab_size - self.group.rank() * logits.shape[-1]
         if real < logits.shape[-1]:
             logits = self._mask(logits, max(real, 0))
         return vocab_parallel_cross_entropy(logits, labels, tp_group=self.group).contiguous()
+
+    def _is_whole(self, logits: torch.Tensor) -> bool:
+        """Whether each rank has all of them: of no head that is cut, or of other code than the head's."""
+        return not self.sharded or (self.group.size() > 1 and logits.shape[-1] == self.vocab_size)
 
     @staticmethod
     def _mask(logits: torch.Tensor, real: int) -> torch.Tensor:
@@ -59,7 +63,7 @@ class VocabParallelLoss:
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """[b, s, v / tp] -> [b, s, v], padding cut off."""
-        if not self.sharded:
+        if self._is_whole(logits):
             return logits
         return gather_from_tensor_model_parallel_region(logits, group=self.group)[..., : self.vocab_size]
 

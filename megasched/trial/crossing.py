@@ -206,7 +206,8 @@ class FlowRun(DefaultScalars):
         running = {path for path, _ in self._running}
         for name in names:
             if not running & (self._owners[name] | self._order.keys()):
-                self.bare.setdefault(name.rpartition(".")[0], set()).add(place)
+                for owner in self._owners[name]:  # of a tie, the code may read any
+                    self.bare.setdefault(owner, set()).add(place)
 
     def _note_draws(self) -> None:
         """Of Python's numbers that code around the layers drew since a module ended."""

@@ -26,6 +26,40 @@ def test_logits_are_as_many_as_the_vocabulary_has(ranks, tmp_path, lines, layout
     assert_equal(step_of_own_code(ranks, folder, LAYOUTS[layout]))
 
 
+# What makes logits of the table of the embeddings, and ties that the config does not tell of.
+OF_THE_TABLE = {
+    "by a function": "logits = F.linear(hidden, self.model.embed_tokens.weight) / 3",
+    "by the head's weight": "logits = F.linear(hidden, self.lm_head.weight - self.lm_head.weight.mean(0))",
+}
+TIES = {
+    "of the head": "self.lm_head.weight = self.model.embed_tokens.weight",
+    "of a factor": """
+        table = nn.Embedding(config.vocab_size, 6)
+        self.model.embed_tokens = nn.Sequential(table, nn.Linear(6, config.hidden_size))
+        self.lm_head = nn.Sequential(nn.Linear(config.hidden_size, 6), nn.Linear(6, config.vocab_size, bias=False))
+        self.lm_head[1].weight = table.weight
+        type(self).get_input_embeddings = lambda self: self.model.embed_tokens[0]
+        type(self).get_output_embeddings = lambda self: self.lm_head[1]
+        """,
+}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("lines", OF_THE_TABLE.values(), ids=OF_THE_TABLE)
+def test_logits_by_a_weight_that_other_code_reads(ranks, tmp_path, lines, layout, tied):
+    """The head itself is not called: what it gave would be a rank's part."""
+    folder = remote.write_of_hidden(tmp_path / "model", lines, tie_word_embeddings=tied)
+    assert_equal(step_of_own_code(ranks, folder, LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("lines", TIES.values(), ids=TIES)
+def test_ties_that_the_config_does_not_tell_of(ranks, tmp_path, lines, layout):
+    folder = remote.write_changed(tmp_path / "model", lines)
+    assert_equal(step_of_own_code(ranks, folder, LAYOUTS[layout]))
+
+
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])
 def test_gradients_by_frequency_are_of_the_whole_sequence(ranks, tmp_path, layout):
     folder = remote.write_changed(tmp_path / "model", "self.model.embed_tokens.scale_grad_by_freq = True")
