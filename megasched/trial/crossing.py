@@ -206,7 +206,10 @@ class FlowRun(DefaultScalars):
         running = {path for path, _ in self._running}
         for name in names:
             if not running & (self._owners[name] | self._order.keys()):
-                for owner in self._owners[name]:  # of a tie, the code may read any
+                owners = {name.rpartition(".")[0]}
+                if place == self._end:  # of a tie, code there may read the weight of the head
+                    owners |= self._owners[name]
+                for owner in owners:
                     self.bare.setdefault(owner, set()).add(place)
 
     def _note_draws(self) -> None:
