@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -150,6 +151,7 @@ class KnownRuns:
         structure: Structure,
         size: int,
         is_whole: Callable[[str], bool],
+        is_outside: Callable[[str], bool] = lambda path: False,
         *,
         places: bool,
         gathered: Gathered = MappingProxyType({}),
@@ -157,24 +159,20 @@ class KnownRuns:
         """What a model does otherwise on one of ``size`` parts of a sequence than on all of it.
 
         Args:
-            is_whole: whether the module at a path gets the whole sequence in any case.
-            places: whether places that its code counts are looked at, too.
+            is_whole, is_outside, places: as ``what_goes_by_length`` has them.
             gathered: as ``numbers_at`` has it.
 
         Returns:
             The module and the operation; None where there is nothing, or it can't run on such a sequence.
         """
+        compare = partial(what_goes_by_length, is_whole=is_whole, is_outside=is_outside, places=places)
         short, long = structure.noted, self._noted_at(model, structure)
-        if (
-            short is not None
-            and long is not None
-            and what_goes_by_length(short.numbers, long.numbers, is_whole, places=places) is None
-        ):
+        if short is not None and long is not None and compare(short.numbers, long.numbers) is None:
             return None
         length = self.length or usual_length(model)
         with suppress(ScheduleError):
             part, whole = (self._numbers_at(model, structure, n, gathered) for n in (length // size, length))
-            return what_goes_by_length(part, whole, is_whole, places=places)
+            return compare(part, whole)
         return None
 
     def _noted_at(self, model: nn.Module, structure: Structure) -> NotedLines | None:

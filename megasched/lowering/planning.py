@@ -181,7 +181,8 @@ def _derive(
     except ScheduleError as error:
         return _with_sources(plan, error.problems)
     _mark_partial(plan, like)
-    found = [*problems, *plan.derived.problems, *check_parts(plan), *_experts_read_elsewhere(plan)]
+    of_tp = plan.derived.problems if plan.layout.tp > 1 else []
+    found = [*problems, *of_tp, *check_parts(plan), *_experts_read_elsewhere(plan)]
     return _with_sources(plan, found) + check_syncs(plan)
 
 

@@ -109,7 +109,8 @@ def propagate(
         derived.problems.append(Problem(what, remedy="run it without TP"))
     for name in sorted((derived.partial | derived.sequence) & derived.complete):
         what = f"parameter {name} meets sharded activations in one place and whole ones in another"
-        derived.problems.append(Problem(what, remedy="shard the modules that use it alike"))
+        remedy = "switch sequence parallelism off" if name in derived.sequence else "shard the modules that use it alike"
+        derived.problems.append(Problem(what, remedy=remedy))
     return derived
 
 
@@ -156,7 +157,9 @@ def recorded_calls(model: nn.Module, run: RecordedCalls, *, takes_shards: bool, 
         if not takes_shards:
             run.derived.gather |= run.label(logits).columns
         with run._silently():
-            return logits.new_zeros(())
+            found = logits.new_zeros(())
+        run._set(found, Label(active=True, fed=True))  # a forward may add to it what it makes of parameters
+        return found
 
     def attend(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         path = run.stack[-1][0]

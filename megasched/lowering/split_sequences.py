@@ -46,7 +46,8 @@ def _is_in(regions: Container[str], path: str) -> bool:
 
 
 def refuse_by_length(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]:
-    """Under sequence parallelism the code of a layer sees a part of the sequence, but for what is a region."""
+    """Under sequence parallelism the code of a layer, and that between layers, sees a part of the sequence, but for
+    what is a region."""
     structure = plan.structure
     if structure is None or not plan.layout.sp:
         return []
@@ -54,10 +55,12 @@ def refuse_by_length(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Prob
     of_heads = {path for path, of in derived.regions.items() if not derived.by_heads.isdisjoint(of.columns)}
     regions = derived.needed_regions | of_heads | set(find_experts(model))  # which take tokens one by one
 
-    def is_whole(path: str) -> bool:
-        return _is_in(regions, path) or structure.index_of(path) is None
+    def is_outside(path: str) -> bool:
+        return structure.index_of(path) is None
 
-    found = runs.goes_by_length(model, structure, plan.layout.tp, is_whole, places=True)
+    found = runs.goes_by_length(
+        model, structure, plan.layout.tp, partial(_is_in, regions), is_outside, places=True
+    )
     if found is None:
         return []
     path, operation = found

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
@@ -177,6 +178,7 @@ def what_goes_by_length(
     other: Iterable[Numbers],
     is_whole: Callable[[str], bool] = lambda path: False,
     *,
+    is_outside: Callable[[str], bool] = lambda path: False,
     places: bool = True,
 ) -> tuple[str, str] | None:
     """What two runs, of a part of a sequence and of all of it, do otherwise: the module, and the operation.
@@ -184,18 +186,20 @@ def what_goes_by_length(
     Args:
         one, other: what they noted.
         is_whole: whether the module at a path gets the whole sequence in any case.
+        is_outside: whether it does so before anything runs that is not outside, and after that: code around the
+            layers has a part between them, where places that it counts are none of its tensors'.
         places: whether what is made of nothing is looked at, too, such as counted places.
     """
-
-    known: dict[str, bool] = {}
-
-    def passed(path: str) -> bool:
-        if path not in known:
-            known[path] = is_whole(path)
-        return known[path]
+    whole, outside = cache(is_whole), cache(is_outside)
 
     def looked_at(numbers: Iterable[Numbers]) -> list[Numbers]:
-        return [n for n in numbers if not passed(n.path) and (places or not n.of_nothing)]
+        numbers = list(numbers)
+        inside = [index for index, noted in enumerate(numbers) if not outside(noted.path)]
+        return [
+            noted
+            for noted in (numbers[inside[0] : inside[-1] + 1] if inside else [])
+            if not whole(noted.path) and (not noted.of_nothing or places and not outside(noted.path))
+        ]
 
     for found in zip_longest(looked_at(one), looked_at(other)):
         if found[0] != found[1]:

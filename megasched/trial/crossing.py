@@ -92,13 +92,17 @@ class FlowRun(DefaultScalars):
         self._owners: dict[str, set[str]] = defaultdict(set)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._owners[self._parameters[id(parameter)]].add(name.rpartition(".")[0])
+        self._homes = {name: self._layers_of(owners) for name, owners in self._owners.items()}
         self._labels: dict[int, _Label] = {}
         self._numbers: dict[int, int] = {}
+        self._written: dict[int, _Label] = {}  # storage -> of what was written to it, under whatever view
+        self._stored_numbers: dict[int, set[int]] = defaultdict(set)  # storage -> of tensors with a place in it
         self._kept: list[torch.Tensor] = []
         self._made: set[int] = set()
         self._state: dict[int, int] = {}  # id of a tensor that outlives a forward -> layer that wrote to it last
         self._entries: dict[tuple[Any, Any], int] = {}
         self._running: list[tuple[str, set[int]]] = []  # modules outside of the layers, or one layer
+        self._called_in_layer: list[str] = []  # modules that run in it, itself among them
         self._calls: Counter[str] = Counter()
         self._changed: set[int] = set()
         self._done = 0
@@ -127,6 +131,7 @@ class FlowRun(DefaultScalars):
             ids = inputs[first_stage_only]
             self.found.append(Found(ids, BEFORE, places=[Place("")]))
             self._numbers[id(ids)] = 0
+            self._stored_numbers[storage_of(ids)].add(0)
             self._set(ids, frozenset([0]))
             if "labels" in inputs:  # which the last stage alone has
                 self._set(inputs["labels"], frozenset([_Inner(self._end, "the labels")]))
@@ -167,7 +172,7 @@ class FlowRun(DefaultScalars):
 
     def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
         """Of what modules gave, or of the arguments, code that every stage runs asks in vain on most."""
-        of_data = any(self._labels.get(id(tensor)) for tensor in tensors)
+        of_data = any(self._label(tensor) for tensor in tensors)
         if site is not None and of_data and self._place() in (None, BEFORE):
             self.asked.add(site)
 
@@ -181,15 +186,18 @@ class FlowRun(DefaultScalars):
             self.by_chance = True
             self._refuse("the code around them asks for a number that it draws, and each stage would draw another")
         self._chance.follow(func, args, kwargs, operands, tensors_in(output))
-        label: _Label = _NOTHING.union(*(self._labels.get(id(tensor), _NOTHING) for tensor in operands))
+        label: _Label = _NOTHING.union(*map(self._label, operands))
         label = frozenset(map(self._as_read, label))
         for item in sorted(label, key=repr) if place is not None else ():
             self._read(item, place)
         names = [self._parameters[id(tensor)] for tensor in operands if id(tensor) in self._parameters]
         label |= {_Inner(place, name) for name in names}
         self._note_bare(names, place)
+        self._note_homes(operands, place)
         by_inputs = any(isinstance(item, int) for item in label)
-        self._note_state(operands, written(func, args, kwargs), place, by_inputs)
+        changed = written(func, args, kwargs)
+        self._note_state(operands, changed, place, by_inputs)
+        self._note_written(changed, label, place)
         if str(func).startswith(_SHAPE_ONLY):
             label = _NOTHING
         for tensor in tensors_in(output):
@@ -197,9 +205,20 @@ class FlowRun(DefaultScalars):
             number = self._numbers.get(id(tensor))
             if number is None:
                 self._set(tensor, label)
-            elif place is None and func._schema.is_mutable:
-                self._changed.add(number)
         return output
+
+    def _label(self, tensor: torch.Tensor) -> _Label:
+        """What a tensor is made of, and what was written to its values."""
+        label = self._labels.get(id(tensor), _NOTHING)
+        return label | self._written.get(storage_of(tensor), _NOTHING) if self._written else label
+
+    def _note_written(self, changed: list[torch.Tensor], label: _Label, place: int | None) -> None:
+        """Of tensors that are changed in place: all that have their values there are made of that, too."""
+        for storage in map(storage_of, changed):
+            if label:
+                self._written[storage] = self._written.get(storage, _NOTHING) | label
+            if place is None:
+                self._changed |= self._stored_numbers[storage]
 
     def _note_bare(self, names: list[str], place: int | None) -> None:
         """Parameters that the code of another module reads than their own."""
@@ -211,6 +230,23 @@ class FlowRun(DefaultScalars):
                     owners |= self._owners[name]
                 for owner in owners:
                     self.bare.setdefault(owner, set()).add(place)
+
+    def _layers_of(self, owners: Collection[str]) -> set[int]:
+        """The layers that modules lie in; none where one lies in no layer."""
+        holding = [[path for path in self._order if f"{owner}.".startswith(f"{path}.")] for owner in owners]
+        return {self._indices[self._order[path]] for paths in holding for path in paths} if all(holding) else set()
+
+    def _note_homes(self, read: list[torch.Tensor], place: int | None) -> None:
+        """Parameters of a layer are on its stage alone; which stage has one of no layer, is told by the modules
+        that are called."""
+        inside = bool(self._running) and self._running[0][0] in self._order
+        for name in {self._stored.get(storage_of(tensor)) for tensor in read} - {None}:
+            layers = self._homes[name]
+            if layers and place not in layers:
+                reader = "the code around them" if place is None else self._reader(place)
+                self._refuse(f"{reader} reads {name}, which is on the stage of layer {min(layers)} alone")
+            if not layers and inside and self._owners[name].isdisjoint(self._called_in_layer):
+                self._refuse(f"layer {place} reads {name}, which is in no layer")
 
     def _note_draws(self) -> None:
         """Of Python's numbers that code around the layers drew since a module ended."""
@@ -228,7 +264,7 @@ class FlowRun(DefaultScalars):
         for base in map(base_of, read):
             layer = self._state.get(id(base))
             if layer is not None and layer != place:
-                reader = "what comes after the layers" if place in (None, self._end) else f"layer {place}"
+                reader = self._reader(place)
                 self._refuse(f"{reader} reads a tensor that layer {layer} wrote to, and was not handed it")
         for base in map(base_of, changed):
             if (name := self._stored.get(storage_of(base))) is not None:
@@ -260,7 +296,11 @@ class FlowRun(DefaultScalars):
         elif item.layer == self._end and place != self._end:
             self._refuse(f"layer {place} reads {item.name}, which the last stage alone has")
         elif item.layer is not None and item.layer != place:
-            self._refuse(f"layer {place} reads what layer {item.layer} made of {item.name}, and was not handed it")
+            reader = self._reader(place)
+            self._refuse(f"{reader} reads what layer {item.layer} made of {item.name}, and was not handed it")
+
+    def _reader(self, place: int | None) -> str:
+        return "what comes after the layers" if place in (None, self._end) else f"layer {place}"
 
     @property
     def _end(self) -> int:
@@ -277,6 +317,8 @@ class FlowRun(DefaultScalars):
     # modules ----------------------------------------------------------------------------------------
 
     def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._called_in_layer or path in self._order:
+            self._called_in_layer.append(path)
         if path not in self._order and not self._is_outside(path):
             return None
         if not self._running:
@@ -285,7 +327,7 @@ class FlowRun(DefaultScalars):
             # The hidden state comes to the first layer over the wire where this is on another stage, so
             # whatever went into it is not read here.
             whole = self._slot.get(args, kwargs)
-            hidden = whole.view_as(whole)
+            hidden = torch.empty_like(whole)
             self._set(hidden, frozenset([_Inner(self._next, "the hidden state")]))
             args, kwargs = self._slot.put(hidden, args, kwargs)
         self._running.append((path, {id(tensor) for tensor in tensors_in((args, kwargs))}))
@@ -300,6 +342,8 @@ class FlowRun(DefaultScalars):
         return path in self._outside and not in_layer
 
     def _after(self, path: str, module: nn.Module, output: Any) -> None:
+        if self._called_in_layer:
+            self._called_in_layer.pop()
         if path in self._recorded:
             self._calls[path] += 1
             for recorded in self._recorded[path]:
@@ -331,7 +375,15 @@ class FlowRun(DefaultScalars):
                 number = self._numbers[id(tensor)] = len(self.found)
                 self.found.append(Found(tensor, made))
                 self._set(tensor, frozenset([number]))
+                self._let_go(tensor)
+                self._stored_numbers[storage_of(tensor)].add(number)
             self.found[number].places.append(place(index))
+
+    def _let_go(self, tensor: torch.Tensor) -> None:
+        """What was written to a tensor that has a place now comes with it, where it is all there is."""
+        storage = tensor.untyped_storage()
+        if tensor.numel() * tensor.element_size() == storage.nbytes():
+            self._written.pop(storage._cdata, None)
 
     # results ----------------------------------------------------------------------------------------
 

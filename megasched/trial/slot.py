@@ -16,12 +16,13 @@ class Slot:
         argument: position (int) or name (str) of the hidden state among the layer's arguments.
         output: its index in the returned tuple or list; None when the layer returns the tensor itself.
         others: what else the layer returns beside the hidden state, tensors left out (None in their place).
+        kind: of what it returns, where that is no tensor; also a named tuple's class.
     """
 
     argument: int | str
     output: int | None
     others: tuple[Any, ...] = ()
-    as_list: bool = False
+    kind: type[tuple[Any, ...]] | type[list[Any]] = tuple
 
     def get(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """The hidden state among a layer's arguments."""
@@ -48,7 +49,7 @@ class Slot:
             return hidden
         found = list(self.others)
         found[self.output] = hidden
-        return found if self.as_list else tuple(found)
+        return _made(self.kind, found)
 
     def rewrap(self, output: Any, hidden: torch.Tensor) -> Any:
         """What a layer returned, with another hidden state."""
@@ -56,4 +57,8 @@ class Slot:
             return hidden
         kept = list(output)
         kept[self.output] = hidden
-        return kept if self.as_list else tuple(kept)
+        return _made(type(output), kept)
+
+
+def _made(kind: type, items: list[Any]) -> Any:
+    return kind._make(items) if hasattr(kind, "_make") else kind(items)

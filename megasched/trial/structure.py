@@ -23,6 +23,7 @@ from megasched.objectives import CAUSAL_LM, objective_of
 from megasched.trial.crossing import FlowRun
 from megasched.trial.loss_trial import OwnLabels
 from megasched.trial.meta_call import (
+    loss_function_of,
     meta_copy,
     tensors_in,
     token_inputs,
@@ -60,7 +61,8 @@ class Structure:
         between: path -> (layers before or in which it runs, what it returns) of each such module that runs between
             or inside of layers.
         after: paths of such modules that run after the layers, in call order.
-        repeated: whether layers are called more than once (ALBERT's are shared; some models run theirs in loops).
+        repeated: whether layers are called more than once (ALBERT's are shared; some models run theirs in loops), or
+            in another order than they have in their list.
         calls: path of a module -> how often a forward calls it, where that is more than once; empty unless
             ``repeated``.
         trial: example arguments of the forward, on meta, labels included.
@@ -68,7 +70,7 @@ class Structure:
             that does it by itself gets no labels, and its logits are taken.
         loss: whether a run's loss is that which its own code computes; it gets labels then.
         hidden: the shape of the hidden state; mostly [b, s, h].
-        called: indices of the layers that a call with token ids runs; empty where it runs all.
+        called: indices of the layers that a call with token ids runs; empty where it runs all in their order.
         sides: what layers read of earlier ones beside the hidden state.
         recorded: what HF's hooks record inside of layers.
         bare: modules outside of the layers whose parameters the code of others reads.
@@ -188,7 +190,8 @@ class Structure:
 
 
 def _follow(run: FlowRun, model: nn.Module, batch: int, length: int, structure: Structure) -> None:
-    """Only a causal language model's later stages lack its inputs; other batches are read on every stage."""
+    """Only a causal language model's later stages lack its inputs; other batches are read on every stage. What a
+    forward adds to the result of ``loss_function`` may read what layers left, so it is looked at, too."""
     first_stage_only = "input_ids" if objective_of(model) is CAUSAL_LM else None
     with loss_given(model, calls_loss=structure.calls_loss):
         run.run(structure.inputs_for(model, batch, length), first_stage_only)
@@ -216,7 +219,7 @@ def find_structure(model: nn.Module) -> Structure:
         calls = record(probe, inputs_of(probe, *SIZES[0], found.own_labels), noted=noted)
         of_layers = [call for call in calls if call.path in paths]
     found.trial, found.noted = trial_of(probe), noted
-    found.called = called if len(called) < count else ()
+    found.called = () if [*dict.fromkeys(called)] == [*range(count)] else called
     owners = {path for path, m in probe.named_modules() if next(m.parameters(recurse=False), None) is not None}
     outside = {path for path in owners if found.index_of(path) is None and not found.holds_layers(path)}
     inside = {path for path, _ in probe.named_modules() if found.index_of(path) is not None} - paths
@@ -227,7 +230,8 @@ def find_structure(model: nn.Module) -> Structure:
     _follow(run, probe, *SIZES[0], found)
     found.uncuttable, found.by_chance, found.asked = run.refused, run.by_chance, frozenset(run.asked)
     if repeated:
-        found.uncuttable = "they are called more than once"
+        more = len(set(called)) < len(called)
+        found.uncuttable = "they are called more than once" if more else "they are called out of their order"
         found.calls = {path: times for path, times in Counter(call.path for call in calls).items() if times > 1}
     elif not in_autograd(probe, of_layers[0].path):
         found.uncuttable = "the model computes their gradients by a function of its own"
@@ -338,15 +342,26 @@ def _find_slot(calls: list[ModuleCallRecord]) -> Slot:
         argument = votes.most_common(1)[0][0]
     else:  # one layer, or an operation between the layers: the first float tensor
         given = [*enumerate(calls[0].args), *calls[0].kwargs.items()]
-        argument = next(k for k, v in given if isinstance(v, torch.Tensor) and v.is_floating_point())
+        floats = [k for k, v in given if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        if not floats:
+            raise _no_hidden_state(calls[0].path, "takes no tensor of floats by itself")
+        argument = floats[0]
     output = calls[-1].output
     if isinstance(output, torch.Tensor):
         return Slot(argument, None)
     first = calls[0]
     hidden = first.args[argument] if isinstance(argument, int) else first.kwargs[argument]
-    fits = [i for i, v in enumerate(output) if isinstance(v, torch.Tensor) and v.shape == hidden.shape]
-    others = tuple(None if isinstance(v, torch.Tensor) else v for v in output)
-    return Slot(argument, fits[0], others, isinstance(output, list))
+    items = output if isinstance(output, (tuple, list)) else ()
+    fits = [i for i, v in enumerate(items) if isinstance(v, torch.Tensor) and v.shape == hidden.shape]
+    if not fits:
+        raise _no_hidden_state(calls[-1].path, f"returns a {type(output).__name__} without a tensor like what it takes")
+    others = tuple(None if isinstance(v, torch.Tensor) else v for v in items)
+    return Slot(argument, fits[0], others, type(items))
+
+
+def _no_hidden_state(path: str, what: str) -> ScheduleError:
+    remedy = "let layers take the hidden state as an argument, and return it, or a tuple or list that has it"
+    return ScheduleError(Problem(f"this layer {what}, so where its hidden state is can't be told", path, remedy=remedy))
 
 
 def _at(calls: list[ModuleCallRecord], path: str) -> ModuleCallRecord:

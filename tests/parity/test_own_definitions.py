@@ -6,9 +6,9 @@ from textwrap import dedent
 
 import pytest
 
-from megasched.verify.parity import LAYOUTS
+from megasched.verify.parity import LAYOUTS, failure
 from megasched.verify.rank_pool import RankError
-from tests import remote
+from tests import remote, ways
 from tests.parity.steps import assert_equal, step_of_own_code
 
 # The vocabulary is padded, at one rank, too, which the definition's code must not see.
@@ -172,3 +172,59 @@ def test_a_function_that_holds_a_parameter_is_refused(ranks, tmp_path):
     with pytest.raises(RankError, match="holds a parameter or a buffer") as raised:
         step_of_own_code(ranks, remote.write_changed(tmp_path / "model", lines), LAYOUTS["one"])
     assert "lm_head" in str(raised.value)
+
+
+OF_LOSS = """
+from transformers.models.llama.modeling_llama import LlamaMLP as Mlp
+
+Other = Mine
+
+
+class Mine(Other):
+    def forward(self, input_ids=None, labels=None, position_ids=None, **kwargs):
+        output = super().forward(input_ids=input_ids, labels=labels, position_ids=position_ids, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss + 0.01 * sum(
+                parameter.pow(2).sum() for name, parameter in self.named_parameters() if {} in name
+            )
+        return output
+"""
+# What a rank has, or what sums its gradients, is not what code after the layers takes it for.
+OF_PENALTIES = {
+    ("layers", "tp2"): "",
+    ("layers", "cp2"): "",
+    ("layers", "tp2-sp"): "meets sharded activations in one place and whole ones in another",
+    ("input_layernorm", "tp2-sp"): "meets sharded activations in one place and whole ones in another",
+    ("layers", "pp2"): "what comes after the layers reads model.layers.0.self_attn.q_proj.weight, which is on the stage",
+    ("model.norm", "pp2"): "",
+}
+
+
+@pytest.mark.parametrize(("name", "layout"), OF_PENALTIES)
+def test_penalties_on_parameters_beside_the_loss(ranks, tmp_path, name, layout):
+    why = OF_PENALTIES[name, layout]
+    folder = remote.write(tmp_path / "model", OF_LOSS.format(repr(name)))
+    if not why:
+        assert_equal(step_of_own_code(ranks, folder, LAYOUTS[layout]))
+        return
+    with pytest.raises(RankError) as raised:
+        step_of_own_code(ranks, folder, LAYOUTS[layout])
+    outcome = failure(str(raised.value))
+    assert outcome.verdict == "refused"
+    assert why in outcome.why
+
+
+
+STACKED = """
+if layer is self.layers[0]:
+    kept, place = x.new_zeros(len(self.layers), *x.shape), 0
+kept[place] = x
+place += 1
+if layer is self.layers[-1]:
+    x = kept.mean(0)
+"""
+
+
+def test_what_the_code_around_layers_writes_into_a_tensor_of_its_own_crosses_stages(ranks, tmp_path):
+    folder = remote.write(tmp_path / "model", ways.layers(STACKED))
+    assert_equal(step_of_own_code(ranks, folder, LAYOUTS["pp2"]))

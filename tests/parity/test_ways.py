@@ -33,6 +33,12 @@ def test_it_is_equal(ranks, tmp_path, name, layout):
     assert_equal(outcome_of(ranks, tmp_path, name, layout))
 
 
+def test_lengths_that_code_between_layers_sees_are_refused(ranks, tmp_path):
+    outcome = outcome_of(ranks, tmp_path, "a hidden state by its length", "tp2-sp")
+    assert outcome.verdict == "refused"
+    assert "goes by the length of the sequence, of which a rank sees a part" in outcome.why
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["one", "tp2", "tp2-sp", "cp2", "pp2"])
 @pytest.mark.parametrize("name", CASES)

@@ -29,6 +29,9 @@ class Layer(nn.Module):
         if self.form == "averaged":
             self.average.lerp_(y.mean((0, 1)).detach(), 0.1)
             y = y - self.average
+        if self.form == "host":
+            y = y * self.host[0].scale
+        self.left = y.mean()
         if read is not None:
             y = y + read
         return (y, x.argmax(-1)) if self.form == "indices" else y
@@ -48,11 +51,17 @@ class Model(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(4))
         self.scale = nn.Parameter(torch.ones(8))
         self.form = form
+        for layer in self.layers:
+            layer.host = [self]
 
-    def forward(self, input_ids):
+    def loss_function(self, logits, labels):
+        return logits.sum()
+
+    def forward(self, input_ids, labels=None):
         KEPT.clear()
         x = self.embed(input_ids) * (self.scale if self.form in ("scaled", "own") else 1)
         first, shared, states, indices = x, {}, [], None
+        kept = x.new_zeros(4, *x.shape)
         for index, layer in enumerate(self.layers):
             read = None
             if self.form in ("embedding", "own") and index == 2:
@@ -63,16 +72,34 @@ class Model(nn.Module):
                 read = torch.zeros_like(first)
             if self.form == "changed" and states:
                 x += 1
-            if self.form in ("state", "changed") and index == 3:
+            if self.form == "changed in part" and states:
+                x[:, 0] += 1
+            if self.form in ("state", "changed", "changed in part") and index == 3:
                 read = states[0]
+            if self.form == "written" and index == 3:
+                read = kept.mean(0)
             if self.form == "between":
                 x = self.norms[index](x)
+            if self.form == "weight" and index == 3:
+                read = self.layers[1].linear.weight.detach()[0]
             x = layer(x, read, shared)
+            if self.form == "copied" or self.form == "written" and index < 3:
+                kept[index] = x
             if self.form == "indices":
                 x, indices = x
                 x = x * (indices.unsqueeze(-1) > 0) if index else x
             states.append(x)
-        return self.out(x)
+        if self.form == "copied":
+            x = kept.mean(0)
+        logits = self.out(x)
+        if labels is None:
+            return logits
+        loss = self.loss_function(logits, labels)
+        if self.form == "penalty":
+            loss = loss + sum(layer.linear.weight.pow(2).sum() for layer in self.layers)
+        if self.form == "left":
+            loss = loss + sum(layer.left for layer in self.layers)
+        return loss, logits
 
 
 OUTPUT = {index: Place(f"layers.{index}") for index in range(4)}
@@ -86,6 +113,8 @@ SIDES = {
     "ids": [(BEFORE, 3, (Place(""),))],
     "state": [(0, 3, (OUTPUT[0],))],
     "mapping": [(0, 2, (ENTRY[0],)), (0, 2, (ENTRY[1],))],
+    "written": [(index, 3, (OUTPUT[index],)) for index in range(2)],
+    "copied": [(index, 4, (OUTPUT[index],)) for index in range(3)],
     "indices": [(index, index + 1, (Place(f"layers.{index}", 1),)) for index in range(1, 4)],
 }
 
@@ -123,6 +152,11 @@ def test_modules_between_layers_belong_to_the_next_one():
         ("own", "scale, which is in no layer, goes into what layer 2 reads"),
         ("counted", "layer 1 reads a tensor that layer 0 wrote to, and was not handed it"),
         ("changed", "what layers.0 returns is changed in place by the model's own code, and read later"),
+        ("changed in part", "what layers.0 returns is changed in place by the model's own code, and read later"),
+        ("weight", "the code around them reads layers.1.linear.weight, which is on the stage of layer 1 alone"),
+        ("host", "layer 0 reads scale, which is in no layer"),
+        ("penalty", "what comes after the layers reads layers.0.linear.weight, which is on the stage of layer 0 alone"),
+        ("left", "what comes after the layers reads what layer 0 made of layers.0.linear.bias, and was not handed it"),
     ],
 )
 def test_what_cant_be_carried(form, why):

@@ -1,5 +1,7 @@
 """What a causal language model looks like when it runs, found without names."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -59,6 +61,11 @@ def test_the_definition_is_not_touched():
     assert {b.device.type for b in definition.buffers()} == {"cpu"}
 
 
+class Named(NamedTuple):
+    y: torch.Tensor
+    number: int
+
+
 class Layer(nn.Module):
     """Takes and returns its hidden state in a structure of the test's choice."""
 
@@ -68,9 +75,15 @@ class Layer(nn.Module):
 
     def forward(self, mask, *, hidden_states):
         y = self.linear(hidden_states)
-        return {"tensor": y, "tuple": ("word", y, None), "list": [y], "extra": (y, y.sum(-1)), "read": (y, y + 1)}[
-            self.form
-        ]
+        return {
+            "tensor": y,
+            "tuple": ("word", y, None),
+            "list": [y],
+            "extra": (y, y.sum(-1)),
+            "read": (y, y + 1),
+            "named": Named(y, 1),
+            "dict": {"y": y},
+        }[self.form]
 
 
 class Model(nn.Module):
@@ -87,7 +100,7 @@ class Model(nn.Module):
         for _ in range(self.calls):
             for layer in self.layers:
                 y = layer(input_ids > 0, hidden_states=x)
-                x = y if self.form == "tensor" else y[1] if self.form == "tuple" else y[0]
+                x = y if self.form == "tensor" else y[{"tuple": 1, "dict": "y"}.get(self.form, 0)]
                 x = x * y[1] if self.form == "read" else x
         return self.out(x)
 
@@ -97,9 +110,10 @@ class Model(nn.Module):
     [
         ("tensor", Slot("hidden_states", None), []),
         ("tuple", Slot("hidden_states", 1, ("word", None, None)), []),
-        ("list", Slot("hidden_states", 0, (None,), as_list=True), []),
+        ("list", Slot("hidden_states", 0, (None,), list), []),
         ("extra", Slot("hidden_states", 0, (None, None)), []),
         ("read", Slot("hidden_states", 0, (None, None)), [(0, 1), (1, 2)]),
+        ("named", Slot("hidden_states", 0, (None, 1), Named), []),
     ],
 )
 def test_where_the_hidden_state_stands(form, slot, sides):
@@ -107,6 +121,45 @@ def test_where_the_hidden_state_stands(form, slot, sides):
     assert (structure.layers, structure.slot) == ("layers", slot)
     assert [(side.made, side.read) for side in structure.sides] == sides
     assert (structure.before, structure.after) == ({"embed": Shape(("b", "s", 8), torch.float32)}, ("out",))
+
+
+class InADict(Model):
+    """Its layers take the hidden state in a dict, too."""
+
+    def forward(self, input_ids, labels=None):
+        x = {"y": self.embed(input_ids)}
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x["y"])
+
+
+class TakesADict(Layer):
+    def forward(self, given):
+        return super().forward(None, hidden_states=given["y"])
+
+
+def test_layers_without_a_hidden_state_of_their_own_are_refused():
+    with pytest.raises(ScheduleError, match=r"this layer returns a dict without a tensor like what it takes") as raised:
+        find_structure(Model("dict"))
+    assert raised.value.problems[0].module == "layers.1"
+    model = InADict("tensor")
+    model.layers = nn.ModuleList(TakesADict("dict") for _ in range(2))
+    with pytest.raises(ScheduleError, match=r"this layer takes no tensor of floats by itself"):
+        find_structure(model)
+
+
+def test_layers_called_out_of_their_order_can_not_be_cut():
+    class Reversed(Model):
+        def forward(self, input_ids, labels=None):
+            x = self.embed(input_ids)
+            for layer in reversed(self.layers):
+                x = layer(None, hidden_states=x)
+            return self.out(x)
+
+    structure = find_structure(Reversed("tensor", layers=3))
+    assert (structure.layers, structure.repeated, structure.called) == ("layers", True, (2, 1, 0))
+    assert structure.uncuttable == "they are called out of their order"
+    assert structure.first == 2
 
 
 def test_one_layer_alone():
@@ -173,9 +226,12 @@ def test_slots_read_and_put():
         put = slot.put(new, args, kwargs)
         assert slot.get(*put) is new
         assert (len(put[0]), put[1].keys()) == (len(args), kwargs.keys())
-    plain, nested, listed = Slot(0, None), Slot(0, 1, ("a", None)), Slot(0, 0, (None, 2), as_list=True)
+    plain, nested, listed = Slot(0, None), Slot(0, 1, ("a", None)), Slot(0, 0, (None, 2), list)
     assert plain.wrap(new) is plain.rewrap(hidden, new) is plain.result(new) is new
     assert nested.wrap(new) == ("a", new)
     assert nested.rewrap(("b", hidden), new) == ("b", new)
     assert nested.result(("b", hidden)) is hidden
+    named = Slot(0, 0, (None, 2), Named)
+    assert named.wrap(new) == named.rewrap(Named(hidden, 2), new) == Named(new, 2)
+    assert type(named.wrap(new)) is type(named.rewrap(Named(hidden, 2), new)) is Named
     assert listed.wrap(new) == listed.rewrap([hidden, 2], new) == [new, 2]
