@@ -137,6 +137,29 @@ BY_LENGTH = {
     "chunks": mlp(
         "c = max(1, x.shape[1] // 4)\nh = torch.cat([p - p.mean(1, keepdim=True) for p in h.split(c, dim=1)], 1)"
     ),
+    "a tensor of it": mlp("h = h / torch.full((1,), float(x.shape[1]))"),
+    "a tensor made of it": mlp("h = h / torch.tensor([float(x.shape[1])])"),
+    "another made of it": mlp("h = h / x.new_tensor(x.shape[1])"),
+    "a tensor by it": mlp("h = h / (torch.ones(1) * x.shape[1])"),
+    "zeros as long": mlp("h = h + torch.zeros(x.shape[1], 1)"),
+    "numbers drawn for it": mlp(
+        "own = torch.Generator().manual_seed(0)\nh = h * torch.rand(x.shape[1], 1, generator=own)"
+    ),
+    "a width": mlp("h = h * 30 / torch.full((1,), float(h.shape[-1]))"),
+    "a tensor made of a width": mlp("h = h * 30 / h.new_tensor(float(h.shape[-1]))"),
+    "an end of a width": mlp("h = h / torch.linspace(0, h.shape[-1], 3)[-1]"),
+    "a backward by it": mlp(
+        "class Slower(torch.autograd.Function):\n"
+        "    @staticmethod\n"
+        "    def forward(ctx, x):\n"
+        "        ctx.length = x.shape[1]\n"
+        "        return x * 2\n"
+        "    @staticmethod\n"
+        "    def backward(ctx, grad):\n"
+        "        return grad / ctx.length\n"
+        "h = self.up_proj(Slower.apply(x))"
+    ),
+    "an output between layers": layers("x = x * torch.tensor(1 + 1 / x.shape[1])"),
     "a hidden state by its length": layers("x = x * (1 + 1 / x.shape[1])"),
     "another way if long": mlp("if x.shape[1] > 12:\n    h = h - h.mean(-1, keepdim=True)"),
     "a number if long": mlp("h = h * (2.0 if x.shape[1] > 12 else 1.0)"),

@@ -109,7 +109,8 @@ def propagate(
         derived.problems.append(Problem(what, remedy="run it without TP"))
     for name in sorted((derived.partial | derived.sequence) & derived.complete):
         what = f"parameter {name} meets sharded activations in one place and whole ones in another"
-        remedy = "switch sequence parallelism off" if name in derived.sequence else "shard the modules that use it alike"
+        split = name in derived.sequence
+        remedy = "switch sequence parallelism off" if split else "shard the modules that use it alike"
         derived.problems.append(Problem(what, remedy=remedy))
     return derived
 

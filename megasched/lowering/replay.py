@@ -23,6 +23,7 @@ from megasched.roles import Cut
 from megasched.trial.dims import Along
 from megasched.trial.meta_call import DefaultScalars, call_hooks, forward_of, loss_function_of, tensors_in
 from megasched.trial.module_calls import SAME, ModuleCall, numbers_of
+from megasched.trial.sequence_trial import numbers_given
 from megasched.undisturbed import undisturbed
 
 # Which layer a module is of, as HF calls it: no count, and other than that layers may be the same.
@@ -76,10 +77,8 @@ class Replay(DefaultScalars):
     def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = super().carry_out(func, args, kwargs)
         if not self.silent and func not in SAME:
-            numbers = tuple(numbers_of(func, args, kwargs))
-            if self.numbers[self.computed : self.computed + len(numbers)] != numbers:
-                raise Mismatch
-            self.computed += len(numbers)
+            for numbers in numbers_of(func, args, kwargs):
+                self._compute(numbers)
             for tensor in tensors_in(output):
                 if self.done == len(self.expected):
                     raise Mismatch
@@ -90,6 +89,16 @@ class Replay(DefaultScalars):
                 elif wanted is not None and wanted.on_rank(self.tp) != tuple(tensor.shape):
                     raise Mismatch
         return output
+
+    def numbers_given(self, values: Any) -> None:
+        """See ``DefaultScalars``."""
+        if not self.silent and (numbers := numbers_given(values)):
+            self._compute(tuple(numbers))
+
+    def _compute(self, numbers: tuple[float, ...]) -> None:
+        if self.numbers[self.computed : self.computed + 1] != (numbers,):
+            raise Mismatch
+        self.computed += 1
 
 
 def replay(

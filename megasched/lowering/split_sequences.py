@@ -46,7 +46,7 @@ def _is_in(regions: Container[str], path: str) -> bool:
 
 
 def refuse_by_length(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]:
-    """Under sequence parallelism the code of a layer, and that between layers, sees a part of the sequence, but for
+    """Under sequence parallelism the code of layers, and that between them, sees a part of the sequence, but for
     what is a region."""
     structure = plan.structure
     if structure is None or not plan.layout.sp:

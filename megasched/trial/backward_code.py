@@ -45,11 +45,18 @@ def watched_backward(
         packing: 1 where code enters ``torch.autograd.graph.saved_tensors_hooks`` of its own, -1 where it leaves.
     """
     # Of each class, also of one that has its forward from another: its backward may be its own.
-    functions = {function: function.forward for function in _functions(torch.autograd.Function)}
-    own = {function: vars(function)["forward"] for function in functions if "forward" in vars(function)}
+    seen: dict[Function, Any] = {}
+    for function in [*_functions(torch.autograd.Function)]:
+        _watch(function, seen, called)
+    apply = vars(torch.autograd.Function)["apply"]
+
+    def applied(function: Function, *args: Any, **kwargs: Any) -> Any:
+        """Code may make a class as it runs."""
+        _watch(function, seen, called)
+        return apply.__func__(function, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
     hooks = {name: getattr(torch.Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook")}
-    for function, forward in functions.items():
-        function.forward = staticmethod(_watched(function, forward, called))  # type: ignore[method-assign]
     for name, register in hooks.items():
         setattr(torch.Tensor, name, _watched_hook(register, hooked))
     saved = torch.autograd.graph.saved_tensors_hooks
@@ -61,9 +68,10 @@ def watched_backward(
     finally:
         for name, end in ends.items():
             setattr(saved, name, end)
-        for function in functions:
-            if function in own:
-                function.forward = own[function]  # type: ignore[method-assign]
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        for function, own in seen.items():
+            if own is not None:
+                function.forward = own  # type: ignore[method-assign]
             else:
                 del function.forward
         for name, register in hooks.items():
@@ -79,9 +87,20 @@ def handed_to_hooks(module: nn.Module, *values: Any) -> list[torch.Tensor]:
 
 def _functions(base: Function) -> Iterator[Function]:
     for function in base.__subclasses__():
-        if not f"{function.__module__}.".startswith(_KNOWN):
-            yield function
+        yield function
         yield from _functions(function)
+
+
+def _watch(function: Function, seen: dict[Function, Any], called: Callable[..., None]) -> None:
+    """The forward of one of the definition's own is watched from now on.
+
+    Args:
+        seen: such functions -> the forward that the class itself has.
+    """
+    if function in seen or f"{function.__module__}.".startswith(_KNOWN):
+        return
+    forward, seen[function] = function.forward, vars(function).get("forward")
+    function.forward = staticmethod(_watched(function, forward, called))  # type: ignore[method-assign]
 
 
 def _watched(function: Function, forward: Callable[..., Any], called: Callable[..., None]) -> Callable[..., Any]:

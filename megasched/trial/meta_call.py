@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from megasched.collector import collector_paused
 from megasched.errors import MegaschedError, Problem, ScheduleError
@@ -163,16 +163,18 @@ class _Functions(TorchFunctionMode):
             answer = args[0].flatten()[0].item()
             return torch.full(args[0].shape, answer, dtype=args[0].dtype, device="cpu").tolist()
         output = func(*args, **(kwargs or {}))
-        if isinstance(self._mode, DefaultScalars):
+        # None is where something is tried with tensors that have values.
+        if isinstance(self._mode, DefaultScalars) and _get_current_dispatch_mode() is not None:
             if func in _OF_NUMBERS:
-                self._mode.numbers_given(args[0] if args else (kwargs or {}).get("data"))
+                data = args[_OF_NUMBERS[func] :]
+                self._mode.numbers_given(data[0] if data else (kwargs or {}).get("data"))
             elif func == _GRAD_FN and output is not None:
                 self._mode.grad_fn_read(args[0])
         return output
 
 
 _GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
-_OF_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray}
+_OF_NUMBERS = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, torch.Tensor.new_tensor: 1}  # -> argument
 
 
 def to_meta(value: Any) -> Any:

@@ -15,7 +15,7 @@ from megasched.trial.dims import Along
 from megasched.trial.labelling import Labelling
 from megasched.trial.labels import Label
 from megasched.trial.meta_call import tensors_in
-from megasched.trial.sequence_trial import numbers_in
+from megasched.trial.sequence_trial import COUNTING, goes_by_numbers, numbers_given, numbers_in
 from megasched.trial.sites import Site
 
 # They say nothing of shapes, and are not always there: a reshape copies where it can give no view, which may be
@@ -69,7 +69,7 @@ class ModuleCall:
         args, kwargs: its arguments, each tensor an ``Argument``.
         results: what its operations give, in their order; None where it is not known how that is cut. What layers
             inside do is not among them.
-        numbers: by which its operations on single elements go.
+        numbers: by which its operations go, and of which it makes tensors.
         columns: whose output its own code works on.
         layers: path of a layer that it calls -> what that gave, call by call.
         answers: to the questions of its code; see ``DefaultScalars``.
@@ -167,6 +167,11 @@ class RecordedCalls(Labelling):
             self.open[-1].numbers += numbers_of(func, args, kwargs)
         return output
 
+    def numbers_given(self, values: Any) -> None:
+        """See ``DefaultScalars``."""
+        if self.open and not self.silent and (numbers := numbers_given(values)):
+            self.open[-1].numbers.append(tuple(numbers))
+
     def _placed(self, tensor: torch.Tensor) -> Placed | None:
         """None where it is not known what a rank has."""
         if id(tensor) in self.weights:
@@ -193,8 +198,9 @@ def _handed(leaf: Any, made: Mapping[int, tuple[int, ...]]) -> Any:
 
 
 def numbers_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[tuple[float, ...]]:
-    """The plain numbers of an operation on single elements: they may have been read off a size."""
-    return [tuple(numbers_in(args, kwargs))] if torch.Tag.pointwise in getattr(func, "tags", ()) else []
+    """The plain numbers of an operation that goes by them: they may have been read off a size."""
+    counts = func.__name__.partition(".")[0] in COUNTING
+    return [tuple(numbers_in(args, kwargs))] if counts or goes_by_numbers(func) else []
 
 
 def as_it_is(value: Any) -> Any:

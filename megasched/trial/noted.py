@@ -142,7 +142,7 @@ class NotedLines:
 
     def note_given(self, path: str, values: Any) -> None:
         """Of code that makes a tensor of numbers."""
-        self.numbers.append(Numbers(path, (), "tensor", (hash(repr(values)),), of_nothing=True))
+        self.numbers.append(Numbers(path, (), "tensor", (hash(repr(values)),)))
 
     def note_question(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
         """Of code that asks for values of tensors, or how many there are of a kind."""

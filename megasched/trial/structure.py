@@ -61,8 +61,8 @@ class Structure:
         between: path -> (layers before or in which it runs, what it returns) of each such module that runs between
             or inside of layers.
         after: paths of such modules that run after the layers, in call order.
-        repeated: whether layers are called more than once (ALBERT's are shared; some models run theirs in loops), or
-            in another order than they have in their list.
+        repeated: whether layers are called more than once (ALBERT's are shared; some models run theirs in loops),
+            or in another order than they have in their list.
         calls: path of a module -> how often a forward calls it, where that is more than once; empty unless
             ``repeated``.
         trial: example arguments of the forward, on meta, labels included.
@@ -354,14 +354,16 @@ def _find_slot(calls: list[ModuleCallRecord]) -> Slot:
     items = output if isinstance(output, (tuple, list)) else ()
     fits = [i for i, v in enumerate(items) if isinstance(v, torch.Tensor) and v.shape == hidden.shape]
     if not fits:
-        raise _no_hidden_state(calls[-1].path, f"returns a {type(output).__name__} without a tensor like what it takes")
+        kind = type(output).__name__
+        raise _no_hidden_state(calls[-1].path, f"returns a {kind} without a tensor like what it takes")
     others = tuple(None if isinstance(v, torch.Tensor) else v for v in items)
     return Slot(argument, fits[0], others, type(items))
 
 
 def _no_hidden_state(path: str, what: str) -> ScheduleError:
     remedy = "let layers take the hidden state as an argument, and return it, or a tuple or list that has it"
-    return ScheduleError(Problem(f"this layer {what}, so where its hidden state is can't be told", path, remedy=remedy))
+    what = f"this layer {what}, so where its hidden state is can't be told"
+    return ScheduleError(Problem(what, path, remedy=remedy))
 
 
 def _at(calls: list[ModuleCallRecord], path: str) -> ModuleCallRecord:

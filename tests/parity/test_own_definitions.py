@@ -195,7 +195,7 @@ OF_PENALTIES = {
     ("layers", "cp2"): "",
     ("layers", "tp2-sp"): "meets sharded activations in one place and whole ones in another",
     ("input_layernorm", "tp2-sp"): "meets sharded activations in one place and whole ones in another",
-    ("layers", "pp2"): "what comes after the layers reads model.layers.0.self_attn.q_proj.weight, which is on the stage",
+    ("layers", "pp2"): "what comes after the layers reads model.layers.0.self_attn.q_proj.weight, which is on",
     ("model.norm", "pp2"): "",
 }
 
@@ -212,7 +212,6 @@ def test_penalties_on_parameters_beside_the_loss(ranks, tmp_path, name, layout):
     outcome = failure(str(raised.value))
     assert outcome.verdict == "refused"
     assert why in outcome.why
-
 
 
 STACKED = """

@@ -27,14 +27,29 @@ def outcome_of(ranks, tmp_path, name, layout):
         ("a size on another way", "tp2-sp"),
         ("a tensor of a number", "cp2"),
         ("chunks if long", "tp2"),
+        ("a width", "tp2"),
+        ("a tensor made of a width", "tp2"),
+        ("an end of a width", "tp2"),
+        ("a backward by it", "tp2-sp"),
     ],
 )
 def test_it_is_equal(ranks, tmp_path, name, layout):
     assert_equal(outcome_of(ranks, tmp_path, name, layout))
 
 
-def test_lengths_that_code_between_layers_sees_are_refused(ranks, tmp_path):
-    outcome = outcome_of(ranks, tmp_path, "a hidden state by its length", "tp2-sp")
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("a hidden state by its length", "tp2-sp"),
+        ("an output between layers", "tp2-sp"),
+        ("a tensor of it", "tp2-sp"),
+        ("a tensor of it", "cp2"),
+        ("another made of it", "cp2"),
+        ("numbers drawn for it", "tp2-sp"),
+    ],
+)
+def test_lengths_of_a_part_are_refused(ranks, tmp_path, name, layout):
+    outcome = outcome_of(ranks, tmp_path, name, layout)
     assert outcome.verdict == "refused"
     assert "goes by the length of the sequence, of which a rank sees a part" in outcome.why
 

@@ -83,7 +83,7 @@ class Model(nn.Module):
             if self.form == "weight" and index == 3:
                 read = self.layers[1].linear.weight.detach()[0]
             x = layer(x, read, shared)
-            if self.form == "copied" or self.form == "written" and index < 3:
+            if self.form == "copied" or (self.form == "written" and index < 3):
                 kept[index] = x
             if self.form == "indices":
                 x, indices = x
@@ -102,6 +102,7 @@ class Model(nn.Module):
         return loss, logits
 
 
+AFTER = "what comes after the layers reads "
 OUTPUT = {index: Place(f"layers.{index}") for index in range(4)}
 ENTRY = [Place("layers.0", index, 2, "kv") for index in range(2)]
 SIDES = {
@@ -155,8 +156,8 @@ def test_modules_between_layers_belong_to_the_next_one():
         ("changed in part", "what layers.0 returns is changed in place by the model's own code, and read later"),
         ("weight", "the code around them reads layers.1.linear.weight, which is on the stage of layer 1 alone"),
         ("host", "layer 0 reads scale, which is in no layer"),
-        ("penalty", "what comes after the layers reads layers.0.linear.weight, which is on the stage of layer 0 alone"),
-        ("left", "what comes after the layers reads what layer 0 made of layers.0.linear.bias, and was not handed it"),
+        ("penalty", AFTER + "layers.0.linear.weight, which is on the stage of layer 0 alone"),
+        ("left", AFTER + "what layer 0 made of layers.0.linear.bias, and was not handed it"),
     ],
 )
 def test_what_cant_be_carried(form, why):

@@ -139,7 +139,9 @@ class TakesADict(Layer):
 
 
 def test_layers_without_a_hidden_state_of_their_own_are_refused():
-    with pytest.raises(ScheduleError, match=r"this layer returns a dict without a tensor like what it takes") as raised:
+    with pytest.raises(
+        ScheduleError, match="this layer returns a dict without a tensor like what it takes"
+    ) as raised:
         find_structure(Model("dict"))
     assert raised.value.problems[0].module == "layers.1"
     model = InADict("tensor")
