@@ -19,6 +19,7 @@ from megasched.definition import text_config
 from megasched.errors import Problem, ScheduleError
 from megasched.lowering.flops import ForwardFlops, forward_flops
 from megasched.lowering.given_positions import takes_counted_positions
+from megasched.lowering.gradient_scale import why_by_scale
 from megasched.lowering.later_calls import why_not_alike
 from megasched.lowering.propagate import propagate
 from megasched.lowering.replay import Rank
@@ -51,6 +52,7 @@ class KnownRuns:
         self._is_too_long = False
         self._ways: Ways | None = None
         self._not_alike: list[Problem] | None = None
+        self._by_scale: list[Problem] | None = None
         self._numbers: dict[Hashable, list[Numbers]] = {}
         self._derived: dict[Hashable, Derived] = {}
         # Ranks -> plans, each with the answers of ``refuse_region`` on which it rests.
@@ -95,6 +97,13 @@ class KnownRuns:
             problem = why_not_alike(model, inputs)
             self._not_alike = [] if problem is None else [problem]
         return self._not_alike
+
+    def why_by_scale(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[Problem]:
+        """As ``gradient_scale.why_by_scale`` does; empty where nothing goes by how large a gradient is."""
+        if self._by_scale is None:
+            problem = why_by_scale(model, inputs)
+            self._by_scale = [] if problem is None else [problem]
+        return self._by_scale
 
     @collector_paused()
     def unproven_sizes(

@@ -178,6 +178,8 @@ def _derive(
             problems += [*unknown, *refuse_by_length(plan, model, runs)]
         if inputs is not None and plan.layout.world_size > 1:
             problems += runs.why_not_alike(model, inputs)
+        if inputs is not None and max(plan.layout.data_parallel_size, plan.layout.cp) > 1:
+            problems += runs.why_by_scale(model, inputs)
     except ScheduleError as error:
         return _with_sources(plan, error.problems)
     _mark_partial(plan, like)
