@@ -1,7 +1,7 @@
 """Whether a definition's code goes by how large a gradient is.
 
-Replicas take the mean of their gradients at the end, so in each of them a gradient is as many times as large as it
-is at one rank. What is linear does not mind; a hook that clips or norms a gradient does, and so does such a backward.
+Replicas take the mean of their gradients at the end, so in each of them a gradient is as many times as large as
+it is at one rank. What is linear does not mind; a hook that clips or norms a gradient does, and such a backward.
 """
 
 from __future__ import annotations
