@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from megasched.trial.chance import Chance, PythonDraws
+from megasched.trial.held_state import HeldState
 from megasched.trial.leaves import entries_of, leaves_of
 from megasched.trial.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
-from megasched.trial.operators import base_of, storage_of, written
+from megasched.trial.operators import base_of, fills_storage, storage_of, written
 from megasched.trial.places import BEFORE, Place
 from megasched.trial.sites import Site
 
@@ -88,11 +89,7 @@ class FlowRun(DefaultScalars):
         self._order = {path: index for index, path in enumerate(layers)}
         self._indices = [int(path.rpartition(".")[2]) for path in layers]
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._stored = {storage_of(parameter): name for name, parameter in model.named_parameters()}
-        self._owners: dict[str, set[str]] = defaultdict(set)
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            self._owners[self._parameters[id(parameter)]].add(name.rpartition(".")[0])
-        self._homes = {name: self._layers_of(owners) for name, owners in self._owners.items()}
+        self._held = HeldState(model, {path: int(path.rpartition(".")[2]) for path in layers})
         self._labels: dict[int, _Label] = {}
         self._numbers: dict[int, int] = {}
         self._written: dict[int, _Label] = {}  # storage -> of what was written to it, under whatever view
@@ -139,6 +136,9 @@ class FlowRun(DefaultScalars):
         with call_hooks(self._model, self._before, self._after):
             run_on_meta(self._model, inputs, self)
         self._note_draws()
+        if name := self._held.rewritten():
+            of = "which the backward of micro-batches before needs as it was"
+            self._refuse(f"a forward changes {name} in place, {of}")
         now = self._model.get_buffer
         self.changed_buffers |= {name for name, held in buffers.items() if now(name) is not held}
         self._join_entries()
@@ -197,6 +197,7 @@ class FlowRun(DefaultScalars):
         by_inputs = any(isinstance(item, int) for item in label)
         changed = written(func, args, kwargs)
         self._note_state(operands, changed, place, by_inputs)
+        self._held.note_changed(func, changed)
         self._note_written(changed, label, place)
         if str(func).startswith(_SHAPE_ONLY):
             label = _NOTHING
@@ -224,28 +225,21 @@ class FlowRun(DefaultScalars):
         """Parameters that the code of another module reads than their own."""
         running = {path for path, _ in self._running}
         for name in names:
-            if not running & (self._owners[name] | self._order.keys()):
+            if not running & (self._held.owners[name] | self._order.keys()):
                 owners = {name.rpartition(".")[0]}
                 if place == self._end:  # of a tie, code there may read the weight of the head
-                    owners |= self._owners[name]
+                    owners |= self._held.owners[name]
                 for owner in owners:
                     self.bare.setdefault(owner, set()).add(place)
 
-    def _layers_of(self, owners: Collection[str]) -> set[int]:
-        """The layers that modules lie in; none where one lies in no layer."""
-        holding = [[path for path in self._order if f"{owner}.".startswith(f"{path}.")] for owner in owners]
-        return {self._indices[self._order[path]] for paths in holding for path in paths} if all(holding) else set()
-
     def _note_homes(self, read: list[torch.Tensor], place: int | None) -> None:
-        """Parameters of a layer are on its stage alone; which stage has one of no layer, is told by the modules
-        that are called."""
+        """Parameters of a layer are on its stage alone; who calls their modules tells where others are."""
         inside = bool(self._running) and self._running[0][0] in self._order
-        for name in {self._stored.get(storage_of(tensor)) for tensor in read} - {None}:
-            layers = self._homes[name]
+        for name, layers, owners in self._held.read(read):
             if layers and place not in layers:
                 reader = "the code around them" if place is None else self._reader(place)
                 self._refuse(f"{reader} reads {name}, which is on the stage of layer {min(layers)} alone")
-            if not layers and inside and self._owners[name].isdisjoint(self._called_in_layer):
+            if not layers and inside and owners.isdisjoint(self._called_in_layer):
                 self._refuse(f"layer {place} reads {name}, which is in no layer")
 
     def _note_draws(self) -> None:
@@ -267,7 +261,7 @@ class FlowRun(DefaultScalars):
                 reader = self._reader(place)
                 self._refuse(f"{reader} reads a tensor that layer {layer} wrote to, and was not handed it")
         for base in map(base_of, changed):
-            if (name := self._stored.get(storage_of(base))) is not None:
+            if (name := self._held.parameter(base)) is not None:
                 self.changed_parameters[name] = self.changed_parameters.get(name, False) or by_inputs
             if id(base) in self._made or name is not None:
                 continue
@@ -375,15 +369,10 @@ class FlowRun(DefaultScalars):
                 number = self._numbers[id(tensor)] = len(self.found)
                 self.found.append(Found(tensor, made))
                 self._set(tensor, frozenset([number]))
-                self._let_go(tensor)
+                if fills_storage(tensor):  # what was written to it comes with it now
+                    self._written.pop(storage_of(tensor), None)
                 self._stored_numbers[storage_of(tensor)].add(number)
             self.found[number].places.append(place(index))
-
-    def _let_go(self, tensor: torch.Tensor) -> None:
-        """What was written to a tensor that has a place now comes with it, where it is all there is."""
-        storage = tensor.untyped_storage()
-        if tensor.numel() * tensor.element_size() == storage.nbytes():
-            self._written.pop(storage._cdata, None)
 
     # results ----------------------------------------------------------------------------------------
 

@@ -66,6 +66,11 @@ def _written_arguments(func: Any) -> tuple[str, ...]:
     return tuple(argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write)
 
 
+def fills_storage(tensor: torch.Tensor) -> bool:
+    """Whether there is nothing in its storage beside its values."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """The same for all tensors that have their values in one place, as a parameter and its ``.data`` do."""
     return tensor.untyped_storage()._cdata

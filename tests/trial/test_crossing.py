@@ -29,6 +29,15 @@ class Layer(nn.Module):
         if self.form == "averaged":
             self.average.lerp_(y.mean((0, 1)).detach(), 0.1)
             y = y - self.average
+        if self.form == "replaced":
+            self.average = self.average.lerp(y.mean((0, 1)).detach(), 0.1)
+        if self.form == "bounded":
+            self.linear.weight.data.clamp_(-1, 1)
+        if self.form == "bounded anew":
+            with torch.no_grad():
+                self.linear.weight.clamp_(-1, 1)
+        if self.form == "smaller":
+            self.linear.weight.data.mul_(0.9)
         if self.form == "host":
             y = y * self.host[0].scale
         self.left = y.mean()
@@ -164,10 +173,22 @@ def test_what_cant_be_carried(form, why):
     assert find_structure(Model(form)).uncuttable == why
 
 
+@pytest.mark.parametrize("form", ["averaged", "smaller", "bounded anew"])
+def test_what_the_backward_of_another_micro_batch_needs_is_not_changed(form):
+    why = find_structure(Model(form)).uncuttable
+    assert why.startswith("a forward changes layers.0.")
+    assert why.endswith(" in place, which the backward of micro-batches before needs as it was")
+
+
+@pytest.mark.parametrize("form", ["bounded", "replaced"])
+def test_what_is_not_changed_for_them_is_no_matter(form):
+    assert find_structure(Model(form)).uncuttable == ""
+
+
 def test_buffers_that_a_forward_changes():
     structure = find_structure(Model("averaged"))
     assert structure.changed_buffers == tuple(f"layers.{index}.average" for index in range(4))
-    assert structure.uncuttable == ""
+    assert find_structure(Model("replaced")).changed_buffers == structure.changed_buffers
     assert find_structure(Model("nothing")).changed_buffers == ()
 
 
