@@ -39,8 +39,8 @@ class HeldState:
         self._rewritten: set[str] = set()
 
     def read(self, tensors: Collection[torch.Tensor]) -> Iterator[tuple[str, set[int], set[str]]]:
-        """Of the parameters among tensors, also as their ``.data``: name, layers (none where a module in no layer has
-        it, too), and modules that have it."""
+        """Of the parameters among tensors, also as their ``.data``: name, layers (none where a module in no layer
+        has it, too), and modules that have it."""
         for name in {self.parameter(tensor) for tensor in tensors} - {None}:
             yield name, self._homes[name], self.owners[name]
 
