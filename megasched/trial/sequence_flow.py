@@ -16,15 +16,7 @@ from megasched.trial.dims import Along
 from megasched.trial.meta_call import DefaultScalars, tensors_in
 from megasched.trial.sequence_dims import CONSTANTS, follow_sequence
 from megasched.trial.sequence_plan import SequencePlan
-from megasched.trial.sequence_trial import (
-    REMEDY,
-    Call,
-    Origin,
-    dims_as_long,
-    goes_by_numbers,
-    numbers_given,
-    numbers_in,
-)
+from megasched.trial.sequence_trial import REMEDY, Call, Origin, dims_as_long, numbers_in
 from megasched.trial.sites import Site
 from megasched.trial.structure import Structure
 
@@ -104,7 +96,7 @@ class SequenceFlow(DefaultScalars):
         if self._is_whole(operands):
             self._note_whole(outputs)
             return output
-        if goes_by_numbers(func):
+        if torch.Tag.pointwise in getattr(func, "tags", ()):
             self.numbers.append((self.stack[-1].path, func.__name__, *numbers_in(args, kwargs)))
         if any(id(tensor) in self.of_positions for tensor in operands):
             self.of_positions.update(id(tensor) for tensor in outputs)
@@ -137,11 +129,6 @@ class SequenceFlow(DefaultScalars):
                 self._put(tensor, along)
                 if partly and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes():
                     self._spoil_all(name, [tensor], self._origin(f"{name.strip('_')} writes into a larger tensor"))
-
-    def numbers_given(self, values: Any) -> None:
-        """See ``DefaultScalars``."""
-        if not self.silent and not self.inside and (numbers := numbers_given(values)):
-            self.numbers.append((self.stack[-1].path if self.stack else "", "tensor", *numbers))
 
     def own_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
         """A function with a backward of its own, which may take other tokens' gradients than its own."""
