@@ -134,6 +134,10 @@ BY_LENGTH = {
     "a grid": mlp("h = h * torch.linspace(0, 1, x.shape[1] + 3, device=h.device)[3] * 16"),
     "a number of a new tensor": mlp("h = h * x.new_full((), 16 / x.shape[1])"),
     "ones for tokens": mlp("h = h * torch.ones(h.shape[:2], device=h.device)[..., None]"),
+    "a sum of as many ones as features": mlp("h = h * 80 / torch.ones(h.shape[-1], device=h.device).sum()"),
+    "how many ones for features": mlp("h = h * 80 / torch.ones(h.shape[-1], device=h.device).nonzero().shape[0]"),
+    "a tensor of the width": mlp("h = h * torch.full((), 80 / h.shape[-1], device=h.device)"),
+    "a list of the width": mlp("h = h * 80 / torch.tensor([1.0] * h.shape[-1], device=h.device).sum()"),
     "chunks": mlp(
         "c = max(1, x.shape[1] // 4)\nh = torch.cat([p - p.mean(1, keepdim=True) for p in h.split(c, dim=1)], 1)"
     ),

@@ -21,6 +21,7 @@ from megasched.linears import output_axis
 from megasched.lowering.local_attributes import local_count
 from megasched.roles import Cut
 from megasched.trial.dims import Along
+from megasched.trial.made import VIEWS
 from megasched.trial.meta_call import DefaultScalars, call_hooks, forward_of, loss_function_of, tensors_in
 from megasched.trial.module_calls import SAME, ModuleCall, numbers_of
 from megasched.trial.sequence_trial import numbers_given
@@ -65,7 +66,7 @@ class Replay(DefaultScalars):
 
     Attributes:
         made: shapes that a rank has of tensors of one value everywhere, by their numbers. They may be of
-            any size; what is made of them must fit.
+            any size; what is made of them must fit, and what is counted of them (a sum) must not go by it.
     """
 
     def __init__(self, call: ModuleCall, tp: int) -> None:
@@ -73,12 +74,19 @@ class Replay(DefaultScalars):
         self.expected, self.done, self.silent = call.results, 0, 0
         self.numbers, self.computed, self.tp = call.numbers, 0, tp
         self.made: dict[int, tuple[int, ...]] = {}
+        # Tensors of one value everywhere, and whether they have another size than the whole.
+        self._alike: dict[int, tuple[torch.Tensor, bool]] = {}
 
     def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = super().carry_out(func, args, kwargs)
-        if not self.silent and func not in SAME:
+        if func in SAME:
+            for tensor in tensors_in(output):
+                if (alike := self._alike.get(id(args[0]))) is not None:
+                    self._alike[id(tensor)] = tensor, alike[1]
+        elif not self.silent:
             for numbers in numbers_of(func, args, kwargs):
                 self._compute(numbers)
+            self._refuse_counting(func, tensors_in((args, kwargs)))
             for tensor in tensors_in(output):
                 if self.done == len(self.expected):
                     raise Mismatch
@@ -86,9 +94,19 @@ class Replay(DefaultScalars):
                 self.done += 1
                 if wanted is not None and wanted.one_value is not None:
                     self.made[wanted.one_value] = tuple(tensor.shape)
+                    self._alike[id(tensor)] = tensor, tuple(tensor.shape) != wanted.shape
                 elif wanted is not None and wanted.on_rank(self.tp) != tuple(tensor.shape):
                     raise Mismatch
         return output
+
+    def _refuse_counting(self, func: Any, operands: list[torch.Tensor]) -> None:
+        """Of nothing but tensors of one value everywhere, an operation that gives other elements than theirs goes
+        by how many there are."""
+        alike = [self._alike[id(tensor)][1] for tensor in operands if id(tensor) in self._alike]
+        if any(alike) and len(alike) == len(operands):
+            by_elements = torch.Tag.pointwise in getattr(func, "tags", ())
+            if not by_elements and func.__name__.partition(".")[0] not in VIEWS:
+                raise Mismatch
 
     def numbers_given(self, values: Any) -> None:
         """See ``DefaultScalars``."""

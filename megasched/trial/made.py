@@ -15,7 +15,7 @@ from megasched.trial.sequence_dims import CONSTANTS
 from megasched.trial.sequence_trial import numbers_in
 
 # Give the elements of what they get, in another order or number.
-_VIEWS = frozenset(
+VIEWS = frozenset(
     (
         *("slice", "select", "narrow", "view", "_unsafe_view", "expand", "reshape", "alias", "detach", "repeat"),
         *("unsqueeze", "squeeze", "transpose", "permute", "t", "clone", "_to_copy", "lift_fresh"),
@@ -77,7 +77,7 @@ class MadeOfNothing:
         uniform = all(one.uniform for one in operands)
         if name in CONSTANTS:
             uniform, told = True, (name, *numbers_in(args, kwargs))
-        elif operands and uniform and (pointwise or name in _VIEWS):
+        elif operands and uniform and (pointwise or name in VIEWS):
             numbers = numbers_in(args, kwargs) if pointwise else ()
             told = (name, *numbers, *(one.told for one in operands))
         else:

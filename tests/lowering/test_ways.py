@@ -147,7 +147,17 @@ def planned(tmp_path, code, layout):
 GATHERED = ["another way if large", "another way if above", "another way if below", "two questions", "a loop"]
 
 
-@pytest.mark.parametrize("name", [*GATHERED, "a size on another way", "another way if long", "chunks if long"])
+OF_WIDTH = [
+    "a sum of as many ones as features",
+    "how many ones for features",
+    "a tensor of the width",
+    "a list of the width",
+]
+
+
+@pytest.mark.parametrize(
+    "name", [*GATHERED, *OF_WIDTH, "a size on another way", "another way if long", "chunks if long"]
+)
 def test_what_only_another_way_needs_whole_is_gathered(name, tmp_path):
     plan = planned(tmp_path, (BY_VALUES | BY_LENGTH)[name], "tp2")
     assert {path for path in plan.derived.gather if path.endswith(("gate_proj", "up_proj"))}
