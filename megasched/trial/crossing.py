@@ -22,19 +22,12 @@ from megasched.trial.chance import Chance, PythonDraws
 from megasched.trial.held_state import HeldState
 from megasched.trial.leaves import entries_of, leaves_of
 from megasched.trial.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
-from megasched.trial.operators import base_of, fills_storage, storage_of, written
+from megasched.trial.operators import SHAPE_ONLY, base_of, fills_storage, storage_of, written
 from megasched.trial.places import BEFORE, Place
 from megasched.trial.sites import Site
 
 if TYPE_CHECKING:
     from megasched.trial.slot import Slot
-
-# Operations that look at the shape and dtype of an operand, not at its values.
-_SHAPE_ONLY = tuple(
-    f"aten.{name}{form}"
-    for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
-    for form in ("_like.", ".")
-) + tuple(f"aten.new_{name}." for name in ("empty", "empty_strided", "zeros", "ones", "full"))
 
 
 @dataclass(frozen=True)
@@ -199,7 +192,7 @@ class FlowRun(DefaultScalars):
         self._note_state(operands, changed, place, by_inputs)
         self._held.note_changed(func, changed)
         self._note_written(changed, label, place)
-        if str(func).startswith(_SHAPE_ONLY):
+        if str(func).startswith(SHAPE_ONLY):
             label = _NOTHING
         for tensor in tensors_in(output):
             self._made.add(id(tensor))

@@ -12,6 +12,13 @@ import torch
 _CHANCES = ("dropout_p", "p")
 _SWITCHES = ("training", "train")
 
+# Beginnings of those that look at the shape and dtype of an operand, not at its values.
+SHAPE_ONLY = tuple(
+    f"aten.{name}{form}"
+    for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+    for form in ("_like.", ".")
+) + tuple(f"aten.new_{name}." for name in ("empty", "empty_strided", "zeros", "ones", "full"))
+
 
 def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The operation's arguments by the names of its schema."""

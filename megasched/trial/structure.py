@@ -23,7 +23,6 @@ from megasched.objectives import CAUSAL_LM, objective_of
 from megasched.trial.crossing import FlowRun
 from megasched.trial.loss_trial import OwnLabels
 from megasched.trial.meta_call import (
-    loss_function_of,
     meta_copy,
     tensors_in,
     token_inputs,
