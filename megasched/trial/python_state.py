@@ -1,7 +1,7 @@
 """What a definition's code keeps in Python from one call to the next: counters, flags, lists, random generators.
 
-In attributes of its modules, on its classes, in globals of its files, and in what those hold. Tensors are left
-aside: they have values, and code that asks for one is seen to ask.
+In attributes of its modules, on its classes, in globals of its files, and in what those hold. Of tensors the shapes
+count: they have values, and code that asks for one is seen to ask.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ class State:
             self.values[name] = (type(value), value)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self.spots[name] = spot
+        elif isinstance(value, torch.Tensor):
+            self.values[name] = (torch.Tensor, tuple(value.shape))
         elif (told := _of_generator(value)) is not None:
             self.values[name] = told
             self.generators.add(name)
@@ -89,7 +91,7 @@ class State:
             self._seen.add(id(value))
             for key, item, inner in _inside(value):
                 self._take(f"{name}{key}", item, inner, depth + 1)
-            if isinstance(value, Iterable) and hasattr(value, "__len__") and not isinstance(value, torch.Tensor):
+            if isinstance(value, Iterable) and hasattr(value, "__len__"):
                 self.values[f"len({name})"] = len(value)  # type: ignore[arg-type]
 
 
