@@ -22,7 +22,14 @@ from megasched.lowering.local_attributes import local_count
 from megasched.roles import Cut
 from megasched.trial.dims import Along
 from megasched.trial.made import VIEWS
-from megasched.trial.meta_call import DefaultScalars, call_hooks, forward_of, loss_function_of, tensors_in
+from megasched.trial.meta_call import (
+    DefaultScalars,
+    Functions,
+    call_hooks,
+    forward_of,
+    loss_function_of,
+    tensors_in,
+)
 from megasched.trial.module_calls import SAME, ModuleCall, numbers_of
 from megasched.trial.sequence_trial import numbers_given
 from megasched.undisturbed import undisturbed
@@ -175,6 +182,7 @@ def replay(
             undisturbed(module),
             torch.no_grad(),
             torch.device("meta"),
+            Functions(run),
             run,
         ):
             module(*args, **kwargs)

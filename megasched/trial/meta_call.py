@@ -142,7 +142,7 @@ def _places(index: torch.Tensor | None, count: int) -> list[torch.Tensor | None]
     return [index.new_empty(count, dtype=torch.long) for _ in index.shape]
 
 
-class _Functions(TorchFunctionMode):
+class Functions(TorchFunctionMode):
     """What no dispatch sees: ``tolist``, which is a question about an element, whose answer all have, tensors that
     are made of numbers, and reads of ``grad_fn``.
 
@@ -303,7 +303,7 @@ def run_on_meta(
         nullcontext() if leaves_traces else undisturbed(model),
         torch.set_grad_enabled(autograd),
         torch.device("meta"),
-        _Functions(mode),
+        Functions(mode),
         mode,
     ):
         return model(**inputs)

@@ -1,7 +1,7 @@
 """What a definition's code keeps in Python from one call to the next: counters, flags, lists, random generators.
 
-In attributes of its modules, on its classes, in globals of its files, and in what those hold. Of tensors the shapes
-count: they have values, and code that asks for one is seen to ask.
+In attributes of its modules, on its classes, in globals of its files, and in what those hold. Of tensors the
+shapes count: they have values, and code that asks for one is seen to ask.
 """
 
 from __future__ import annotations
