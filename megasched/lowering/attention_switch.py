@@ -225,7 +225,7 @@ class _Real:
         query, key, value, more, kwargs = given
         with torch.no_grad():
             query.mul_(self.scale)
-        return here, (query, key, value, self._mask(mask), *more), kwargs
+        return here, (query, key, value, self._mask(mask, kwargs.get("indices")), *more), kwargs
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self.made:
@@ -240,13 +240,16 @@ class _Real:
             self.made[id(tensor)] = made
         return self.made[id(tensor)]
 
-    def _mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """A causal one that leaves out more, of the form that the definition has."""
+    def _mask(self, mask: torch.Tensor | None, indices: torch.Tensor | None) -> torch.Tensor | None:
+        """A causal one that leaves out more, of the form that the definition has. Keys that are not selected are
+        left out, too, as transformers' definitions have it for functions that take no ``indices``."""
         if mask is None:
             return None
         queries, keys = mask.shape[-2:]
         seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
         seen[keys // 2 :, 0] = False
+        if indices is not None:
+            seen[:, indices.shape[-1] :] = False  # the first ones are selected; see ``of``
         seen = seen.expand(mask.shape)
         if mask.dtype == torch.bool:
             return seen.clone()
