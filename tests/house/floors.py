@@ -1,0 +1,119 @@
+"""The floors of the house: which files are on which, and which floor may import which.
+
+A floor is a phase of the way of the data, from what users write (``language``) up to the commands (``cli``). Today's
+folders are not the floors yet; ``FLOOR_OF`` says where each file belongs. What a floor may import is data: a new arrow is
+a change of this table, and a reviewer sees it.
+"""
+
+from __future__ import annotations
+
+FOLDERS = ("megasched", "model_adapters", "patches", "launch")
+
+# Floor -> the floors that its files may import, beside their own.
+ALLOWED = {
+    "ground": "",
+    "language": "ground",
+    "patches": "ground",
+    "definition": "ground language",
+    "analysis": "ground language definition",
+    "model_adapters": "ground language definition",
+    "plan": "ground language definition analysis",
+    "graph": "ground language definition analysis",
+    "weights": "ground language definition plan",
+    "layers": "ground language definition analysis plan graph weights",
+    "lowering": "ground language definition analysis plan graph weights layers model_adapters",
+    "trace": "ground patches",
+    "trainer": "ground language patches definition analysis model_adapters plan weights layers lowering trace",
+    "planner": "ground language patches definition analysis plan layers lowering trainer trace",
+    "launch": "ground language patches definition plan trainer planner",
+    "verify": "ground language patches definition analysis model_adapters plan weights layers lowering trainer launch",
+    "tuner": "ground launch",
+    "cli": (
+        "ground language patches definition analysis model_adapters plan graph weights layers lowering trace trainer "
+        "planner launch verify tuner"
+    ),
+}
+
+# The floors on which nothing imports Megatron.
+WITHOUT_MEGATRON = frozenset(
+    ["ground", "language", "definition", "analysis", "plan", "graph", "weights", "model_adapters", "tuner", "cli"]
+)
+# The floors whose words are checked: one class name for one class, and no forbidden word.
+HEART = frozenset(["ground", "language", "definition", "analysis", "plan", "graph", "layers", "lowering", "trainer"])
+# Words that say nothing about what they name.
+FORBIDDEN = frozenset(
+    ["part", "side", "place", "kind", "found", "known", "own", "here", "joint", "carry", "settle", "told", "noted"]
+    + ["slot", "alike", "guilt"]
+)
+# Folders whose files all have one form and are never read together.
+SHELVES = frozenset(["model_adapters/families", "patches"])
+MOST = {"lines of a file": 400, "lines of a function": 60, "files of a folder": 14}
+
+# Prefix of a path -> floor; the longest counts.
+FLOOR_OF = {
+    "launch/": "launch",
+    "model_adapters/": "model_adapters",
+    "patches/": "patches",
+    "megasched/graph/": "graph",
+    "megasched/inference/": "analysis",
+    "megasched/lowering/": "layers",
+    "megasched/megatron/": "trainer",
+    "megasched/objectives/": "definition",
+    "megasched/planner/": "planner",
+    "megasched/primitives/": "language",
+    "megasched/reading/": "ground",
+    "megasched/report/": "cli",
+    "megasched/tracing/": "trace",
+    "megasched/trial/": "analysis",
+    "megasched/tuner/": "tuner",
+    "megasched/verify/": "verify",
+    "megasched/weights/": "weights",
+} | {
+    f"{folder}/{name}.py": floor
+    for (folder, floor), names in {
+        ("megasched", "ground"): "__init__ __main__ collector config_file errors files imports",
+        ("megasched", "language"): (
+            "layout lora module_copy overrides records registry roles schedule schedule_file undisturbed"
+        ),
+        ("megasched", "definition"): "definition embeddings experts instances linears",
+        ("megasched", "plan"): "assembly indices placement",
+        ("megasched", "analysis"): "expert_trials",
+        ("megasched", "lowering"): "library",
+        ("megasched", "trace"): "timeline",
+        ("megasched", "trainer"): "certificate compatibility config_check",
+        ("megasched", "launch"): "slurm",
+        ("megasched", "cli"): (
+            "cli cli_check cli_inspect cli_launch cli_options cli_search cli_weights json_output"
+        ),
+        ("megasched/lowering", "definition"): "attention_switch context_masks zigzag",
+        ("megasched/lowering", "analysis"): (
+            "attention_flops flops given_positions joined_ways known_runs later_calls packed_plan propagate replay "
+            "sequence_run size_check ways"
+        ),
+        ("megasched/lowering", "plan"): (
+            "fp8 joining pairs placing plan planning replicated_heads split_sequences sync unmet"
+        ),
+        ("megasched/lowering/block", "plan"): "choice parameters reasons",
+        ("megasched/lowering", "lowering"): (
+            "adapting annotations build carry graphs local_attributes lower record_lowerings replacement"
+        ),
+        ("megasched/megatron", "lowering"): "known_model",
+        ("megasched/megatron", "plan"): "cut decisions",
+    }.items()
+    for name in names.split()
+}
+
+
+def floor_of(path: str) -> str:
+    """Where a file belongs.
+
+    Args:
+        path: of the file, from the top of the repository.
+
+    Raises:
+        KeyError: nobody has said so.
+    """
+    prefixes = [prefix for prefix in FLOOR_OF if path.startswith(prefix)]
+    if not prefixes:
+        raise KeyError(f"{path} is on no floor: say in tests/house/floors.py on which")
+    return FLOOR_OF[max(prefixes, key=len)]
