@@ -15,7 +15,9 @@ from tests.house.ratchet import recorded
 @pytest.mark.parametrize("rule", survey.SURVEYS)
 def test_nothing_new_is_against_a_rule(rule):
     new = sorted(set(survey.SURVEYS[rule]()) - set(recorded()[rule]))
-    assert not new, f"against the rule {rule!r} (tests/house/survey.py); what floors may import: tests/house/floors.py"
+    assert not new, (
+        f"against the rule {rule!r} (tests/house/survey.py); what floors may import: tests/house/floors.py"
+    )
 
 
 @pytest.mark.parametrize("rule", survey.SURVEYS)
@@ -122,7 +124,11 @@ def test_sizes_and_names_are_seen(house):
     assert set(survey.long_functions()) == {"megasched/trial/long.py: f"}
     assert survey.full_folders() == ["launch"]
     assert survey.shared_names() == ["Part: megasched/graph/words.py, megasched/trial/words.py"]
-    words = ["megasched/graph/words.py: Part", "megasched/trial/words.py: Part", "megasched/trial/words.py: of_sides"]
+    words = [
+        "megasched/graph/words.py: Part",
+        "megasched/trial/words.py: Part",
+        "megasched/trial/words.py: of_sides",
+    ]
     assert survey.forbidden_words() == words
     assert survey.megatron() == ["megasched/graph/words.py (graph) imports megatron"]
     assert survey.lines() == 61 * 7 + 3 + 2 + 15
