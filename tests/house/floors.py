@@ -85,7 +85,7 @@ FLOOR_OF = {
 } | {
     f"{folder}/{name}.py": floor
     for (folder, floor), names in {
-        ("megasched", "ground"): "__init__ __main__ collector config_file errors files imports",
+        ("megasched", "ground"): "collector config_file errors files imports",
         ("megasched", "language"): (
             "layout lora module_copy overrides records registry roles schedule schedule_file undisturbed"
         ),
@@ -97,7 +97,7 @@ FLOOR_OF = {
         ("megasched", "trainer"): "certificate compatibility config_check",
         ("megasched", "launch"): "slurm",
         ("megasched", "cli"): (
-            "cli cli_check cli_inspect cli_launch cli_options cli_search cli_weights json_output"
+            "__init__ __main__ cli cli_check cli_inspect cli_launch cli_options cli_search cli_weights json_output"
         ),
         ("megasched/lowering", "definition"): "attention_switch context_masks zigzag",
         ("megasched/lowering", "analysis"): (
