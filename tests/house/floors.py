@@ -101,8 +101,8 @@ FLOOR_OF = {
         ),
         ("megasched/lowering", "definition"): "attention_switch context_masks zigzag",
         ("megasched/lowering", "analysis"): (
-            "attention_flops flops given_positions joined_ways known_runs later_calls packed_plan propagate "
-            "replay sequence_run size_check ways"
+            "attention_flops flops given_positions gradient_scale joined_ways known_runs later_calls "
+            "packed_plan propagate replay sequence_run size_check ways"
         ),
         ("megasched/lowering", "plan"): (
             "fp8 joining pairs placing plan planning replicated_heads split_sequences sync unmet"
