@@ -13,7 +13,7 @@ from torch import nn
 
 from megasched.errors import ScheduleError
 from megasched.objectives import Objective, objective_of
-from megasched.trial.loss_trial import BATCH, LossTrial, OwnLabels, cross_entropy
+from megasched.trial.loss_trial import BATCH, IGNORED, LossTrial, OwnLabels, cross_entropy
 from megasched.trial.meta_call import (
     DefaultScalars,
     call_hooks,
@@ -64,7 +64,7 @@ def own_loss(model: Any, structure: Structure) -> OwnLoss:
     except Exception as error:  # of whatever kind: a meta tensor is read, or code fails on random numbers
         told = error.problems[0].what if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
         if (shifted := _shifted(model, structure)) is not None:
-            return OwnLoss("it has a loss of its own, which needs shift_labels", shifted)
+            return OwnLoss("it has a loss of its own, which needs shift_labels", shifted.labels)
         fewer = _fewer_labels(model, structure)
         if fewer is None:
             if structure.calls_loss and not _why_not_plain(model, structure):
@@ -82,15 +82,36 @@ def own_loss(model: Any, structure: Structure) -> OwnLoss:
     if not another:
         return OwnLoss()
     shifted = _shifted(model, structure)
-    return _by_own_code(another, trial) if shifted is None else OwnLoss(another, shifted)
+    if shifted is None:
+        return _by_own_code(another, trial)
+    if not _same_by_ids_alone(trial, shifted.trial):
+        return OwnLoss(f"{another}, and it is another one with shift_labels than with labels alone")
+    return OwnLoss(another, shifted.labels)
 
 
-def _shifted(model: Any, structure: Structure) -> OwnLabels | None:
-    """What labels its code takes, if it goes by ``shift_labels``; None where it does not."""
+class _Shifted(NamedTuple):
+    """A trial of a loss that goes by ``shift_labels``, and what labels its code takes."""
+
+    trial: LossTrial
+    labels: OwnLabels
+
+
+def _shifted(model: Any, structure: Structure) -> _Shifted | None:
+    """None where it does not go by them."""
     try:
-        return _trial(model, structure, _LENGTH, OwnLabels(False, False, shifted=True)).own_labels()
+        trial = _trial(model, structure, _LENGTH, OwnLabels(False, False, shifted=True))
+        labels = trial.own_labels()
     except Exception:  # of whatever kind, of the definition's code: it may not know that argument
         return None
+    return None if labels is None else _Shifted(trial, labels)
+
+
+def _same_by_ids_alone(trial: LossTrial, shifted: LossTrial) -> bool:
+    """Whether a loss is the same with labels alone, where that of the last position does not count."""
+    labels = trial.labels.clone()
+    labels[:, -1] = IGNORED
+    moved = OwnLabels(moved=True, ignored=True).arguments(labels)["labels"]
+    return torch.allclose(trial.run(moved)[0].loss, shifted.run(labels)[0].loss, rtol=1e-5, atol=0)
 
 
 def _by_own_code(another: str, trial: LossTrial) -> OwnLoss:

@@ -249,6 +249,15 @@ class TwoCalls(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
+class Edits(LlamaForCausalLM):
+    """What it leaves out of the labels, ``shift_labels`` have."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        if labels is not None:
+            labels = labels.masked_fill(labels % 5 == 3, -100)
+        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+
 class NeedsShifted(LlamaForCausalLM):
     """Its function goes by nothing else."""
 
@@ -309,6 +318,12 @@ def test_a_loss_of_its_own_and_its_labels(cls, labels):
     assert loss.labels == labels
     twice = cls in (Twice, TwoCalls)
     assert loss.another.startswith("its forward asks for 2" if twice else "it has a loss of its own")
+
+
+def test_two_ways_to_hand_over_labels_that_come_to_two_losses_are_refused():
+    loss = found(Edits)
+    assert loss.labels is None
+    assert loss.another.endswith("it is another one with shift_labels than with labels alone")
 
 
 @pytest.mark.parametrize("cls", [OfEachLabel, Rolled])
