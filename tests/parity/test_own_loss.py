@@ -152,5 +152,5 @@ def test_terms_that_layers_leave_in_a_list(ranks, tmp_path, layout):
     if layout == "one":
         assert_equal(step(ranks, folder, layout))
         return
-    with pytest.raises(RankError, match=r"layer 4 reads what layer 0 made of"):
+    with pytest.raises(RankError, match=r"what comes after the layers reads what layer 0 made of"):
         step(ranks, folder, layout)

@@ -111,10 +111,13 @@ def test_what_nothing_reads_is_no_side():
     assert (structure.sides, structure.uncuttable) == ((), "")
 
 
+AFTER = "what comes after the layers"
+
+
 @pytest.mark.parametrize(
     ("form", "why"),
     [
-        ("derived", "layer 3 reads what layer 0 made of model.layers.0.router, and was not handed it"),
+        ("derived", f"{AFTER} reads what layer 0 made of model.layers.0.router, and was not handed it"),
         ("next", "layer 1 reads what layer 0 made of model.layers.0.router, and was not handed it"),
         ("twice", "model.layers.0.router runs 2 times, and what it returns is read later"),
     ],

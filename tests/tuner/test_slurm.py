@@ -3,7 +3,9 @@
 import os
 import stat
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,7 +101,8 @@ def test_ctrl_c_cancels_the_job(slurm, monkeypatch):
     def interrupt(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("megasched.tuner.slurm.time.sleep", interrupt)
+    # Of that file alone: subprocess sleeps, too, while it waits for Slurm's programs.
+    monkeypatch.setattr("megasched.tuner.slurm.time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
     with pytest.raises(KeyboardInterrupt):
         run(slurm, 1)
     assert (slurm / "cancelled").read_text() == "42\n"
