@@ -16,10 +16,9 @@ from megasched.errors import Problem
 from megasched.instances import close, real_tensors
 from megasched.trial.backward_code import Function, handed_to_hooks, watched_backward
 from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in, to_meta
+from megasched.trial.stock import all_stock
 from megasched.undisturbed import undisturbed
 
-# Their code is known, as is that of a class without a forward of its instance's own.
-_KNOWN = ("torch.", "transformers.")
 _SCALES = (1e-3, 0.5, 30.0)
 _TOLERANCE = 1e-4
 
@@ -33,7 +32,7 @@ def why_by_scale(model: nn.Module, inputs: Mapping[str, Any]) -> Problem | None:
     Raises:
         ScheduleError: the model does not run on meta.
     """
-    if all(_is_known(module) for module in model.modules()):
+    if all_stock(model):
         return None
     run = _Run()
     probe = meta_copy(model)
@@ -41,12 +40,6 @@ def why_by_scale(model: nn.Module, inputs: Mapping[str, Any]) -> Problem | None:
     with undisturbed(probe), hooks, watched_backward(run.called, run.reads, lambda change: None, run.hooked):
         run_on_meta(probe, to_meta(dict(inputs)), run, autograd=True)
     return run.found
-
-
-def _is_known(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    own = any(hooks) or "forward" in vars(module)
-    return f"{type(module).__module__}.".startswith(_KNOWN) and not own
 
 
 class _Run(DefaultScalars):

@@ -17,6 +17,7 @@ from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, run
 from megasched.trial.noted import NotedLines
 from megasched.trial.python_state import State
 from megasched.trial.sequence_trial import numbers_in
+from megasched.trial.stock import all_stock
 from megasched.undisturbed import undisturbed
 
 _CALLS = 4
@@ -36,6 +37,8 @@ def why_not_alike(model: nn.Module, inputs: Mapping[str, Any]) -> Problem | None
     Raises:
         ScheduleError: the model does not run on meta.
     """
+    if all_stock(model):  # of which none does so
+        return None
     inputs = to_meta(dict(inputs))
     changed, generators = _traces(meta_copy(model), inputs)
     for name in changed:

@@ -61,5 +61,11 @@ class HeldState:
 
 def _layers_of(owners: Collection[str], layers: Mapping[str, int]) -> set[int]:
     """The layers that modules lie in; none where one lies in no layer."""
-    holding = [[path for path in layers if f"{owner}.".startswith(f"{path}.")] for owner in owners]
+    holding = [[path for path in _with_those_around(owner) if path in layers] for owner in owners]
     return {layers[path] for paths in holding for path in paths} if all(holding) else set()
+
+
+def _with_those_around(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]

@@ -23,6 +23,7 @@ from megasched.trial.meta_call import (
     tensors_in,
 )
 from megasched.trial.plain_loss import why_not_plain
+from megasched.trial.stock import all_stock, is_theirs
 
 if TYPE_CHECKING:
     from megasched.trial.structure import Structure
@@ -34,7 +35,7 @@ _LENGTHS = (_LENGTH, 64, 503)  # code may go by how many there are
 _LONG = _LENGTHS[-1]  # where the first positions have none: a picture has some hundred
 # Elements of parameters that a forward reads by itself, which are tried: 1 GiB.
 _LARGEST = 2**28
-_TORCH = frozenset(["_parameters", "_buffers", "_modules"])  # what torch keeps on every module
+_TORCH = vars(nn.Module()).keys()  # what torch keeps on every module
 
 
 class OwnLoss(NamedTuple):
@@ -169,7 +170,10 @@ def _another(trial: LossTrial, own: Any, given: list[torch.Tensor], *, calls_los
 
 
 def _why_not_plain(model: Any, structure: Structure) -> str:
-    """What of its operations is not the cross entropy of each label; empty where nothing is."""
+    """What of its operations is not the cross entropy of each label; empty where nothing is. Transformers' own
+    classes, whose loss was tried with numbers, go by nothing else: the matrix runs them."""
+    if structure.calls_loss and all_stock(model) and _has_transformers_function(model):
+        return ""
     objective = objective_of(model)
 
     def inputs_of(batch: int, length: int) -> dict[str, Any]:
@@ -177,10 +181,7 @@ def _why_not_plain(model: Any, structure: Structure) -> str:
 
     function = structure.calls_loss and _has_transformers_function(model)
     why = ""
-    for around in (
-        partial(_layers_once, structure=structure),
-        nullcontext,
-    ):  # the loss may read what each has left
+    for around in (partial(_layers_once, structure=structure), nullcontext):  # it may read what each has left
         try:
             why = why_not_plain(model, inputs_of, _LENGTHS, around, function=function)
         except Exception as error:  # of whatever kind, of the definition's code
@@ -191,8 +192,7 @@ def _why_not_plain(model: Any, structure: Structure) -> str:
 
 
 def _has_transformers_function(model: Any) -> bool:
-    function = getattr(model, "loss_function", None)
-    return str(getattr(function, "__module__", "")).startswith("transformers.")
+    return is_theirs(getattr(model, "loss_function", None))
 
 
 @contextmanager
