@@ -198,7 +198,8 @@ def what_goes_by_length(
         return [
             noted
             for noted in (numbers[inside[0] : inside[-1] + 1] if inside else [])
-            if not whole(noted.path) and (not noted.of_nothing or (places and not outside(noted.path)))
+            if not whole(noted.path)
+            and (not noted.of_nothing or (places and (noted.here or not outside(noted.path))))
         ]
 
     for found in zip_longest(looked_at(one), looked_at(other)):

@@ -23,7 +23,8 @@ class Numbers(NamedTuple):
         lines: of that code.
         operation: its name.
         numbers: that it got; of a tensor made of nothing, what is equal for those made in the same way.
-        of_nothing: it counts places, or meets such a tensor.
+        of_nothing: it counts places, or such a tensor meets others.
+        here: the latter, in the module that made it.
     """
 
     path: str
@@ -31,6 +32,7 @@ class Numbers(NamedTuple):
     operation: str
     numbers: tuple[float, ...]
     of_nothing: bool = False
+    here: bool = False
 
 
 # Get numbers that are the sizes of what they take or give, or that say which part of it they take.
@@ -137,7 +139,8 @@ class NotedLines:
             return
         lines = running_lines()
         for one in known:
-            self.numbers.append(Numbers(one.path, lines, one.name, (one.told,), of_nothing=True))
+            here = one.path == path
+            self.numbers.append(Numbers(one.path, lines, one.name, (one.told,), of_nothing=True, here=here))
         self._made.forget(outputs)
 
     def note_given(self, path: str, values: Any) -> None:

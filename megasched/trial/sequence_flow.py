@@ -16,7 +16,7 @@ from megasched.trial.dims import Along
 from megasched.trial.meta_call import DefaultScalars, tensors_in
 from megasched.trial.sequence_dims import CONSTANTS, follow_sequence
 from megasched.trial.sequence_plan import SequencePlan
-from megasched.trial.sequence_trial import REMEDY, Call, Origin, dims_as_long, numbers_in
+from megasched.trial.sequence_trial import REMEDY, Call, Origin, dims_as_long, goes_by_numbers, numbers_in
 from megasched.trial.sites import Site
 from megasched.trial.structure import Structure
 
@@ -96,7 +96,8 @@ class SequenceFlow(DefaultScalars):
         if self._is_whole(operands):
             self._note_whole(outputs)
             return output
-        if torch.Tag.pointwise in getattr(func, "tags", ()):
+        name = getattr(func, "__name__", str(func)).partition(".")[0]
+        if goes_by_numbers(func) and name not in CONSTANTS:  # of which ``_made`` notes them
             self.numbers.append((self.stack[-1].path, func.__name__, *numbers_in(args, kwargs)))
         if any(id(tensor) in self.of_positions for tensor in operands):
             self.of_positions.update(id(tensor) for tensor in outputs)
@@ -105,7 +106,6 @@ class SequenceFlow(DefaultScalars):
             self._problem(self.stack[-1].path if self.stack else "", what, REMEDY)
         origins = [origin for tensor in operands if (origin := self._origin_of(tensor)) is not None]
         split = [tensor for tensor in operands if id(tensor) in self.places]
-        name = getattr(func, "__name__", str(func)).partition(".")[0]
         if origins:
             for origin in origins if split else ():
                 self._need(origin)
