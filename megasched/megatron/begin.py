@@ -20,7 +20,7 @@ from megasched.lowering.fp8 import left_in_16_bits
 from megasched.lowering.plan import Plan
 from megasched.megatron.decisions import without_rule
 from megasched.megatron.lora_run import tell_of_adapters, with_adapters
-from megasched.megatron.own_loss import loss_lines, refuse_per_token
+from megasched.megatron.own_loss import loss_lines, refuse_loss_of_batches, refuse_per_token
 from megasched.megatron.session import Session, open_session, set_session
 from megasched.megatron.sft_flags import settle_sft
 from megasched.megatron.shared import refuse_overlap
@@ -73,6 +73,8 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     elif not args.allow_unverified:
         refuse_unverified(session.definition, plan.layout)
         _warn_of_options(session, args)
+    rows = (args.micro_batch_size, args.eval_micro_batch_size or args.micro_batch_size)
+    refuse_loss_of_batches(session.replaced, plan.structure, ((each, args.seq_length) for each in rows))
     refuse_per_token(plan, args.calculate_per_token_loss)
     refuse_overlap(plan, args.overlap_grad_reduce)
     refuse_unsure_overlap(session.reach, plan.structure, args.overlap_grad_reduce)

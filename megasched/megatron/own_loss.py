@@ -7,18 +7,20 @@ gradient.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.trial.loss_trial import IGNORED, OwnLabels
+from megasched.trial.own_loss import why_another_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from megasched.lowering.plan import Plan
     from megasched.megatron.wire import Wire
+    from megasched.trial.structure import Structure
 
 REMEDY = "have the forward hand its logits and labels to transformers' loss_function, and add to that"
 
@@ -127,6 +129,26 @@ def refuse_loss(plan: Plan) -> None:
     if layout.packed_sequences:
         what += "and takes a row for one sequence, where --sft packs several"
         raise ScheduleError(Problem(what, remedy=f"run it without --sft, or {REMEDY}"))
+
+
+def refuse_loss_of_batches(model: Any, structure: Structure | None, sizes: Iterable[tuple[int, int]]) -> None:
+    """Refuses a loss that is another one for a run's batches than for those of trials: code may go by how many
+    tokens there are.
+
+    Args:
+        model: the definition, as it runs.
+        sizes: of micro-batches, rows and tokens in each.
+
+    Raises:
+        ScheduleError: with what speaks against it.
+    """
+    if structure is None or structure.loss.another:
+        return
+    for batch, length in dict.fromkeys(sizes):
+        if why := why_another_at(model, structure, batch, length):
+            what = f"for {batch} x {length} tokens {why}; "
+            what += "a run computes the cross entropy of each label in its place"
+            raise ScheduleError(Problem(what, remedy=REMEDY))
 
 
 def refuse_per_token(plan: Plan, calculate_per_token_loss: bool) -> None:

@@ -22,7 +22,7 @@ from megasched.trial.meta_call import (
     run_on_meta,
     tensors_in,
 )
-from megasched.trial.plain_loss import why_not_plain
+from megasched.trial.plain_loss import Sizes, why_not_plain
 from megasched.trial.stock import all_stock, is_theirs
 
 if TYPE_CHECKING:
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 # Of the batch that is tried: enough labels for those that a loss may leave out; no module has such a size.
 _LENGTH = 19
 _AS_THEY_ARE = OwnLabels(moved=False, ignored=False)
-_LENGTHS = (_LENGTH, 64, 503)  # code may go by how many there are
-_LONG = _LENGTHS[-1]  # where the first positions have none: a picture has some hundred
+_LONG = 503  # where the first positions have none: a picture has some hundred
+# Code may go by how many there are; no batch of a trial elsewhere has so many rows.
+_SIZES = tuple((3, length) for length in (_LENGTH, 64, _LONG))
 # Elements of parameters that a forward reads by itself, which are tried: 1 GiB.
 _LARGEST = 2**28
 _TORCH = vars(nn.Module()).keys()  # what torch keeps on every module
@@ -169,7 +170,17 @@ def _another(trial: LossTrial, own: Any, given: list[torch.Tensor], *, calls_los
     return "it has a loss of its own, which is not the cross entropy of its logits"
 
 
-def _why_not_plain(model: Any, structure: Structure) -> str:
+def why_another_at(model: Any, structure: Structure, batch: int, length: int) -> str:
+    """What of a loss that is else the cross entropy of each label is not so for a run's batches; empty where
+    nothing is.
+
+    Args:
+        batch, length: of its micro-batches.
+    """
+    return _why_not_plain(model, structure, ((batch, length),))
+
+
+def _why_not_plain(model: Any, structure: Structure, sizes: Sizes = _SIZES) -> str:
     """What of its operations is not the cross entropy of each label; empty where nothing is. Transformers' own
     classes, whose loss was tried with numbers, go by nothing else: the matrix runs them."""
     if structure.calls_loss and all_stock(model) and _has_transformers_function(model):
@@ -183,7 +194,7 @@ def _why_not_plain(model: Any, structure: Structure) -> str:
     why = ""
     for around in (partial(_layers_once, structure=structure), nullcontext):  # it may read what each has left
         try:
-            why = why_not_plain(model, inputs_of, _LENGTHS, around, function=function)
+            why = why_not_plain(model, inputs_of, sizes, around, function=function)
         except Exception as error:  # of whatever kind, of the definition's code
             why = f"it can't be followed ({type(error).__name__}: {error})"
         if not why:

@@ -6,7 +6,7 @@ at labels or ids, goes by how many there are, or bends large values, has others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -45,8 +45,6 @@ _PRODUCTS = {"mul", "mul_"}
 _QUOTIENTS = {"div", "div_"}
 _OF_ONE = {_aten.neg.default, *_VIEWS} - {_aten.transpose.int, _aten.t.default, _aten.permute.default}
 _MEAN = 1  # torch's number for that reduction
-# No batch of a trial elsewhere has so many rows; code may go by how many there are.
-_ROWS = 3
 
 
 class _LossRun(DefaultScalars):
@@ -168,36 +166,35 @@ class _LossRun(DefaultScalars):
 
 
 type InputsOf = Callable[[int, int], Mapping[str, Any]]
+type Sizes = Sequence[tuple[int, int]]
 type Around = Callable[[nn.Module], AbstractContextManager[None]]
 
 
-def why_not_plain(
-    model: nn.Module, inputs_of: InputsOf, lengths: tuple[int, ...], around: Around, *, function: bool
-) -> str:
+def why_not_plain(model: nn.Module, inputs_of: InputsOf, sizes: Sizes, around: Around, *, function: bool) -> str:
     """What of a loss is not the cross entropy of each label; empty where nothing is.
 
     Args:
         model: the definition; what runs are copies of it on meta.
         inputs_of: arguments of its forward, labels among them, for a number of rows and a length.
-        lengths: of sequences; what is longer than it takes is left out.
+        sizes: of batches, rows and tokens in each; what is longer than it takes is left out.
         around: what a copy runs in.
         function: transformers' function computes it, which a run has another one for. The rest of its code runs
             as it is then. Else a run takes the logits alone.
 
     Raises:
-        Exception: of whatever kind, of its code, which takes none of these lengths.
+        Exception: of whatever kind, of its code, which takes none of these sizes.
     """
     errors, ran = [], False
     copies = _Copies(model)
-    for length in lengths:
+    for rows, length in sizes:
         for answer in (0, 1):
             try:
                 run, output, given = _run(
-                    copies.unused(), inputs_of(_ROWS, length), answer, around, function=function
+                    copies.unused(), inputs_of(rows, length), answer, around, function=function
                 )
             except Exception as error:  # of whatever kind: more positions than it has, or a check that fails
                 errors.append(error)
-                if not answer and _runs_without_labels(model, inputs_of(_ROWS, length), around):
+                if not answer and _runs_without_labels(model, inputs_of(rows, length), around):
                     return f"it fails for {length} tokens ({type(error).__name__}: {error})"
                 continue
             loss = getattr(output, "loss", None)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.errors import ScheduleError
+from megasched.errors import Problem, ScheduleError
 from megasched.objectives import objective_of
 from megasched.trial.loss_trial import OwnLabels
 from megasched.trial.meta_call import call_hooks, loss_function_of, run_on_meta, sum_of_logits
@@ -44,8 +44,12 @@ def record(
     Args:
         limit: the forward ends after this many calls.
         noted: gets the lines of the code.
+
+    Raises:
+        ScheduleError: it does not run on meta, or puts another function in the place of a module's forward.
     """
     calls: list[ModuleCallRecord] = []
+    forwards = {path: forward_as_found(module) for path, module in model.named_modules()}
     open_calls: list[ModuleCallRecord] = []
     running: list[str] = []
     mode = None
@@ -56,6 +60,11 @@ def record(
     def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if len(calls) == limit:
             raise Enough
+        if forward_as_found(module) is not forwards[path]:
+            what = "the model's code puts another function in the place of its forward while it runs, and it is "
+            what += "looked at as it was before"
+            remedy = "put it there before the model is made, or make a class that has it"
+            raise ScheduleError(Problem(what, path, remedy=remedy))
         call = ModuleCallRecord(path, args, kwargs)
         calls.append(call)
         open_calls.append(call)
@@ -72,6 +81,11 @@ def record(
     if noted is not None:
         noted.let_go()
     return calls
+
+
+def forward_as_found(module: nn.Module) -> Any:
+    """The function itself, of the instance or of its class; not the method that Python makes of it each time."""
+    return vars(module).get("forward", type(module).forward)
 
 
 def note_forward(model: nn.Module, inputs: Mapping[str, Any]) -> NotedLines:

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 from megatron.core.transformer.enums import AttnBackend
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from megasched.errors import CheckpointError, ConfigError, ScheduleError
 from megasched.megatron.begin import begin_session
@@ -125,6 +125,23 @@ def test_tensors_that_the_class_leaves_aside_are_said(llama, capsys, monkeypatch
     )
     begin_session(arguments(llama, hf_random_init=True), {})
     assert "not taken" not in capsys.readouterr().out
+
+
+def test_a_loss_that_is_another_one_for_the_runs_batches(llama, monkeypatch):
+    plain = LlamaForCausalLM.forward
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        output = plain(self, input_ids=input_ids, labels=labels, **kwargs)
+        if output.loss is not None and input_ids.shape == (4, 100):
+            output.loss = output.loss.exp()
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    longer = {"seq_length": 100, "allow_unverified": True}
+    begin_session(arguments(llama, **longer), {})
+    for rows in ({"micro_batch_size": 4}, {"eval_micro_batch_size": 4}):
+        with pytest.raises(ScheduleError, match="for 4 x 100 tokens it has a loss of its own"):
+            begin_session(arguments(llama, **longer, **rows), {})
 
 
 def test_without_an_interval_nothing_is_evaluated_as_megatron_says(llama, capsys):

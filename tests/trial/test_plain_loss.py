@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from megasched.definition import init_empty_weights
 from megasched.trial.loss_trial import OwnLabels
-from megasched.trial.own_loss import OwnLoss
+from megasched.trial.own_loss import OwnLoss, why_another_at
 from megasched.trial.structure import structure_of
 from tests import tiny
 
@@ -157,7 +157,10 @@ PLAIN = [plus_and_times, by_hand, padded_by_hand]
 
 def loss_of(computes, **held):
     """What is found of a Llama's loss."""
+    return structure_of(llama(computes, **held)).loss
 
+
+def llama(computes, **held):
     class Own(LlamaForCausalLM):
         def forward(self, input_ids=None, labels=None, **kwargs):
             hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
@@ -168,7 +171,7 @@ def loss_of(computes, **held):
     for name, value in held.items():
         setattr(Own, name, value)
     with init_empty_weights():
-        return structure_of(Own._from_config(tiny.config("llama"))).loss
+        return Own._from_config(tiny.config("llama"))
 
 
 @pytest.mark.parametrize("computes", OWN)
@@ -187,6 +190,22 @@ def test_what_is_made_of_the_functions_loss(computes):
 @pytest.mark.parametrize("computes", PLAIN)
 def test_plain_ones(computes):
     assert loss_of(computes) == OwnLoss()
+
+
+def test_another_one_for_batches_of_a_run_alone():
+    def at_100_tokens(model, logits, labels, hidden, ids):
+        loss = by_function(model, logits, labels)
+        return loss.exp() if ids.shape[1] == 100 else loss
+
+    def of_5_rows(model, logits, labels, hidden, ids):
+        return shifted(logits, labels, label_smoothing=0.1 if len(ids) == 5 else 0.0)
+
+    for computes, batch, length in ((at_100_tokens, 2, 100), (of_5_rows, 5, 32)):
+        model = llama(computes)
+        structure = structure_of(model)
+        assert structure.loss == OwnLoss()
+        assert why_another_at(model, structure, 2, 32) == ""
+        assert why_another_at(model, structure, batch, length).startswith("it has a loss of its own")
 
 
 def test_a_property_of_the_class():
