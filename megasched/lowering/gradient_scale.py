@@ -37,7 +37,8 @@ def why_by_scale(model: nn.Module, inputs: Mapping[str, Any]) -> Problem | None:
     run = _Run()
     probe = meta_copy(model)
     hooks = call_hooks(probe, run.before, run.after)
-    with undisturbed(probe), hooks, watched_backward(run.called, run.reads, lambda change: None, run.hooked):
+    watched = watched_backward(run.custom_function, run.reads, lambda change: None, run.hooked)
+    with undisturbed(probe), hooks, watched:
         run_on_meta(probe, to_meta(dict(inputs)), run, autograd=True)
     return run.found
 
@@ -62,7 +63,8 @@ class _Run(DefaultScalars):
             self._find("its backward hooks are handed gradients")
         self.stack.pop()
 
-    def called(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
+    def custom_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
+        """See ``DefaultScalars``."""
         if not _function_scales(function, args):
             self._find(f"the backward of {function.__name__} goes by how large a gradient is")
 

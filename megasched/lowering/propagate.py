@@ -125,7 +125,7 @@ def _labelled(
     with (
         recorded_calls(model, run, takes_shards=loss_takes_shards, own_loss=own_loss),
         call_hooks(model, run.before, run.after),
-        watched_backward(run.own_function, run.hooked, run.packs),
+        watched_backward(run.custom_function, run.hooked, run.packs),
     ):
         output = run_on_meta(model, inputs, run, autograd=True)
     if not loss_takes_shards:

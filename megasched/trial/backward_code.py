@@ -17,6 +17,7 @@ from torch import nn
 
 from megasched.instances import close, real_tensors
 from megasched.trial.dims import Along
+from megasched.trial.library_operators import LibraryOperator
 from megasched.trial.meta_call import tensors_in
 
 # Their functions are known: what they do to gradients belongs to how ranks work together, or changes nothing.
@@ -27,7 +28,7 @@ _TOLERANCE = 1e-4
 _PARTS = 2
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
-Function = type[torch.autograd.Function]
+type Function = type[torch.autograd.Function] | LibraryOperator
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from megasched.trial.meta_call import tensors_in
 class BackwardLabels(LabelRun):
     """A run that is told of such code."""
 
-    def own_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
+    def custom_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
         """A function with a backward of its own: its gradients may lie as its outputs do, or not."""
         labels = [self.label(tensor) for tensor in tensors_in(output)]
         regions = {label.region for label in labels} - {"R"}

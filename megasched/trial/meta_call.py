@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from megasched.collector import collector_paused
 from megasched.errors import MegaschedError, Problem, ScheduleError
 from megasched.module_copy import copy_module
+from megasched.trial.library_operators import library_operator
 from megasched.trial.meta_results import MetaResults
 from megasched.trial.sites import Site, asking_site
 from megasched.undisturbed import undisturbed
@@ -51,6 +52,8 @@ class DefaultScalars(TorchDispatchMode):
         super().__init__()
         self.answer, self.answers = answer, answers or {}
         self._call = (results or MetaResults()).call
+        tls_of = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+        self._undispatched = [keys() for keys in tls_of]  # of any dispatch
 
     def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
         """Called when code asks for values, or how many of a kind there are.
@@ -67,10 +70,18 @@ class DefaultScalars(TorchDispatchMode):
     def grad_fn_read(self, tensor: torch.Tensor) -> None:
         """Called when code reads the ``grad_fn`` of a tensor that has one: it may register hooks there."""
 
+    def custom_function(self, function: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Called after something with a backward of its own, on its arguments: an ``autograd.Function``, in runs
+        that watch those, or an operator."""
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self.carry_out(func, args, kwargs or {})
+        output = self.carry_out(func, args, kwargs or {})
+        if (function := library_operator(func)) is not None:
+            with torch._C._ForceDispatchKeyGuard(*self._undispatched):  # where there are gradients to try it with
+                self.custom_function(function, (args, kwargs or {}), output)
+        return output
 
     def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operation gives. Runs that look at operations add to this: torch wraps each class's

@@ -49,7 +49,7 @@ def record(
         ScheduleError: it does not run on meta, or puts another function in the place of a module's forward.
     """
     calls: list[ModuleCallRecord] = []
-    forwards = {path: forward_as_found(module) for path, module in model.named_modules()}
+    forwards = {path: forward_function(module) for path, module in model.named_modules()}
     open_calls: list[ModuleCallRecord] = []
     running: list[str] = []
     mode = None
@@ -60,7 +60,7 @@ def record(
     def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if len(calls) == limit:
             raise Enough
-        if forward_as_found(module) is not forwards[path]:
+        if forward_function(module) is not forwards[path]:
             what = "the model's code puts another function in the place of its forward while it runs, and it is "
             what += "looked at as it was before"
             remedy = "put it there before the model is made, or make a class that has it"
@@ -83,7 +83,7 @@ def record(
     return calls
 
 
-def forward_as_found(module: nn.Module) -> Any:
+def forward_function(module: nn.Module) -> Any:
     """The function itself, of the instance or of its class; not the method that Python makes of it each time."""
     return vars(module).get("forward", type(module).forward)
 

@@ -130,7 +130,7 @@ class SequenceFlow(DefaultScalars):
                 if partly and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes():
                     self._spoil_all(name, [tensor], self._origin(f"{name.strip('_')} writes into a larger tensor"))
 
-    def own_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
+    def custom_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
         """A function with a backward of its own, which may take other tokens' gradients than its own."""
         outputs = tensors_in(output)
         if self.inside:  # where each rank has the whole sequence, and of a gradient the term of its own part
