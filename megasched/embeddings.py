@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from megasched.instances import real_tensors
+from megasched.instances import calls_forward, real_tensors
 from megasched.undisturbed import undisturbed
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def looks_up(module: nn.Module) -> bool:
 
     if not isinstance(module, nn.Embedding) or "forward" in vars(module) or set(module._parameters) != {"weight"}:
         return False
-    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+    if not calls_forward(module) or module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         return False
     return type(module).forward is nn.Embedding.forward or _reads_no_table(module)
 

@@ -50,6 +50,13 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+def calls_forward(module: nn.Module) -> bool:
+    """Whether a call of the module is one of its forward, and of its hooks: no class of it has it otherwise."""
+    from torch import nn
+
+    return all(getattr(type(module), name) is getattr(nn.Module, name) for name in ("__call__", "_call_impl"))
+
+
 def own_state(module: nn.Module) -> Any:
     """What two instances have in common that compute the same, but for the values and sizes of parameters; None
     where it holds buffers, whose values tell."""
@@ -108,8 +115,8 @@ def computes(
     scales: Sequence[float] = (),
     tolerance: float = 1e-9,
 ) -> bool:
-    """Whether a module's forward gives what a function gives, forward and backward, in training and not, of inputs
-    of all sizes that it takes.
+    """Whether a module gives what a function gives, forward and backward, in training and not, of inputs of all
+    sizes that it takes.
 
     Args:
         small: of real parameters, in float64.
@@ -122,6 +129,8 @@ def computes(
 
     from megasched.undisturbed import undisturbed
 
+    if not calls_forward(small):  # hooks go where it goes, so its forward is tried
+        return False
     # A plan must not change what a run draws.
     with undisturbed(small), real_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         taken = [shape for shape in _shapes(features) if _takes(small, shape)]

@@ -9,6 +9,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
@@ -31,6 +32,7 @@ from megasched.records import Record
 from megasched.registry import get_primitive
 from megasched.roles import Roles
 from megasched.schedule import Schedule
+from megasched.trial.stock import is_theirs
 from megasched.trial.structure import Structure, find_structure
 
 
@@ -67,6 +69,7 @@ def make_plan(
     problems, shards = _check_records(schedule, model)
     problems += place(schedule, model, plan, shards, vocab_multiple or schedule.layout.tp)
     problems += _check_expert_parallel(plan, model) + _hooked_parameters(plan, model, by_trainer=causal_lm)
+    problems += _hooks_on_all_modules()
     if not problems:
         problems += _derive(model, plan, inputs, causal_lm, runs, schedule.roles)
         problems += _with_sources(plan, check_local_attributes(schedule.roles, model, plan))
@@ -151,6 +154,17 @@ def _hooked_parameters(plan: Plan, model: nn.Module, *, by_trainer: bool) -> lis
     return [
         Problem(what.format(name.rpartition(".")[2]), name.rpartition(".")[0], remedy=remedy) for name in hooked
     ]
+
+
+def _hooks_on_all_modules() -> list[Problem]:
+    """Hooks that code has registered on every module there is: in a run some of these are others."""
+    tables = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    hooks = [hook for table in tables for hook in getattr(torch.nn.modules.module, f"_global_{table}").values()]
+    names = [getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks if not is_theirs(hook)]
+    if not names:
+        return []
+    what = f"a hook on all modules of the process is registered ({', '.join(names)}), and a run has others"
+    return [Problem(what, remedy="register it on the modules of the definition that it is for")]
 
 
 def _derive(

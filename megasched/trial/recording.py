@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.errors import Problem, ScheduleError
+from megasched.errors import ScheduleError
 from megasched.objectives import objective_of
 from megasched.trial.loss_trial import OwnLabels
 from megasched.trial.meta_call import call_hooks, loss_function_of, run_on_meta, sum_of_logits
 from megasched.trial.noted import NotedLines, Noting
 from megasched.trial.shape import SIZES
+from megasched.trial.surroundings import Surroundings
 
 
 @dataclass
@@ -46,10 +47,10 @@ def record(
         noted: gets the lines of the code.
 
     Raises:
-        ScheduleError: it does not run on meta, or puts another function in the place of a module's forward.
+        ScheduleError: it does not run on meta, or changes what is around the modules that it calls.
     """
     calls: list[ModuleCallRecord] = []
-    forwards = {path: forward_function(module) for path, module in model.named_modules()}
+    surroundings = Surroundings(model)
     open_calls: list[ModuleCallRecord] = []
     running: list[str] = []
     mode = None
@@ -60,11 +61,7 @@ def record(
     def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if len(calls) == limit:
             raise Enough
-        if forward_function(module) is not forwards[path]:
-            what = "the model's code puts another function in the place of its forward while it runs, and it is "
-            what += "looked at as it was before"
-            remedy = "put it there before the model is made, or make a class that has it"
-            raise ScheduleError(Problem(what, path, remedy=remedy))
+        surroundings.check(path, module)
         call = ModuleCallRecord(path, args, kwargs)
         calls.append(call)
         open_calls.append(call)
@@ -81,11 +78,6 @@ def record(
     if noted is not None:
         noted.let_go()
     return calls
-
-
-def forward_function(module: nn.Module) -> Any:
-    """The function itself, of the instance or of its class; not the method that Python makes of it each time."""
-    return vars(module).get("forward", type(module).forward)
 
 
 def note_forward(model: nn.Module, inputs: Mapping[str, Any]) -> NotedLines:
