@@ -100,15 +100,12 @@ def flags(setting: Setting, schedule: str = "auto") -> list[str]:
 
 def start(setting: Setting, schedule: str = "auto") -> Any:
     """Patches, Megatron's arguments and process groups, once in a process; returns the arguments."""
-    from megasched import patches
+    from megasched.megatron.entry import apply_patches
     from megasched.megatron.rehearsal import without_kernel_packages
 
     if setting.rehearse:
         without_kernel_packages()
-        patches.apply("host_cuda", force=False)
-    for patch in patches.available():
-        if patch.name != "host_cuda":
-            patches.apply(patch.name)
+    apply_patches("1" if setting.rehearse else "")
     sys.argv = ["bench", *flags(setting, schedule)]
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.initialize import initialize_megatron

@@ -14,12 +14,13 @@ from packaging.version import Version
 from megasched.errors import ConfigError
 from megasched.patches.attributes import Undo, resolve
 
-# One file each; every one of them defines PATCH.
-MODULES = (
-    *("host_cuda", "arguments", "wheel_helpers", "adamw_resume", "fp32_resume", "zigzag_positions"),
-    *("model_flops", "run_trace", "one_writer", "hang_watch", "results_queue", "load_check", "data_check"),
-    *("float32_parameters", "weight_decay", "bucket_padding", "context_parallel_loss", "eval_batch"),
-)
+# Package -> files of it, each of which defines PATCH.
+_DECLARED: dict[str, tuple[str, ...]] = {
+    "megasched.patches": (
+        *("host_cuda", "wheel_helpers", "adamw_resume", "fp32_resume", "zigzag_positions", "results_queue"),
+        *("float32_parameters", "bucket_padding", "eval_batch"),
+    )
+}
 
 
 def _always_needed() -> str | None:
@@ -58,14 +59,25 @@ class Patch:
 _undos: dict[str, Undo] = {}
 
 
+def declare(package: str, *files: str) -> None:
+    """Adds patches of another package.
+
+    Args:
+        files: modules of it, each of which defines ``PATCH`` and is called as that is.
+    """
+    _DECLARED[package] = files
+    _patches.cache_clear()
+
+
 @cache
 def _patches() -> dict[str, Patch]:
-    found = [importlib.import_module(f"megasched.patches.{module}").PATCH for module in MODULES]
+    modules = [f"{package}.{file}" for package, files in _DECLARED.items() for file in files]
+    found = [importlib.import_module(module).PATCH for module in modules]
     return {patch.name: patch for patch in found}
 
 
 def available() -> list[Patch]:
-    """All patches, active or not. Imports neither torch nor Megatron."""
+    """All patches that are declared, active or not. Imports neither torch nor Megatron."""
     return list(_patches().values())
 
 

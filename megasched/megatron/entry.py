@@ -23,9 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from megasched import patches
 from megasched.errors import ConfigError, MegaschedError
 from megasched.imports import without_collections
 from megasched.launch.with_parent import end_with_parent
+from megasched.megatron import seams
 from megasched.megatron.arguments import AUTO_SCHEDULE, add_megasched_arguments, refuse_unsupported
 from megasched.megatron.rehearsal import rehearsal_flags, rehearsal_mode, without_kernel_packages
 from megasched.reading.files import printable
@@ -266,11 +268,9 @@ def apply_patches(mode: str = "") -> None:
     Args:
         mode: as ``rehearsal_mode`` gives it; empty where CUDA is there or emulated already.
     """
-    from megasched import patches
-
     if mode:
         patches.apply("host_cuda", force=mode == "force")
-    for patch in patches.available():
+    for patch in seams.available():
         if patch.name != "host_cuda":
             patches.apply(patch.name)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from megasched.assembly import Assembly
 
-# Attribute of a parameter that is not decayed; patches/weight_decay.py tells Megatron of it.
+# Attribute of a parameter that is not decayed; megasched/megatron/seams/weight_decay.py tells Megatron of it.
 SPARED = "spared_from_weight_decay"
 
 

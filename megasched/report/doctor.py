@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from megasched.errors import ConfigError
+from megasched.megatron import seams
 from megasched.patches import registry
 from megasched.report.apex import Apex, find_apex
 from megasched.report.cuda_headers import headers_problem
@@ -101,7 +102,7 @@ def diagnose() -> Diagnosis:
     if "transformer-engine" in found and cuda:
         problem = headers_problem(found["transformer-engine"].found, cuda)
         warnings += [problem] if problem else []
-    patches = [_patch(patch) for patch in registry.available()]
+    patches = [_patch(patch) for patch in seams.available()]
     if not problems:  # a patch does not fit a missing or wrong package, which is said already
         problems += [f"patch {patch.name}: {patch.reason}" for patch in patches if patch.applied == "refused"]
     apex = find_apex()

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from megasched import patches
 from megasched.errors import ConfigError
 from megasched.layout import Fp8, Layout
 from megasched.megatron import te_flags
@@ -28,6 +27,7 @@ from megasched.megatron.arguments import (
 from megasched.megatron.derive import derive, derive_megatron_args
 from megasched.megatron.refused_flags import REFUSED
 from megasched.megatron.rehearsal import DROPPED, SWITCHES, VALUES, rehearsal_flags, rehearsal_mode
+from megasched.megatron.seams import registry
 
 SMALL = {
     "num_hidden_layers": 2,
@@ -596,9 +596,9 @@ def test_ranks_that_do_not_divide() -> None:
 
 @pytest.fixture
 def patched() -> Iterator[None]:
-    assert patches.apply("arguments")
+    assert registry.apply("arguments")
     yield
-    patches.undo("arguments")
+    registry.undo("arguments")
 
 
 def extra(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

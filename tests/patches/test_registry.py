@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 
 from megasched.errors import ConfigError
+from megasched.megatron import seams
 from megasched.patches import registry
 from megasched.patches.attributes import set_attribute
 from megasched.patches.registry import Patch
@@ -108,9 +109,7 @@ def test_an_unknown_name_lists_the_known_ones(plain, function):
 
 
 def test_every_patch_says_what_why_and_for_which_versions():
-    patches = registry.available()
-    assert [patch.name for patch in patches] == list(registry.MODULES)
-    for patch in patches:
+    for patch in seams.available():
         assert ".py:" in patch.why, patch.name
         assert patch.versions, patch.name
         assert all(target.count(":") == 1 for target in patch.targets), patch.name
@@ -119,7 +118,7 @@ def test_every_patch_says_what_why_and_for_which_versions():
 
 def test_listing_them_is_light():
     code = (
-        "import sys; from megasched.patches import available; available(); "
+        "import sys; from megasched.megatron.seams import available; assert len(available()) > 15; "
         "print([name for name in ('torch', 'megatron', 'transformers') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

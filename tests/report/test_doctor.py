@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from megasched.errors import ConfigError
+from megasched.megatron import seams
 from megasched.patches import registry
 from megasched.report import cuda_headers, doctor, installation
 from megasched.report.apex import PARTS, Apex
@@ -50,7 +51,7 @@ def test_every_optional_package_has_its_cost(diagnosis):
 
 
 def test_all_patches_are_told(diagnosis):
-    assert [patch.name for patch in diagnosis.patches] == [patch.name for patch in registry.available()]
+    assert [patch.name for patch in diagnosis.patches] == [patch.name for patch in seams.available()]
     applied = {patch.name: patch.applied for patch in diagnosis.patches}
     assert applied["arguments"] == "always"
     assert applied["host_cuda"] == "rehearsal"
@@ -98,8 +99,8 @@ def test_two_megatrons_are_a_problem(monkeypatch):
 
 
 def test_a_patch_that_does_not_fit_is_a_problem(monkeypatch):
-    patch = replace(registry.available()[-1], versions={"megatron-core": ">=0.99"})
-    monkeypatch.setattr(registry, "available", lambda: [patch])
+    patch = replace(seams.available()[-1], versions={"megatron-core": ">=0.99"})
+    monkeypatch.setattr(seams, "available", lambda: [patch])
     diagnosis = doctor.diagnose()
     assert diagnosis.patches[0].applied == "refused"
     assert not diagnosis.runnable
@@ -107,8 +108,8 @@ def test_a_patch_that_does_not_fit_is_a_problem(monkeypatch):
 
 
 def test_a_patch_that_is_not_needed(monkeypatch):
-    patch = replace(registry.available()[-1], unneeded=lambda: "Megatron does it by itself")
-    monkeypatch.setattr(registry, "available", lambda: [patch])
+    patch = replace(seams.available()[-1], unneeded=lambda: "Megatron does it by itself")
+    monkeypatch.setattr(seams, "available", lambda: [patch])
     (report,) = doctor.diagnose().patches
     assert (report.applied, report.reason) == ("never", "Megatron does it by itself")
 

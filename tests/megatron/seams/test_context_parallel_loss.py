@@ -9,7 +9,8 @@ import torch
 
 from megasched.errors import ConfigError
 from megasched.megatron import session
-from megasched.patches import apply, context_parallel_loss, registry
+from megasched.megatron.seams import context_parallel_loss
+from megasched.patches import apply, registry
 from megasched.patches.attributes import resolve, set_attribute
 from megasched.verify.rank_pool import init_megatron
 
@@ -64,11 +65,11 @@ def test_megatrons_own_models_keep_megatrons_loss(ranks):
 
 def test_a_megatron_that_divides_by_something_else_is_refused(monkeypatch):
     @wraps(resolve(context_parallel_loss._TARGET))
-    def of_all_parts(*given):
+    def of_all_ranks(*given):
         return torch.tensor(1.0), torch.tensor(6)
 
     monkeypatch.setattr(registry, "_undos", {})
-    undo = set_attribute(context_parallel_loss._TARGET, of_all_parts)
+    undo = set_attribute(context_parallel_loss._TARGET, of_all_ranks)
     try:
         with pytest.raises(ConfigError, match=r"makes 1\.0 of a loss of 6 over 3 labels, not 2"):
             registry.apply("context_parallel_loss")

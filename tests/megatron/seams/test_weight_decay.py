@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from megasched import patches
 from megasched.assembly import Assembly
+from megasched.megatron.seams import registry
 from megasched.megatron.weight_decay import SPARED, spare, spared_names
 from megasched.placement import Placement
 from megasched.verify.shrink import TOKENS
@@ -104,11 +104,11 @@ def _spared():
         keys = training.get_standard_config_overrides(OptimizerConfig())
         return any(key.matches(parameter, "model.layers.0.self_attn.q_norm.weight") for key in keys)
 
-    patches.apply("weight_decay")
+    registry.apply("weight_decay")
     with_patch = spared()
-    patches.undo("weight_decay")
+    registry.undo("weight_decay")
     without = spared()
-    patches.apply("weight_decay")
+    registry.apply("weight_decay")
     return with_patch, without
 
 

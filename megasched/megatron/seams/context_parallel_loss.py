@@ -32,16 +32,16 @@ def _change() -> Undo:
     _check_division()
 
     @wraps(calc_loss)
-    def over_parts(model: Any, output_tensor: Any, loss_func: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    def over_ranks(model: Any, output_tensor: Any, loss_func: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         means = loss_func is not None and not config.calculate_per_token_loss and has_session()
         if means and parallel_state.get_context_parallel_world_size() > 1:
-            loss_func = of_all_parts(loss_func, parallel_state.get_context_parallel_group())
+            loss_func = of_all_ranks(loss_func, parallel_state.get_context_parallel_group())
         return calc_loss(model, output_tensor, loss_func, config, *args, **kwargs)
 
-    return set_attribute(_TARGET, over_parts)
+    return set_attribute(_TARGET, over_ranks)
 
 
-def of_all_parts(loss_func: Callable[..., Any], group: torch.distributed.ProcessGroup) -> Callable[..., Any]:
+def of_all_ranks(loss_func: Callable[..., Any], group: torch.distributed.ProcessGroup) -> Callable[..., Any]:
     """A loss function with what Megatron must divide to get the mean over all parts of the sequences.
 
     Args:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megasched import patches
+from megasched.megatron.seams import registry
 from megasched.verify.trainer_run import SEQUENCE, train
 from tests import tiny
 
@@ -16,7 +16,7 @@ def _counts(folder):
     from megatron.training.global_vars import get_args
 
     patched = training.num_floating_point_operations(get_args(), BATCH)
-    patches.undo("model_flops")
+    registry.undo("model_flops")
     return training.num_floating_point_operations(get_args(), BATCH), patched
 
 
@@ -39,7 +39,7 @@ def test_without_a_session_the_formula_holds(monkeypatch):
     from megasched.megatron import session
 
     monkeypatch.setattr(session, "_current", [])
-    patches.apply("model_flops")
+    registry.apply("model_flops")
     try:
         from megatron.training import training
 
@@ -49,4 +49,4 @@ def test_without_a_session_the_formula_holds(monkeypatch):
         with pytest.raises(AttributeError):
             counted(object(), 1)  # Megatron's own reads its flags off the arguments
     finally:
-        patches.undo("model_flops")
+        registry.undo("model_flops")

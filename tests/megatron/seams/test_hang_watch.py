@@ -13,7 +13,7 @@ import pytest
 from megasched.megatron.hang_watch import minutes
 from tests import tiny
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # Steps have time enough on any machine, but for the third: its limit is set in the last forward of the second.
 SCHEDULE = """
 import os, time
