@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 # Steps have time enough on any machine, but for the third: its limit is set in the last forward of the second.
 SCHEDULE = """
 import os, time
-from megasched.patches import hang_watch
+from megasched.megatron.seams import hang_watch
 
 calls = []
 
