@@ -118,16 +118,19 @@ def unchecked_options(model: PreTrainedModel) -> list[str]:
         return []
     if type(checked) is not type(config):
         return []
-    fields = set(vars(checked)) - set(vars(_plain_config())) | {"tie_word_embeddings"}
+    fields = set(vars(checked)) - set(vars(_plain_config())) | {"tie_word_embeddings", _PER_LAYER}
+    values, others = ({**vars(one), _PER_LAYER: one.to_dict().get(_PER_LAYER)} for one in (config, checked))
     found = []
     for name in sorted(fields):
-        value = getattr(config, name, None)
-        choice, before = _choice(value), _choice(getattr(checked, name, None))
+        value = values.get(name)
+        choice, before = _choice(value), _choice(others.get(name))
         if not name.startswith("_") and not name.endswith(_NO_OPTIONS) and choice != before:
             found.append(f"{name}={choice if isinstance(value, dict) else value!r}")
     return found
 
 
+# Fields that are others in some layers: transformers refuses to read such a field off the config itself.
+_PER_LAYER = "per_layer_config"
 # Ends of names of fields that say nothing of a model's numbers, or of what is drawn at random.
 _NO_OPTIONS = ("token_id", "token_index", "dropout", "pdrop", "tp", "use_cache", "dtype")
 

@@ -21,6 +21,7 @@ from megasched.compatibility import checks_for, products_for, refuse_unverified,
 from megasched.errors import ConfigError
 from megasched.layout import Layout
 from megasched.objectives import IMAGE_CLASSIFICATION, MASKED_LM, SEQ2SEQ_LM, set_objective
+from megasched.verify.small_models import small_config
 
 EQUAL = {"verdict": "equal", "why": ""}
 TP2 = Layout(tensor_model_parallel_size=2)
@@ -135,6 +136,16 @@ def test_a_module_of_somebody_elses_in_a_stock_class_is_not_what_was_checked(lla
 )
 def test_options_away_from_what_was_checked_are_told(config, options):
     assert unchecked_options(SimpleNamespace(config=config)) == options
+
+
+def test_fields_that_differ_from_layer_to_layer_are_options_too():
+    """Which transformers does not let anyone read off the config itself."""
+    config = small_config("dots3_note")
+    assert unchecked_options(SimpleNamespace(config=config)) == []
+    per_layer = {index: {"head_dim": 24, "scale": True} for index in (2, 3)}
+    scaled = type(config)(**{**config.to_dict(), "scale": False, "per_layer_config": per_layer})
+    (option,) = unchecked_options(SimpleNamespace(config=scaled))
+    assert option == "per_layer_config={'2': {'scale': True}, '3': {'scale': True}}"
 
 
 def test_the_refusal_says_what_can_be_done(llama, monkeypatch):
