@@ -52,6 +52,8 @@ def dump_of(folder: str, layout: Layout) -> dict[str, Any]:
         }
     except MegaschedError as error:
         return {"refused": str(error).replace(folder, "MODEL")}
+    except Exception as error:  # of whatever kind: a fault, which is a fact of that commit, too
+        return {"fails": f"{type(error).__name__}: {error}".replace(folder, "MODEL")}
 
 
 def _of_plan(plan: Any) -> dict[str, Any]:
@@ -243,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     made = {}
     for place, decided in dump(options.types or causal_lm_types(), options.layouts):
         made[place] = decided
-        print(place, "refused" if "refused" in decided else "", file=sys.stderr, flush=True)
+        print(place, *({"refused", "fails"} & decided.keys()), file=sys.stderr, flush=True)
     Path(options.output).write_bytes(lzma.compress(json.dumps(made, sort_keys=True).encode()))
     return 0
 
