@@ -105,7 +105,7 @@ def _plan(folder: str, calls: Calls | None) -> tuple[float, float, int]:
     """CPU seconds of the calls, CPU seconds from there to the plan, and how many records there are."""
     from megasched.definition import build_definition, load_config
     from megasched.layout import Layout
-    from megasched.lowering import attention
+    from megasched.lowering import attention, attention_interface
     from megasched.lowering.planning import make_plan
     from megasched.lowering.replacement import replace_modules
     from megasched.model_adapters.default_schedule import schedule as auto
@@ -114,7 +114,7 @@ def _plan(folder: str, calls: Calls | None) -> tuple[float, float, int]:
 
     attention.register()
     definition: Any = build_definition(load_config(folder))
-    definition.config._attn_implementation = attention.NAME
+    definition.config._attn_implementation = attention_interface.NAME
     layout = Layout(tensor_model_parallel_size=2)
     sch = create_schedule(definition, layout, roles_of(definition))
     start = time.process_time()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megasched.errors import ConfigError
-from megasched.placement import Group
+
+Group = Literal["tp", "ep"]  # of ranks that share parameters
 
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 

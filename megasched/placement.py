@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
+from megasched.layout import Group
+
 if TYPE_CHECKING:
     import torch
 
 TpGradient = Literal["complete", "partial"]
-Group = Literal["tp", "ep"]
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Ended(NamedTuple):
     status: int
 
     @property
-    def told(self) -> str:
+    def message(self) -> str:
         """Its errors in one line, or its status."""
         lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in self.err.splitlines() if line]
         return "; ".join(lines) or f"status {self.status}"
@@ -69,8 +69,8 @@ def call(words: Sequence[str], *, seconds: float = SECONDS_TO_ANSWER, remedy: st
     except subprocess.TimeoutExpired as error:
         raise NoAnswerError(f"{words[0]} did not answer within {seconds:g} s: is slurmctld up?") from error
     ended = Ended(found.stdout, found.stderr, found.returncode)
-    if found.returncode and any(told in found.stderr for told in _NOT_REACHED):
-        raise NoAnswerError(f"{words[0]} does not reach Slurm: {ended.told}")
+    if found.returncode and any(line in found.stderr for line in _NOT_REACHED):
+        raise NoAnswerError(f"{words[0]} does not reach Slurm: {ended.message}")
     return ended
 
 
@@ -90,7 +90,7 @@ def cancel(job: str) -> str:
         ended = call(["scancel", job])
     except ConfigError as error:
         return str(error)
-    return ended.told if ended.status else ""
+    return ended.message if ended.status else ""
 
 
 def queue_state(job: str) -> str:

@@ -17,7 +17,7 @@ def refused_by_slurm(script: Path) -> str:
         ConfigError: Slurm's programs are missing, or it does not answer.
     """
     found = slurm.submit(["--test-only", str(script)], remedy=REMEDY)
-    return found.told if found.status else ""
+    return found.message if found.status else ""
 
 
 def submit(script: Path, *options: str) -> str:
@@ -31,5 +31,5 @@ def submit(script: Path, *options: str) -> str:
     """
     found = slurm.submit(["--parsable", *options, str(script)], remedy=REMEDY)
     if found.status:
-        raise ConfigError(f"sbatch refused {script}: {found.told}")
+        raise ConfigError(f"sbatch refused {script}: {found.message}")
     return slurm.job_id(found)

@@ -8,16 +8,18 @@ the keys of all ranks (``context_parallel.py``), and masks are those of their tr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 
 from megasched.errors import MegaschedError
+from megasched.lowering import attention_interface, attention_switch
+from megasched.lowering.attention_interface import HARMLESS
 from megasched.lowering.attention_te import TeCore, why_not_te, window_of
-from megasched.lowering.context_masks import in_context, of_queries
+from megasched.lowering.context_masks import in_context
 from megasched.lowering.packed import is_packed_mask
 from megasched.lowering.recompute import recompute
 from megasched.lowering.rng import fork_rng
@@ -28,9 +30,6 @@ if TYPE_CHECKING:
 
     from megasched.lowering.context_parallel import ContextParallel
 
-NAME = "megasched"
-EAGER_MASK = "megasched_eager_mask"
-NAMES = (NAME, EAGER_MASK)
 log = logging.getLogger(__name__)
 
 
@@ -230,17 +229,6 @@ def _of_all_ranks(
     return key, value, mask
 
 
-# Arguments that say nothing about attention itself; a definition hands on what its forward was called with.
-HARMLESS = frozenset(
-    [
-        *("position_ids", "cache_position", "input_ids", "token_type_ids", "labels", "logits_to_keep"),
-        *("shift_labels", "num_items_in_batch"),  # of losses, and handed on with the rest
-        *("use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
-        *("cu_seq_lens_k", "max_length_k"),  # what cu_seq_lens_q and max_length_q are
-    ]
-)
-
-
 def _refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:
     unknown = [name for name, value in arguments.items() if value is not None and name not in HARMLESS]
     if unknown:
@@ -325,25 +313,18 @@ def _repeat_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def register() -> None:
-    """Makes ours an attention implementation of transformers, with HF's own masks for SDPA or eager attention."""
-    from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
-    from transformers.modeling_utils import AttentionInterface
-
-    for name in NAMES:
-        AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(NAME, of_queries(sdpa_mask))
-    AttentionMaskInterface.register(EAGER_MASK, of_queries(eager_mask))
+    """Makes this module's attention that of a run."""
+    attention_interface.register(attention_forward)
 
 
-@contextmanager
-def stand_in(function: Callable[..., Any]) -> Iterator[None]:
-    """Has another function called for attention while a trial lasts."""
-    from transformers.modeling_utils import AttentionInterface
+def switch_on(model: Any, inputs: Mapping[str, Any] | None = None) -> Callable[[], None]:
+    """Has a definition call this module's attention, if it calls attention by a name and this does the same.
 
-    for name in NAMES:
-        AttentionInterface.register(name, function)
-    try:
-        yield
-    finally:
-        for name in NAMES:
-            AttentionInterface.register(name, attention_forward)
+    Args:
+        inputs: keyword arguments of its forward; by default those of a trial.
+
+    Returns:
+        What puts the names back.
+    """
+    register()
+    return attention_switch.switch_on(model, inputs)

@@ -17,7 +17,7 @@ from torch import nn
 
 from megasched.errors import ScheduleError
 from megasched.instances import close, real_tensors
-from megasched.lowering import attention
+from megasched.lowering.attention_interface import EAGER_MASK, NAME, NAMES, registered, stand_in
 from megasched.objectives import objective_of
 from megasched.trial.meta_call import call_hooks, meta_copy, run_on_meta, to_meta
 from megasched.undisturbed import undisturbed
@@ -35,11 +35,11 @@ def name_for(model: Any) -> str:
     A class that HF runs with its eager attention alone gets the masks of that: it may not say of a module that it
     is causal, and may widen a mask as only an additive one can be.
     """
-    return attention.NAME if getattr(model, "_supports_sdpa", True) else attention.EAGER_MASK
+    return NAME if getattr(model, "_supports_sdpa", True) else EAGER_MASK
 
 
 def switch_on(model: Any, inputs: Mapping[str, Any] | None = None) -> Callable[[], None]:
-    """Has a definition call our attention, if it calls attention by a name and ours does the same.
+    """Has a definition call a run's attention, if it calls attention by a name and that does the same.
 
     Args:
         inputs: keyword arguments of its forward; by default those of a trial.
@@ -47,7 +47,6 @@ def switch_on(model: Any, inputs: Mapping[str, Any] | None = None) -> Callable[[
     Returns:
         What puts the names back.
     """
-    attention.register()
     configs = _configs(model)
     before = [config._attn_implementation for config in configs]
 
@@ -67,7 +66,7 @@ def _is_known(name: str | None) -> bool:
     """Whether what is called under a name is the class's own or transformers' attention."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if name is None or name == OWN or name in attention.NAMES:
+    if name is None or name == OWN or name in NAMES:
         return True
     function = ALL_ATTENTION_FUNCTIONS.get(name)
     return function is None or str(getattr(function, "__module__", "")).startswith("transformers.")
@@ -84,7 +83,7 @@ def _name_everywhere(model: nn.Module, name: str) -> None:
         config._attn_implementation = name
 
 
-def is_used(model: nn.Module, name: str = attention.NAME, inputs: Mapping[str, Any] | None = None) -> bool:
+def is_used(model: nn.Module, name: str = NAME, inputs: Mapping[str, Any] | None = None) -> bool:
     """Whether a definition really calls attention through the interface; a trial call on meta tells.
 
     Some classes accept any implementation name and silently compute something else, so the name is switched
@@ -95,7 +94,7 @@ def is_used(model: nn.Module, name: str = attention.NAME, inputs: Mapping[str, A
         raise _Called
 
     try:
-        with attention.stand_in(called):
+        with stand_in(called):
             _run(_probe(model, name), inputs)
     except _Called:
         return True
@@ -124,6 +123,7 @@ def _run(probe: Any, inputs: Mapping[str, Any] | None) -> None:
 def _computes_another(model: nn.Module, name: str, inputs: Mapping[str, Any] | None) -> bool:
     """Whether a module would call a function of its class's own that is not shown to compute what ours does."""
     before = {path: getattr(module, "config", None) for path, module in model.named_modules()}
+    real = registered()
     own = {path for path, config in before.items() if getattr(config, "_attn_implementation", "") in (OWN, None)}
     if not own:
         return False
@@ -139,10 +139,10 @@ def _computes_another(model: nn.Module, name: str, inputs: Mapping[str, Any] | N
             tried[kind] = function is not None and _agree(function, module, args, kwargs)
             if not tried[kind]:
                 raise _Other
-        return attention.attention_forward(module, *args, **{**kwargs, "dropout": 0.0})
+        return real(module, *args, **{**kwargs, "dropout": 0.0})
 
     try:
-        with attention.stand_in(ours), _defaults_seen(default):
+        with stand_in(ours), _defaults_seen(default):
             _run(probe, inputs)
             longer = objective_of(probe).trial_inputs(getattr(probe, "config", None), *_SIZES[1])
             with suppress(ScheduleError):  # more than it has positions for, or not all that it is to be given
@@ -197,7 +197,7 @@ def _agree(function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...
                 found = real.run(function, *given)
             except Exception:  # of whatever kind: what can't be called so is something else
                 return False
-            expected = real.run(attention.attention_forward, *given)
+            expected = real.run(registered(), *given)
             if not all(close(one, other, _TOLERANCE) for one, other in zip(found, expected, strict=True)):
                 return False
     return True

@@ -12,7 +12,7 @@ from torch import nn
 
 from megasched.errors import Problem, ScheduleError
 from megasched.lowering.adapting import adapt_modules
-from megasched.lowering.attention_switch import switch_on
+from megasched.lowering.attention import switch_on
 from megasched.lowering.known_runs import KnownRuns, usual_length
 from megasched.lowering.plan import Plan
 from megasched.lowering.planning import make_plan

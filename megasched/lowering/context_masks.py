@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megasched.lowering.zigzag import Zigzag
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 
 Mask = torch.Tensor | None
 

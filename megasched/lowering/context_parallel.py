@@ -19,7 +19,7 @@ from megasched.lowering.attention_te import TeContext
 from megasched.lowering.context_masks import whole_sequence
 from megasched.lowering.wrap import Forward, wrap_forward
 from megasched.lowering.zigzag import Zigzag
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 from megasched.trial.recorded import LeafPath, change_leaves
 from megasched.trial.sequence_plan import SequenceRegion
 

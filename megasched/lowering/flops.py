@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megasched.experts import has_form
-from megasched.lowering import attention
+from megasched.lowering import attention_interface
 from megasched.lowering.attention_flops import attended, attention_flops
 from megasched.trial.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
 
@@ -56,7 +56,7 @@ def forward_flops(
         layers: paths of the layers.
     """
     run = _FlopRun(layers)
-    with attention.stand_in(run.attend), call_hooks(probe, run.before, run.after, run.looks_at):
+    with attention_interface.stand_in(run.attend), call_hooks(probe, run.before, run.after, run.looks_at):
         run_on_meta(probe, inputs, run)
     run.flops.after = run.outside
     return run.flops

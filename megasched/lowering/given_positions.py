@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.lowering import attention
+from megasched.lowering import attention_interface
 from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
 
 _LENGTH = 6
@@ -74,7 +74,7 @@ def _met(model: nn.Module, positions: dict[str, torch.Tensor]) -> list[tuple[str
     probe, tokens = with_values(model)
     run = ValuesRun()
     inputs = {"input_ids": tokens, "use_cache": False, **positions}
-    with attention.stand_in(_attend), call_hooks(probe):
+    with attention_interface.stand_in(_attend), call_hooks(probe):
         run_on_meta(probe, inputs, run)
     return run.met
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
-from megasched.lowering import attention
+from megasched.lowering import attention_interface
 from megasched.lowering.context_masks import packed_masks
 from megasched.lowering.given_positions import ValuesRun, with_values
 from megasched.trial.meta_call import call_hooks, run_on_meta
@@ -118,7 +118,7 @@ def _attention_calls(model: nn.Module) -> list[tuple[str, bool, bool]]:
         return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     hooks = call_hooks(probe, lambda path, *call: paths.append(path), lambda *result: paths.pop() and None)
-    with attention.stand_in(attend), hooks, packed_masks(numbers):
+    with attention_interface.stand_in(attend), hooks, packed_masks(numbers):
         run_on_meta(probe, inputs, ValuesRun())
     return found
 

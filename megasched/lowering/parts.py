@@ -8,20 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.errors import Problem
 from megasched.lowering.plan import Plan
 from megasched.lowering.wrap import Forward, wrap_forward
 from megasched.trial.parts import Part
-
-
-def check_parts(plan: Plan) -> list[Problem]:
-    """A problem for each argument of which ranks can't take equal parts."""
-    problems = []
-    for (path, slot), part in plan.derived.parts.items():
-        if part.count % plan.layout.tp:
-            what = f"TP {plan.layout.tp} does not divide the {part.count} heads or features of argument {slot!r}"
-            problems.append(Problem(what, path, remedy=f"a tensor parallel size that divides {part.count}"))
-    return problems
 
 
 def parts_of(plan: Plan, path: str) -> dict[int | str, Part]:

@@ -18,11 +18,10 @@ from megasched.lowering.block.choice import choose_blocks, mixture_problems, ove
 from megasched.lowering.fp8 import choose_fp8
 from megasched.lowering.joining import join_columns
 from megasched.lowering.known_runs import KnownRuns
-from megasched.lowering.local_attributes import check_local_attributes, sharded_attention
 from megasched.lowering.pairs import take_pairs
-from megasched.lowering.parts import check_parts
 from megasched.lowering.placing import leave_whole, place
 from megasched.lowering.plan import Plan
+from megasched.lowering.record_checks import check_local_attributes, check_sliced_args, sharded_attention
 from megasched.lowering.record_lowerings import is_lowered
 from megasched.lowering.replay import Rank
 from megasched.lowering.split_sequences import plan_context, plan_packed_rows, refuse_by_length
@@ -198,7 +197,7 @@ def _derive(
         return _with_sources(plan, error.problems)
     _mark_partial(plan, like)
     of_tp = plan.derived.problems if plan.layout.tp > 1 else []
-    found = [*problems, *of_tp, *check_parts(plan), *_experts_read_elsewhere(plan)]
+    found = [*problems, *of_tp, *check_sliced_args(plan), *_experts_read_elsewhere(plan)]
     return _with_sources(plan, found) + check_syncs(plan)
 
 

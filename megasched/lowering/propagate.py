@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem
+from megasched.lowering import attention_interface
 from megasched.lowering.joined_ways import join
 from megasched.lowering.ways import NO_OTHERS, InputsOf, Way, Ways
 from megasched.roles import Cut
@@ -152,7 +153,6 @@ def recorded_calls(model: nn.Module, run: RecordedCalls, *, takes_shards: bool, 
 
     It also stands in for the attention function, to see how many heads a module hands over.
     """
-    from megasched.lowering import attention
 
     def loss(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not takes_shards:
@@ -168,8 +168,8 @@ def recorded_calls(model: nn.Module, run: RecordedCalls, *, takes_shards: bool, 
         kwargs["dropout"] = 0.0  # drawn inside our attention function, which forks by itself
         return run.attend(real, module, query, *args, **kwargs)
 
-    real = attention.attention_forward
+    real = attention_interface.registered()
     if hasattr(model, "loss_function") and can_set_loss(model) and not own_loss:
         model.loss_function = loss
-    with attention.stand_in(attend):
+    with attention_interface.stand_in(attend):
         yield

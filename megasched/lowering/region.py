@@ -19,7 +19,7 @@ from torch import nn
 
 from megasched.graph import opaque
 from megasched.lowering.wrap import Forward, wrap_forward
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 from megasched.trial.recorded import LeafPath, change_leaves
 from megasched.trial.slot import Slot
 

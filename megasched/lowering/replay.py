@@ -7,7 +7,7 @@ such numbers; run with a rank's shapes, the code shows what it makes of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from megasched.linears import output_axis
-from megasched.lowering.local_attributes import local_count
+from megasched.lowering import attention_interface
 from megasched.roles import Cut
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 from megasched.trial.made import VIEWS
 from megasched.trial.meta_call import (
     DefaultScalars,
@@ -144,10 +144,8 @@ def replay(
     Returns:
         ``Replay.made``; None where the module does not do on a rank what it must.
     """
-    from megasched.lowering import attention
-
     run = Replay(call, tp)
-    real = attention.attention_forward
+    real = attention_interface.registered()
 
     def silently(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         run.silent += 1
@@ -175,7 +173,7 @@ def replay(
     args, kwargs = call.arguments(tp, made)
     try:
         with (
-            attention.stand_in(silently),
+            attention_interface.stand_in(silently),
             loss_function_of(module, loss) if hasattr(module, "loss_function") else nullcontext(),
             _given_by_layers(module, path, call),
             call_hooks(module, before, after),
@@ -260,3 +258,10 @@ def _local_parameters(child: nn.Module, features: int, taken: int | None) -> dic
 def join(path: str, inner: str) -> str:
     """The path of a module inside of another one."""
     return f"{path}.{inner}" if path and inner else path or inner
+
+
+def local_count(whole: int, tp: int, replicated: Iterable[int]) -> int | None:
+    """What one rank has of a count: its part, or 1 of heads that are replicated; None where it is neither."""
+    if whole % tp == 0:
+        return whole // tp
+    return 1 if whole in replicated else None

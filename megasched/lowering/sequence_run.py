@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
-from megasched.lowering import attention
+from megasched.lowering import attention_interface
 from megasched.lowering.context_masks import context_masks, whole_sequence
 from megasched.lowering.given_positions import takes_counted_positions
 from megasched.lowering.ways import NO_OTHERS, Way, Ways
 from megasched.lowering.zigzag import Zigzag
+from megasched.tensor_types import Along
 from megasched.trial.backward_code import handed_to_hooks, watched_backward
-from megasched.trial.dims import Along
 from megasched.trial.meta_call import call_hooks, meta_copy, run_on_meta, tensors_in
 from megasched.trial.recorded import change_leaves
 from megasched.trial.sequence_flow import SequenceFlow
@@ -119,11 +119,12 @@ class SequenceRun(SequenceFlow):
         for tensor in tensors_in(inputs):
             self._put(tensor, Along(1))
         zigzag = Zigzag(self.size, 0)
+        self.attention = attention_interface.registered()
         hooks = call_hooks(self.model, self.before, self.after)
         masks = context_masks(zigzag, lambda part, along: self._resized(part, along, self.size), self._mask)
         try:
             backward = watched_backward(self.custom_function, self.hooked, self.packs)
-            with attention.stand_in(self.attend), hooks, masks, backward, self.open_regions:
+            with attention_interface.stand_in(self.attend), hooks, masks, backward, self.open_regions:
                 output = run_on_meta(self.model, inputs, self, autograd=True)
         except ScheduleError as error:  # a mask for all keys, e.g., in attention code of its own
             if self.plan.problems:
@@ -261,11 +262,12 @@ class SequenceRun(SequenceFlow):
         """Attention through HF's registry gathers keys and values [b, heads, s, d] by itself."""
         if self.inside:
             with self._silently():
-                return attention.attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+                return self.attention(module, query, key, value, attention_mask, *args, **kwargs)
         for tensor in (query, key, value):
             self._take_part(tensor, "attention")
         whole = self.length * self.size
-        others = [t for n, t in kwargs.items() if n not in attention.HARMLESS and isinstance(t, torch.Tensor)]
+        harmless = attention_interface.HARMLESS
+        others = [t for n, t in kwargs.items() if n not in harmless and isinstance(t, torch.Tensor)]
         fits = attention_mask is None or (
             self.place(attention_mask) == Along(2) and attention_mask.shape[-1] == whole
         )

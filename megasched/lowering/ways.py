@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from megasched.errors import ScheduleError
-from megasched.lowering import attention
+from megasched.lowering import attention_interface
 from megasched.trial.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
 from megasched.trial.noted import NotedLines, Numbers
 from megasched.trial.recorded import LeafPath
@@ -252,7 +252,7 @@ class _WayRun(DefaultScalars):
         self.stack: list[str] = [""]
         self.too_long = False
         try:
-            with attention.stand_in(self.attend), call_hooks(model, self.before, self.after):
+            with attention_interface.stand_in(self.attend), call_hooks(model, self.before, self.after):
                 run_on_meta(model, inputs, self)
         except _TooLong:
             self.too_long = True

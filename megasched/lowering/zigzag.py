@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 
 
 @dataclass(frozen=True)

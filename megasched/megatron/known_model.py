@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError, Problem, ScheduleError
+from megasched.lowering import attention
 from megasched.lowering.known_runs import KnownRuns
 from megasched.objectives import find_objective
 from megasched.schedule import Schedule
@@ -87,7 +88,6 @@ def know_model(
         ConfigError, ScheduleError: whatever can't be used as given.
     """
     from megasched.definition import build_definition, load_config
-    from megasched.lowering import attention_switch
     from megasched.module_copy import holds_tensor
     from megasched.schedule_file import find_schedule
 
@@ -98,7 +98,7 @@ def know_model(
         what = "a function on it (its forward, or a hook) holds a parameter or a buffer, and a run has others"
         remedy = "have the function hold the module, and read the tensor off that when it runs"
         raise ScheduleError(Problem(what, path, remedy=remedy))
-    attention_switch.switch_on(definition)
+    attention.switch_on(definition)
     return KnownModel(definition, structure_of(definition), schedule, function)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from megasched.lowering.local_attributes import sharded_attention
+from megasched.lowering.record_checks import sharded_attention
 from megasched.megatron.own_loss import loss_lines
 from megasched.megatron.session import Session
 from megasched.placement import Placement

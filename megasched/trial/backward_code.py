@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from megasched.instances import close, real_tensors
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
+from megasched.trial.dims import local_shard
 from megasched.trial.library_operators import LibraryOperator
 from megasched.trial.meta_call import tensors_in
 
@@ -260,7 +261,7 @@ def _gradient_fits(want: torch.Tensor | None, cut: Along | None, found: list[tor
 
 
 def _part(leaf: Any, cut: Along | None, rank: int) -> Any:
-    return leaf if cut is None else cut.part(leaf, rank, _PARTS)
+    return leaf if cut is None else local_shard(leaf, cut, rank, _PARTS)
 
 
 def _copied(leaf: Any) -> Any:

@@ -8,60 +8,36 @@ over it) needs the whole; an operation without a rule says nothing, and is taken
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
 
+from megasched.tensor_types import ON_ALL_RANKS, Along
 from megasched.trial.meta_call import tensors_in
 from megasched.trial.op_rules import OpRule, op_rule
 from megasched.trial.operators import arguments_of
 
 
-@dataclass(frozen=True)
-class Along:
-    """How a tensor is cut.
+def local_shard(tensor: torch.Tensor, along: Along, rank: int, ranks: int) -> torch.Tensor:
+    """What one of ``ranks`` has of a tensor that is cut so; its components are not replicated.
 
-    Attributes:
-        dim: the dimension, counted from the left.
-        outer: what lies outside the cut in this dimension, where a view has merged it with others: the
-            dimension is ``outer`` times what is cut.
-        components: sizes of the packed projections that lie one after the other there, each cut on its own;
-            empty for one.
-        heads: of each component, where it has fewer than there are ranks, so that several have the same one; 0
-            where each rank has a part of its own. Empty where that holds for all.
+    Raises:
+        ValueError: it is not shared out evenly.
     """
-
-    dim: int
-    outer: int = 1
-    components: tuple[int, ...] = ()
-    heads: tuple[int, ...] = ()
-
-    def on_rank(self, size: int, tp: int) -> int:
-        """How much of a dimension of this size one of ``tp`` ranks has."""
-        lengths = self.components or (size // self.outer,)
-        parts = self.heads or (0,) * len(lengths)
-        return self.outer * sum(length // (part or tp) for length, part in zip(lengths, parts, strict=True))
-
-    def part(self, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-        """What one of ``ranks`` has of a tensor; its components are not replicated."""
-        lengths = self.components or (tensor.shape[self.dim] // self.outer,)
-        inner, places = sum(lengths), []
-        for outer in range(self.outer):
-            begin = outer * inner
-            for length in lengths:
-                size, rest = divmod(length, ranks)
-                if rest or any(self.heads):
-                    raise ValueError(f"{tuple(tensor.shape)} is not shared out evenly over {ranks}: {self}")
-                places += range(begin + rank * size, begin + (rank + 1) * size)
-                begin += length
-        return tensor.index_select(self.dim, torch.tensor(places))
-
-
-# What ``follow`` says of a component of one head: every rank has all of it.
-ON_ALL_RANKS = Along(-1)
+    lengths = along.components or (tensor.shape[along.dim] // along.outer,)
+    inner, places = sum(lengths), []
+    for outer in range(along.outer):
+        begin = outer * inner
+        for length in lengths:
+            size, rest = divmod(length, ranks)
+            if rest or any(along.heads):
+                raise ValueError(f"{tuple(tensor.shape)} is not shared out evenly over {ranks}: {along}")
+            places += range(begin + rank * size, begin + (rank + 1) * size)
+            begin += length
+    return tensor.index_select(along.dim, torch.tensor(places))
 
 
 class NeedsWhole(Exception):

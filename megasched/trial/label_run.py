@@ -15,8 +15,9 @@ from megasched.errors import Problem
 from megasched.experts import find_experts
 from megasched.lora import DROPOUT, A
 from megasched.roles import Cut
+from megasched.tensor_types import ON_ALL_RANKS, Along
 from megasched.trial.backward_code import FunctionTrials
-from megasched.trial.dims import ON_ALL_RANKS, Along, NeedsWhole, NoRule, follow
+from megasched.trial.dims import NeedsWhole, NoRule, follow
 from megasched.trial.entries import ColumnCall
 from megasched.trial.labels import Derived, Label
 from megasched.trial.meta_call import DefaultScalars, tensors_in

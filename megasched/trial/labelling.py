@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.tensor_types import Along
 from megasched.trial.backward_code import handed_to_hooks
-from megasched.trial.dims import Along
 from megasched.trial.entries import ColumnCall
 from megasched.trial.label_backward import BackwardLabels
 from megasched.trial.labels import Label

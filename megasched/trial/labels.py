@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megasched.errors import Problem
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 from megasched.trial.parts import Argument, Part
 from megasched.trial.places import Place
 from megasched.trial.recorded import LeafPath

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 from megasched.trial.labelling import Labelling
 from megasched.trial.labels import Label
 from megasched.trial.meta_call import tensors_in

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megasched.trial.dims import Along, NeedsWhole, follow
+from megasched.tensor_types import Along
+from megasched.trial.dims import NeedsWhole, follow
 
 
 class Argument(NamedTuple):

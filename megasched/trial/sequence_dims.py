@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from megasched.trial.dims import MOVES, NORMS, PRODUCTS, STAYS, VIEWS, WHOLE, Along, NeedsWhole, follow
+from megasched.tensor_types import Along
+from megasched.trial.dims import MOVES, NORMS, PRODUCTS, STAYS, VIEWS, WHOLE, NeedsWhole, follow
 from megasched.trial.op_rules import op_rule
 from megasched.trial.operators import arguments_of
 

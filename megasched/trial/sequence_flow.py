@@ -11,8 +11,8 @@ from torch import nn
 
 from megasched.errors import Problem
 from megasched.experts import find_experts
+from megasched.tensor_types import Along
 from megasched.trial.backward_code import Function, FunctionTrials
-from megasched.trial.dims import Along
 from megasched.trial.meta_call import DefaultScalars, tensors_in
 from megasched.trial.sequence_dims import CONSTANTS, follow_sequence
 from megasched.trial.sequence_plan import SequencePlan

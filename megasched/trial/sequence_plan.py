@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megasched.errors import Problem
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 from megasched.trial.recorded import LeafPath
 
 

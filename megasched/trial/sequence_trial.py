@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 
 REMEDY = "run it without --context-parallel-size"
 # Module path, operation, and the numbers it got beside tensors.

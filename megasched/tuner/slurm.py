@@ -34,7 +34,7 @@ class SlurmRunner(CommandRunner):
         path.unlink(missing_ok=True)
         submitted = slurm.submit(["--parsable", "--output", str(path), *self.words(point)], remedy=REMEDY)
         if submitted.status:
-            raise ConfigError(f"sbatch failed: {submitted.told}")
+            raise ConfigError(f"sbatch failed: {submitted.message}")
         job = slurm.job_id(submitted)
         try:
             state, status = self._wait(job)

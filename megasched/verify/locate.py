@@ -11,7 +11,7 @@ import torch
 
 from megasched.lowering.zigzag import Zigzag
 from megasched.placement import Placement
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 from megasched.verify.causes import usual_cause
 from megasched.verify.guilt import Call
 from megasched.verify.matching import COPIES, Match, match, relation

@@ -14,6 +14,7 @@ from megasched.errors import ConfigError, ScheduleError
 from megasched.inference.adapter_source import adapter_expression, write_source
 from megasched.inference.globs import fold_paths
 from megasched.inference.proposal import Proposal, found_roles, propose
+from megasched.lowering import attention
 from megasched.roles import ROLES, Roles
 from megasched.verify.parity import Outcome, check_layout
 
@@ -114,10 +115,9 @@ def new_adapter(
 
 def _definition(config: Any, trust_remote_code: bool) -> nn.Module:
     from megasched.definition import build_definition
-    from megasched.lowering import attention_switch
 
     model = build_definition(config, trust_remote_code=trust_remote_code)
-    attention_switch.switch_on(model)
+    attention.switch_on(model)
     return model
 
 

@@ -85,27 +85,28 @@ FLOOR_OF = {
 } | {
     f"{folder}/{name}.py": floor
     for (folder, floor), names in {
-        ("megasched", "ground"): "collector config_file errors files imports",
+        ("megasched", "ground"): "collector config_check config_file errors files imports json_output slurm",
         ("megasched", "language"): (
-            "layout lora module_copy overrides records registry roles schedule schedule_file undisturbed"
+            "layout lora module_copy overrides records registry roles schedule schedule_file tensor_types "
+            "undisturbed"
         ),
-        ("megasched", "definition"): "definition embeddings experts instances linears",
+        ("megasched", "definition"): "definition embeddings expert_trials experts instances linears",
+        ("megasched/weights", "ground"): "tracker",
+        ("megasched/verify", "definition"): "quirks shrink small_models",
         ("megasched", "plan"): "assembly indices placement",
-        ("megasched", "analysis"): "expert_trials",
         ("megasched", "lowering"): "library",
         ("megasched", "trace"): "timeline",
-        ("megasched", "trainer"): "certificate compatibility config_check",
-        ("megasched", "launch"): "slurm",
+        ("megasched", "trainer"): "certificate compatibility",
         ("megasched", "cli"): (
-            "__init__ __main__ cli cli_check cli_inspect cli_launch cli_options cli_search cli_weights json_output"
+            "__init__ __main__ cli cli_check cli_inspect cli_launch cli_options cli_search cli_weights"
         ),
-        ("megasched/lowering", "definition"): "attention_switch context_masks zigzag",
+        ("megasched/lowering", "definition"): "attention_interface context_masks zigzag",
         ("megasched/lowering", "analysis"): (
-            "attention_flops flops given_positions gradient_scale joined_ways known_runs later_calls "
-            "packed_plan propagate replay sequence_run size_check ways"
+            "attention_flops attention_switch flops given_positions gradient_scale joined_ways known_runs "
+            "later_calls packed_plan propagate replay sequence_run size_check ways"
         ),
         ("megasched/lowering", "plan"): (
-            "fp8 joining pairs placing plan planning replicated_heads split_sequences sync unmet"
+            "fp8 joining pairs placing plan planning record_checks replicated_heads split_sequences sync unmet"
         ),
         ("megasched/lowering/block", "plan"): "choice parameters reasons",
         ("megasched/lowering", "lowering"): (

@@ -9,7 +9,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from megasched.definition import build_definition
 from megasched.inference.infer import infer_roles
-from megasched.lowering import attention_switch
+from megasched.lowering import attention
 from megasched.model_adapters.generic import read_plan
 from megasched.roles import Roles
 from megasched.trial.structure import structure_of
@@ -20,7 +20,7 @@ def inferred(model_type, tp=2, **changes):
     config = small_config(model_type)
     vars(config).update(changes)
     model = build_definition(config)
-    attention_switch.switch_on(model)
+    attention.switch_on(model)
     return model, infer_roles(model, read_plan(model), structure_of(model), tp=tp)
 
 

@@ -14,8 +14,8 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
 from megasched.errors import MegaschedError
-from megasched.lowering.attention import EAGER_MASK, NAME, attention_forward
-from megasched.lowering.attention_switch import switch_on
+from megasched.lowering.attention import attention_forward, switch_on
+from megasched.lowering.attention_interface import EAGER_MASK, NAME
 from tests.lowering.models import tiny_model
 
 

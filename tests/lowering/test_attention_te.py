@@ -18,7 +18,7 @@ from megasched.lowering import attention, attention_te
 from megasched.lowering.attention import AttentionSettings, attention_forward
 from megasched.lowering.packed import packed_mask
 from megasched.lowering.zigzag import Zigzag
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 
 
 class StandIn:

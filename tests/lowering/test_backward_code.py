@@ -9,8 +9,8 @@ from megasched.errors import ScheduleError
 from megasched.layout import Layout
 from megasched.lowering.planning import make_plan
 from megasched.schedule import create_schedule
+from megasched.tensor_types import Along
 from megasched.trial.backward_code import FunctionTrials
-from megasched.trial.dims import Along
 from megasched.verify.rank_pool import init_megatron
 from tests.lowering.models import Mlp, randomize
 from tests.lowering.parity import compare, scheduled_copy, too_far

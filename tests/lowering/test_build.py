@@ -9,7 +9,7 @@ from torch import nn
 import megasched
 from megasched import Layout, ScheduleError
 from megasched.definition import build_definition, init_empty_weights
-from megasched.lowering import attention
+from megasched.lowering import attention_interface
 from megasched.model_adapters.default_schedule import schedule as default_schedule
 from megasched.verify.rank_pool import init_megatron
 from megasched.weights.random_init import RandomInit
@@ -206,12 +206,12 @@ def test_attention_is_exchanged_only_where_it_is_called():
     sch = megasched.create_schedule(model)
     auto(sch)
     megasched.build(sch)
-    assert model.config._attn_implementation == attention.NAME
+    assert model.config._attn_implementation == attention_interface.NAME
     untouched = tiny_model("llama")  # nothing is cut
     sch = megasched.create_schedule(untouched)
     sch["model.layers.0"].checkpoint()
     megasched.build(sch)
-    assert untouched.config._attn_implementation == attention.NAME  # as in a training run
+    assert untouched.config._attn_implementation == attention_interface.NAME  # as in a training run
 
 
 def _library_door():

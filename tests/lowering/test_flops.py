@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 from megasched.definition import build_definition
-from megasched.lowering import attention_switch
+from megasched.lowering import attention
 from megasched.lowering.attention_flops import attended
 from megasched.lowering.flops import forward_flops
 from megasched.trial.meta_call import meta_copy, token_inputs
@@ -22,7 +22,7 @@ def counted(model_type, paths=LAYERS, **changes):
     for name, value in changes.items():
         setattr(config, name, value)
     model = build_definition(config)
-    attention_switch.switch_on(model)
+    attention.switch_on(model)
     inputs = {"input_ids": token_inputs(BATCH, LENGTH)["input_ids"]}
     return config, forward_flops(meta_copy(model), inputs, paths)
 

@@ -6,7 +6,7 @@ import torch
 import megasched
 from megasched.errors import ConfigError, ScheduleError
 from megasched.layout import Fp8, Layout
-from megasched.lowering import attention
+from megasched.lowering import attention, attention_interface
 from megasched.lowering.fp8 import left_in_16_bits
 from megasched.lowering.planning import make_plan
 from megasched.model_adapters.default_schedule import schedule as default
@@ -21,7 +21,7 @@ def plan(*args, **options):
 def model_and_plan(family="llama", fp8="tensorwise", tp=1, start=0, end=0, **changes):
     model = tiny_model(family, **{"hidden_size": 64, "intermediate_size": 96, **changes})
     attention.register()
-    model.config._attn_implementation = attention.NAME
+    model.config._attn_implementation = attention_interface.NAME
     asked = Fp8(fp8_recipe=fp8, num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end)
     layout = Layout(tensor_model_parallel_size=tp, fp8=asked)
     sch = megasched.create_schedule(model, layout, roles_of(model))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megasched import patches
-from megasched.lowering import attention_switch, known_runs
+from megasched.lowering import attention, known_runs
 from megasched.lowering.known_runs import KnownRuns
 from megasched.lowering.ways import NO_OTHERS
 from megasched.trial.structure import find_structure
@@ -16,7 +16,7 @@ from tests.lowering.models import tiny_model
 def llama():
     patches.apply("zigzag_positions")
     model = tiny_model("llama")
-    attention_switch.switch_on(model)
+    attention.switch_on(model)
     yield model, find_structure(model)
     patches.undo("zigzag_positions")
 

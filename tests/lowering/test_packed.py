@@ -9,7 +9,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megasched.definition import build_definition
 from megasched.errors import ConfigError, ScheduleError
 from megasched.layout import Layout
-from megasched.lowering import attention_switch
+from megasched.lowering import attention
 from megasched.lowering.known_runs import KnownRuns
 from megasched.lowering.packed import PackedRows, is_packed_mask, packed_mask
 from megasched.lowering.packed_plan import one_sequence_a_row, plan_packed
@@ -62,7 +62,7 @@ def test_what_is_not_as_megatrons_data_set_says_it_is_refused():
 
 def plan_of(model_type):
     model = build_definition(small_config(model_type))
-    attention_switch.switch_on(model)
+    attention.switch_on(model)
     structure = find_structure(model)
     with one_sequence_a_row():
         sequence = KnownRuns().plan_sequence(model, structure, 2, lambda path: "")
@@ -109,7 +109,7 @@ def test_megatrons_attention_and_sequence_parallelism_take_one_row(where):
 
     def plan(micro_batch_size):
         model = build_definition(tiny.config("llama"))
-        attention_switch.switch_on(model)
+        attention.switch_on(model)
         layout = Layout(
             tensor_model_parallel_size=2,
             sequence_parallel=True,

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from megasched import Layout
-from megasched.lowering.parts import check_parts, parts_of, take_parts
+from megasched.lowering.parts import parts_of, take_parts
 from megasched.lowering.plan import Plan
+from megasched.lowering.record_checks import check_sliced_args
 from megasched.trial.parts import Argument, Part
 
 
@@ -42,7 +43,7 @@ def test_a_rank_gets_its_own_heads(batch, rank):
 def test_heads_that_tp_does_not_divide_are_a_problem():
     plan = Plan(Layout(tensor_model_parallel_size=3), [])
     plan.derived.parts = {Argument("attn", "alibi"): Part(0, 4), Argument("other", 1): Part(0, 6)}
-    (problem,) = check_parts(plan)
+    (problem,) = check_sliced_args(plan)
     assert (problem.module, problem.what) == (
         "attn",
         "TP 3 does not divide the 4 heads or features of argument 'alibi'",

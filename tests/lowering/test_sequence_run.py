@@ -9,7 +9,7 @@ from torch import nn
 from megasched import patches
 from megasched.lowering import sequence_run
 from megasched.lowering.sequence_run import plan_sequence
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 from megasched.trial.structure import find_structure
 from tests.lowering.models import tiny_model
 
@@ -22,9 +22,9 @@ def one_sequence_a_row():
 
 
 def plan(model, refuse=lambda path: ""):
-    from megasched.lowering import attention_switch
+    from megasched.lowering import attention
 
-    attention_switch.switch_on(model)
+    attention.switch_on(model)
     return plan_sequence(model, find_structure(model), 2, refuse)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megasched.lowering.zigzag import Zigzag, causal_mask
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 
 
 @pytest.mark.parametrize(("size", "rank", "places"), [(2, 0, [0, 1, 6, 7]), (2, 1, [2, 3, 4, 5]), (4, 3, [3, 4])])

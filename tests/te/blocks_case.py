@@ -46,7 +46,7 @@ def compare(family: str) -> dict[str, Any]:
 
     import megasched
     from megasched.inference.infer import infer_roles
-    from megasched.lowering import attention_switch
+    from megasched.lowering import attention
     from megasched.lowering.block import attention as self_attention
     from megasched.lowering.block import layer as whole_layer
     from megasched.lowering.block import mixture, mlp
@@ -63,7 +63,7 @@ def compare(family: str) -> dict[str, Any]:
     family, _, name = family.partition(":")
     model = _model(family)
     model.config.use_cache = False
-    attention_switch.switch_on(model)
+    attention.switch_on(model)
     structure = find_structure(model)
     roles = infer_roles(model, roles_of(model), structure, tp=1)
     sch = megasched.create_schedule(model, roles=roles)

@@ -129,7 +129,7 @@ def build(
     import megasched
     from megasched.definition import build_definition
     from megasched.layout import Fp8, Layout
-    from megasched.lowering import attention
+    from megasched.lowering import attention_interface
     from megasched.lowering.planning import make_plan
     from megasched.megatron.scheduled_model import ScheduledModel
     from megasched.megatron.stage import Stage
@@ -142,7 +142,7 @@ def build(
     small = {"n_embd": 64} if family == "gpt2" else SIZES
     hf = tiny.config(family, **{**{k: v for k, v in small.items() if k in tiny.FAMILIES[family]}, **changes})
     definition = build_definition(hf)
-    definition.config._attn_implementation = attention.NAME
+    definition.config._attn_implementation = attention_interface.NAME
     layout = Layout(
         tensor_model_parallel_size=world,
         sequence_parallel=sequence_parallel,

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from megasched.trial.dims import ON_ALL_RANKS, Along
+from megasched.tensor_types import ON_ALL_RANKS, Along
 from megasched.trial.label_run import LabelRun
 from megasched.trial.labels import Label
 from megasched.trial.meta_call import run_on_meta, tensors_in

@@ -5,7 +5,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megasched.trial.dims import ON_ALL_RANKS, Along, NeedsWhole, NoRule, follow
+from megasched.tensor_types import ON_ALL_RANKS, Along
+from megasched.trial.dims import NeedsWhole, NoRule, follow
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 

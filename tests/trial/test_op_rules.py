@@ -9,8 +9,9 @@ from megasched.errors import ConfigError
 from megasched.layout import Layout
 from megasched.lowering.planning import make_plan
 from megasched.megatron.decisions import without_rule
+from megasched.tensor_types import Along
 from megasched.trial import op_rules
-from megasched.trial.dims import Along, NeedsWhole, follow
+from megasched.trial.dims import NeedsWhole, follow
 
 OPERATOR = "test_op_rules::scale"
 

@@ -6,9 +6,9 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from megasched.lowering import attention
+from megasched.lowering import attention_interface
 from megasched.lowering.propagate import propagate
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 from megasched.trial.meta_call import meta_copy
 from megasched.trial.parts import Argument, Part, Parts
 from megasched.trial.structure import find_structure
@@ -84,7 +84,7 @@ def merged(heads, bias):
 
 def attend(*operands, **options):
     """As definitions call it that leave attention to the interface."""
-    return ALL_ATTENTION_FUNCTIONS[attention.NAME](*operands, **options)
+    return ALL_ATTENTION_FUNCTIONS[attention_interface.NAME](*operands, **options)
 
 
 CASES = {

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from megasched.definition import build_definition
 from megasched.errors import ConfigError
-from megasched.lowering import attention_switch
+from megasched.lowering import attention
 from megasched.model_adapters.registry import load_adapter
 from megasched.verify import new_adapter as module
 from megasched.verify.new_adapter import new_adapter, unusual_calls, write_new
@@ -96,7 +96,7 @@ def test_the_adapter_says_of_another_size_what_is_found_there(family, tmp_path):
     file = tmp_path / "adapter.py"
     file.write_text(proposed(family, tmp_path).source)
     small = build_definition(small_config(family))
-    attention_switch.switch_on(small)
+    attention.switch_on(small)
     bound, wanted = load_adapter(file).bind(small), found_roles(small)
     assert bound.local_attributes == wanted.local_attributes
     cuts = {path: ROLES[role] for path, role in bound.role.items()}

@@ -10,7 +10,7 @@ from torch import nn
 
 from megasched.lowering.context_parallel import ContextParallel
 from megasched.roles import Attention
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 
 # (length, device) -> rotary angles [s, 1, 1, d], float32
 Angles = Callable[[int, torch.device], torch.Tensor]

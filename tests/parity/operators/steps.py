@@ -16,7 +16,7 @@ from megasched.errors import MegaschedError
 from megasched.layout import Layout
 from megasched.lowering.zigzag import Zigzag
 from megasched.placement import Placement
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 from megasched.verify.parity import MOST_ROUNDING
 from megasched.verify.rank_pool import init_megatron
 from tests.parity.operators.cases import Case, cases_of
@@ -140,7 +140,7 @@ def _scheduled(model: Model, layout: Layout, dtype: torch.dtype = torch.float32)
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megasched.lowering import attention_switch
+    from megasched.lowering import attention
     from megasched.megatron.known_model import KnownModel
     from megasched.megatron.scheduled_model import ScheduledModel
     from megasched.megatron.session import Session
@@ -148,7 +148,7 @@ def _scheduled(model: Model, layout: Layout, dtype: torch.dtype = torch.float32)
     from megasched.trial.structure import structure_of
 
     definition = model.on_meta(dtype)
-    attention_switch.switch_on(definition)
+    attention.switch_on(definition)
     structure = structure_of(definition)
     known = KnownModel(definition, structure, "by hand", _pairs)
     session = Session(definition, known.apply(layout), definition, {}, layout.tp, known, structure)

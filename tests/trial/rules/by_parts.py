@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from megasched.trial.dims import ON_ALL_RANKS, Along, NeedsWhole
+from megasched.tensor_types import ON_ALL_RANKS, Along
+from megasched.trial.dims import NeedsWhole
 
 # (operator, arguments, keyword arguments, outputs, how a tensor is cut) -> how each output is cut
 Rule = Callable[..., list[Along | None]]

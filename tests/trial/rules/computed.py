@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 from tests.trial.rules.by_parts import Example
 from tests.trial.rules.tensors import Cut, aten, beside, cuts, numbers, one_dim, some, unary
 

@@ -10,7 +10,7 @@ from hypothesis import reject
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from megasched.trial.dims import ON_ALL_RANKS, Along
+from megasched.tensor_types import ON_ALL_RANKS, Along
 from tests.trial.rules.by_parts import Example
 from tests.trial.rules.tensors import Cut, aten, beside, cuts, numbers, one_dim, places, resized, some, unary
 

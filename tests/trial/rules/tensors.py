@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from megasched.trial.dims import Along
+from megasched.tensor_types import Along
 from tests.trial.rules.by_parts import Example
 
 aten = torch.ops.aten

@@ -19,7 +19,8 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
-from megasched.trial.dims import Along, follow
+from megasched.tensor_types import Along
+from megasched.trial.dims import follow
 from tests.trial.rules.by_parts import Example, answer, part_of
 from tests.trial.rules.computed import pointwise, pointwise_overloads
 from tests.trial.rules.examples import EXAMPLES
