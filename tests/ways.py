@@ -149,6 +149,13 @@ BY_LENGTH = {
     "another made of it": mlp("h = h / x.new_tensor(x.shape[1])"),
     "a tensor by it": mlp("h = h / (torch.ones(1) * x.shape[1])"),
     "zeros as long": mlp("h = h + torch.zeros(x.shape[1], 1)"),
+    "as many ones more": mlp(
+        "b, s, f = h.shape\nh = h + torch.cat([h, torch.ones(b, x.shape[1], f)], 1).mean(1, keepdim=True)"
+    ),
+    "a table of it": mlp(
+        "b, s, f = h.shape\ntable = torch.zeros(b * x.shape[1], f)\n"
+        "h = table.index_add(0, torch.arange(b * s), h.reshape(-1, f)).view(b, s, f)"
+    ),
     "numbers drawn for it": mlp(
         "own = torch.Generator().manual_seed(0)\nh = h * torch.rand(x.shape[1], 1, generator=own)"
     ),

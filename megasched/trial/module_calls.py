@@ -103,9 +103,16 @@ class ModuleCall:
 
 @dataclass
 class _Open:
-    """A call that has not ended: its arguments, and what it has done so far, as ``ModuleCall`` has it."""
+    """A call that has not ended: its arguments, and what it has done so far, as ``ModuleCall`` has it.
+
+    Attributes:
+        long: ids of tensors that it made of nothing, as long as a sequence.
+        meets_long: it did something with one of these and with activations.
+    """
 
     arguments: tuple[Any, Any]
+    long: set[int] = field(default_factory=set)
+    meets_long: bool = False
     columns: set[str] = field(default_factory=set)
     results: list[Placed | None] = field(default_factory=list)
     numbers: list[tuple[float, ...]] = field(default_factory=list)
@@ -129,6 +136,8 @@ class RecordedCalls(Labelling):
 
     def after(self, path: str, module: nn.Module, output: Any) -> Any:
         call = self.open.pop()
+        if call.meets_long and call.columns and self.sequence_parallel:
+            self._read_whole_length()
         if call.columns and path not in self.derived.calls:
             placed = lambda tensor: Argument(tensor, self._placed(tensor))  # noqa: E731
             args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, placed, call.arguments)
@@ -162,10 +171,28 @@ class RecordedCalls(Labelling):
 
     def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = super().carry_out(func, args, kwargs)
+        if self.open and not self.silent:
+            self._follow_long(self.open[-1], tensors_in((args, kwargs)), tensors_in(output))
         if self.open and not self.silent and func not in SAME:
             self.open[-1].results += [self._placed(tensor) for tensor in tensors_in(output)]
             self.open[-1].numbers += numbers_of(func, args, kwargs)
         return output
+
+    def _follow_long(self, call: _Open, operands: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        made = {id(tensor) for tensor in operands} & call.long
+        if any(self.label(tensor).active for tensor in operands):
+            call.meets_long = call.meets_long or bool(made)
+        elif made or not operands:
+            call.long.update(id(tensor) for tensor in outputs if self.tokens[-1] in tensor.shape)
+
+    def _read_whole_length(self) -> None:
+        """The length was read off what the module is handed, or off what a column gave: under sequence parallelism
+        these are two, but for a region, which the whole sequence comes into."""
+        if not self._want_region() and self._around() not in self.regions:
+            self._problem(
+                "makes something as long as the sequence, for what columns give, or for a part of it",
+                "switch sequence parallelism off for this architecture",
+            )
 
     def numbers_given(self, values: Any) -> None:
         """See ``DefaultScalars``."""

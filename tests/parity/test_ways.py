@@ -31,6 +31,8 @@ def outcome_of(ranks, tmp_path, name, layout):
         ("a tensor made of a width", "tp2"),
         ("an end of a width", "tp2"),
         ("a backward by it", "tp2-sp"),
+        ("zeros as long", "tp2-sp"),
+        ("as many ones more", "tp2-sp"),
     ],
 )
 def test_it_is_equal(ranks, tmp_path, name, layout):
