@@ -173,7 +173,6 @@ def test_what_only_another_way_needs_whole_is_gathered(name, tmp_path):
         ("an early exit if long", "sp2", "whether it runs goes by the length of the sequence"),
         ("a number of the ids", "cp2", "it needs the whole sequence"),
         ("size", "sp2", "sequence parallelism: div.Tensor goes by the length of the sequence"),
-        ("places of another length", "sp2", "sequence parallelism: arange goes by the length of the sequence"),
         ("chunks", "sp2", "sequence parallelism: split.Tensor goes by the length of the sequence"),
         ("a sum of ones", "sp2", "sequence parallelism: ones goes by the length of the sequence"),
         ("a tensor of the size", "sp2", "sequence parallelism: full goes by the length of the sequence"),
@@ -196,6 +195,12 @@ def test_what_no_rank_could_know_is_refused(name, layout, words, tmp_path):
 def test_modules_that_ask_of_a_part_of_a_sequence_get_it_whole(name, tmp_path):
     plan = planned(tmp_path, BY_VALUES[name], "cp2")
     assert set(plan.sequence.regions) == {f"model.layers.{index}.mlp" for index in range(4)}
+
+
+@pytest.mark.parametrize("name", ["places of another length", "zeros as long", "a table of it"])
+def test_modules_that_make_something_as_long_get_the_sequence_whole(name, tmp_path):
+    plan = planned(tmp_path, BY_LENGTH[name], "sp2")
+    assert {f"model.layers.{index}.mlp" for index in range(4)} <= set(plan.derived.regions)
 
 
 def test_checks_of_the_ids_are_no_hindrance(tmp_path):
