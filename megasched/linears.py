@@ -14,11 +14,19 @@ if TYPE_CHECKING:
 # Sizes of the small copy that is tried: features of input and output.
 _INPUTS, _OUTPUTS = 7, 5
 _TRIED: dict[Any, bool] = {}
+_PLAIN = (type(None), bool, int, float, str)
 
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether it is HF's ``Conv1D``, a linear that keeps its weight as [in, out]."""
     return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a definition's code may read of an instance beside its tensors: sizes, which mean the whole; marks."""
+    return {
+        name: value for name, value in vars(module).items() if not name.startswith("_") and type(value) in _PLAIN
+    }
 
 
 def output_axis(module: nn.Module) -> int:

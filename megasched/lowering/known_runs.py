@@ -5,7 +5,7 @@ Plans of several layouts ask the same things: a linear is cut alike over 2 ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from megasched.lowering.propagate import propagate
 from megasched.lowering.replay import Rank
 from megasched.lowering.sequence_run import plan_sequence
 from megasched.lowering.size_check import columns_of_unproven_sizes
+from megasched.lowering.stand_ins import sizes_read, why_seen
 from megasched.lowering.ways import Gathered, InputsOf, Ways, find_ways, numbers_at, what_goes_by_length
 from megasched.objectives import objective_of
 from megasched.roles import Cut
@@ -53,6 +54,8 @@ class KnownRuns:
         self._ways: Ways | None = None
         self._not_alike: list[Problem] | None = None
         self._by_scale: list[Problem] | None = None
+        self._seen: dict[Hashable, list[Problem]] = {}
+        self._sizes_read: dict[Hashable, set[str]] = {}
         self._numbers: dict[Hashable, list[Numbers]] = {}
         self._derived: dict[Hashable, Derived] = {}
         # Ranks -> plans, each with the answers of ``refuse_region`` on which it rests.
@@ -97,6 +100,27 @@ class KnownRuns:
             problem = why_not_alike(model, inputs)
             self._not_alike = [] if problem is None else [problem]
         return self._not_alike
+
+    @collector_paused()
+    def why_seen(
+        self, model: nn.Module, inputs: Mapping[str, Any], replaced: Collection[str], *, regions: bool
+    ) -> list[Problem]:
+        """As ``stand_ins.why_seen`` does; empty where nothing is seen."""
+        key = regions, *replaced
+        if key not in self._seen:
+            problem = why_seen(model, inputs, replaced, regions=regions)
+            self._seen[key] = [] if problem is None else [problem]
+        return self._seen[key]
+
+    @collector_paused()
+    def sizes_read(
+        self, model: nn.Module, inputs: Mapping[str, Any], shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
+    ) -> set[str]:
+        """As ``stand_ins.sizes_read`` does."""
+        key = tuple((path, *sizes.items()) for path, sizes in shapes.items())
+        if key not in self._sizes_read:
+            self._sizes_read[key] = sizes_read(model, inputs, shapes)
+        return self._sizes_read[key]
 
     def why_by_scale(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[Problem]:
         """As ``gradient_scale.why_by_scale`` does; empty where nothing goes by how large a gradient is."""

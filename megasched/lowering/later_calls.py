@@ -6,10 +6,11 @@ are taken from the first batch, layers that are skipped each second time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
@@ -25,7 +26,8 @@ _CALLS = 4
 _FAR = (9_999, 1_000_003)
 _REMEDY = "run it at one rank, or have the code do the same in every call"
 
-type _Done = tuple[Any, ...]
+type Done = tuple[Any, ...]
+type Check = Callable[[list[torch.Tensor]], None]
 
 
 def why_not_alike(model: nn.Module, inputs: Mapping[str, Any]) -> Problem | None:
@@ -66,13 +68,13 @@ def _traces(probe: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[str], set
 def _other_in_a_later_call(probe: nn.Module, inputs: Mapping[str, Any]) -> str | None:
     """Path of a module that does something else in a later call than in the first; None if none does."""
     with undisturbed(probe):
-        first = _done(probe, inputs)
+        first = traced_call(probe, inputs)
         for _ in _later(probe):
             try:
-                later = _done(probe, inputs)
+                later = traced_call(probe, inputs)
             except ScheduleError as error:
                 return error.problems[0].module
-            if (path := _differing(first, later)) is not None:
+            if (path := differing(first, later)) is not None:
                 return path
     return None
 
@@ -90,16 +92,20 @@ def _later(probe: nn.Module) -> Iterator[None]:
         yield
 
 
-class _Run(DefaultScalars):
+class CallTrace(DefaultScalars):
     """A forward.
+
+    Args:
+        check: called with the tensors that an operation takes, before it is done.
 
     Attributes:
         done: of operations on the model's tensors: module, lines of the code, operation, numbers, shapes.
     """
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], check: Check = lambda tensors: None) -> None:
         super().__init__()
-        self.done: list[_Done] = []
+        self._check = check
+        self.done: list[Done] = []
         self._running: list[str] = []
         self._noted = NotedLines()
         self._noted.note_model(model, inputs)
@@ -111,6 +117,7 @@ class _Run(DefaultScalars):
         self._running.pop()
 
     def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check(tensors_in((args, kwargs)))
         output = super().carry_out(func, args, kwargs)
         path = self._running[-1] if self._running else ""
         lines = self._noted.note(path, func, args, kwargs, output)
@@ -120,14 +127,15 @@ class _Run(DefaultScalars):
         return output
 
 
-def _done(probe: nn.Module, inputs: Mapping[str, Any]) -> list[_Done]:
-    run = _Run(probe, inputs)
+def traced_call(probe: nn.Module, inputs: Mapping[str, Any], check: Check = lambda tensors: None) -> list[Done]:
+    """What a call does; of a ``meta_copy``, whose code keeps what it leaves."""
+    run = CallTrace(probe, inputs, check)
     with call_hooks(probe, run.before, run.after):
         run_on_meta(probe, inputs, run, leaves_traces=True)
     return run.done
 
 
-def _differing(first: list[_Done], later: list[_Done]) -> str | None:
+def differing(first: list[Done], later: list[Done]) -> str | None:
     """Path of a module that did something else; None if none did. A call may put modules in the place of others,
     which have no names in it."""
     for one, other in zip_longest(first, later):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.linears import plain_attributes
 from megasched.lora import DROPOUT
 from megasched.lowering.annotations import carried_annotations
 from megasched.lowering.attention import AttentionSettings
@@ -42,9 +43,6 @@ from megasched.lowering.wrap import draw_forked
 from megasched.roles import Attention, Block, Mixture
 from megasched.schedule import Schedule
 from megasched.trial.labels import Region
-
-# What definitions read of linears and embeddings; they mean the whole.
-SIZES = ("in_features", "out_features", "nx", "nf", "num_embeddings", "embedding_dim")
 
 
 def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
@@ -171,9 +169,9 @@ def _lower_cut(path: str, module: nn.Module, context: Context, entered: bool) ->
         lowered = lower_te_linear(path, module, context, entered=entered)
     else:
         lowered = lower_linear(path, module, context, entered=entered)
-    for name in SIZES:
-        if hasattr(module, name) and not hasattr(lowered, name):
-            setattr(lowered, name, getattr(module, name))
+    for name, value in plain_attributes(module).items():
+        if not hasattr(lowered, name):
+            setattr(lowered, name, value)
     carry_hooks(module, lowered)
     for name, child in module.named_children():  # of an adapter
         lowered.add_module(name, child)

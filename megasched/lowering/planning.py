@@ -189,7 +189,10 @@ def _derive(
             problems = _settle_gathered(plan)
             like, unknown = like_those_met(plan, model, inputs)
             problems += [*unknown, *refuse_by_length(plan, model, runs)]
-        if inputs is not None and plan.layout.world_size > 1:
+        several = plan.layout.world_size > 1
+        if inputs is not None and (plan.cuts or causal_lm or several):
+            problems += runs.why_seen(model, inputs, plan.cuts, regions=several)
+        if inputs is not None and several:
             problems += runs.why_not_alike(model, inputs)
         if inputs is not None and max(plan.layout.data_parallel_size, plan.layout.cp) > 1:
             problems += runs.why_by_scale(model, inputs)
@@ -234,8 +237,25 @@ def _propagate(
             continue
         unproven = _unproven_sizes(plan, runs, asked, roles) - plan.derived.gather
         if not unproven:
-            return
-        gather |= unproven
+            read = runs.sizes_read(model, inputs, _sizes_on_a_rank(plan))
+            if not read:
+                return
+            leave_whole(
+                plan, dict.fromkeys(sorted(read), "code other than its own goes by the size of its weight")
+            )
+        gather = frozenset(path for path in gather | unproven if path in plan.cuts)
+
+
+def _sizes_on_a_rank(plan: Plan) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Linears and embeddings of which a rank has other sizes -> name of a parameter -> its shape there."""
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for path in plan.cuts:
+        for name in ("weight", "bias"):
+            canonical = plan.canonical.get(f"{path}.{name}" if path else name)
+            placement = None if canonical is None else plan.placements[canonical]
+            if placement is not None and (shape := placement.local_shape(plan.layout.tp)) != placement.shape:
+                shapes.setdefault(path, {})[name] = shape
+    return shapes
 
 
 def _why_whole(reader: str) -> str:

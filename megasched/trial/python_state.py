@@ -89,7 +89,7 @@ class State:
             self.generators.add(name)
         elif id(value) not in self._seen and depth < _DEEPEST:
             self._seen.add(id(value))
-            for key, item, inner in _inside(value):
+            for key, item, inner in inside(value):
                 self._take(f"{name}{key}", item, inner, depth + 1)
             if isinstance(value, Iterable) and hasattr(value, "__len__"):
                 self.values[f"len({name})"] = len(value)  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def _of_generator(value: Any) -> Hashable | None:
     return None
 
 
-def _inside(value: Any) -> Iterator[tuple[str, Any, Spot]]:
+def inside(value: Any) -> Iterator[tuple[str, Any, Spot]]:
     """What a value holds: how the code would go on to write it, the item, and where that is."""
     if isinstance(value, _MAPS):
         for key, item in list(value.items()):

@@ -103,7 +103,7 @@ FLOOR_OF = {
         ("megasched/lowering", "definition"): "attention_interface context_masks zigzag",
         ("megasched/lowering", "analysis"): (
             "attention_flops attention_switch flops given_positions gradient_scale joined_ways known_runs "
-            "later_calls packed_plan propagate replay sequence_run size_check ways"
+            "later_calls packed_plan propagate replay sequence_run size_check stand_ins ways"
         ),
         ("megasched/lowering", "plan"): (
             "fp8 joining pairs placing plan planning record_checks replicated_heads split_sequences sync unmet"
