@@ -14,6 +14,7 @@ import torch
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.trial.loss_trial import IGNORED, OwnLabels
 from megasched.trial.own_loss import why_another_at
+from megasched.undisturbed import undisturbed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -145,7 +146,9 @@ def refuse_loss_of_batches(model: Any, structure: Structure | None, sizes: Itera
     if structure is None or structure.loss.another:
         return
     for batch, length in dict.fromkeys(sizes):
-        if why := why_another_at(model, structure, batch, length):
+        with undisturbed(model):
+            why = why_another_at(model, structure, batch, length)
+        if why:
             what = f"for {batch} x {length} tokens {why}; "
             what += "a run computes the cross entropy of each label in its place"
             raise ScheduleError(Problem(what, remedy=REMEDY))
