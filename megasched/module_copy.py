@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.errors import MegaschedError, Problem, ScheduleError
+
 _PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}
 _OF_EVERY_MODULE = vars(nn.Module()).keys()  # mostly hooks, of which there are none
 _FUNCTIONS = (FunctionType, MethodType, partial)
+_OF_TORCH = ("torch.", "transformers.", "megatron.")
 
 
 def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
@@ -30,7 +33,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
     if id(module) in memo:
         return memo[id(module)]
     kind = type(module)
-    if hasattr(kind, "__deepcopy__") or _reduces(kind):
+    if _says_how(kind):
         return copy.deepcopy(module, memo)
     made = memo[id(module)] = kind.__new__(kind)
     for name, value in vars(module).items():
@@ -84,10 +87,16 @@ def _inside(value: Any) -> list[Any]:
     return list(value.values()) if type(value) in (dict, OrderedDict) else []
 
 
-def _reduces(kind: type) -> bool:
-    """Whether a class says by itself how it is copied."""
-    ways = ("__reduce__", "__reduce_ex__", "__setstate__", "__getstate__")
-    return any(getattr(kind, way, None) is not getattr(nn.Module, way, None) for way in ways)
+def _says_how(kind: type) -> bool:
+    """Whether a class of torch's says by itself how it is copied.
+
+    What a definition's own class says is left aside: plain HF runs what was never copied.
+    """
+    for way in ("__deepcopy__", "__reduce__", "__reduce_ex__", "__setstate__", "__getstate__"):
+        home = next(base for base in (*kind.__mro__, None) if base is None or way in vars(base))
+        if home not in (None, nn.Module, object) and f"{home.__module__}.".startswith(_OF_TORCH):
+            return True
+    return False
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -99,7 +108,14 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return _held(value, memo)
     if kind in (dict, OrderedDict) and any(type(item) in _FUNCTIONS for item in value.values()):  # hooks
         return kind((key, _copied(item, memo)) for key, item in value.items())
-    return copy.deepcopy(value, memo)
+    try:
+        return copy.deepcopy(value, memo)
+    except MegaschedError:
+        raise
+    except Exception as error:  # of whatever kind, of the value's own code
+        what = f"it holds a {kind.__name__} that can't be copied ({type(error).__name__}: {error})"
+        remedy = "make it where it is used, or in a global: a run works on a copy of the model"
+        raise ScheduleError(Problem(what, remedy=remedy)) from error
 
 
 def _held(value: Any, memo: dict[int, Any]) -> Any:

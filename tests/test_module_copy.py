@@ -1,5 +1,6 @@
 """Copies of modules have their own of all that functions on them hold."""
 
+import threading
 from functools import partial
 from types import MethodType
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from megasched.errors import ScheduleError
 from megasched.module_copy import copy_module, holds_tensor
 from megasched.trial.meta_call import meta_copy
 
@@ -143,3 +145,40 @@ def test_a_function_that_holds_a_tensor_of_the_model_is_found(way):
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_one_that_holds_a_module_is_none(way):
     assert holds_tensor(made(way)) is None
+
+
+class Reset(Model):
+    """Says how it is copied, and HF never copies it."""
+
+    factor = 1.0
+
+    def __deepcopy__(self, memo):
+        return Reset()
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.factor = 0.5
+
+    def forward(self, x):
+        return self.linear(x) * self.factor
+
+
+def test_what_an_own_class_says_of_copies_is_left_aside():
+    model, x = nn.Sequential(Reset()), torch.ones(2, 4)
+    copied = copy_module(model)
+    assert torch.equal(copied(x), model(x))
+    assert copied[0].linear.weight is not model[0].linear.weight
+
+
+def test_torchs_classes_are_copied_as_they_say():
+    model = nn.Sequential(nn.GRU(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    copied = copy_module(model)
+    assert copied[0]._flat_weights[0] is copied[0].weight_ih_l0 is not model[0].weight_ih_l0
+    assert torch.equal(copied[1].weight, model[1].weight)
+
+
+def test_what_cannot_be_copied_is_refused():
+    model = Model()
+    model.lock = threading.Lock()
+    with pytest.raises(ScheduleError, match="it holds a lock that can't be copied"):
+        copy_module(model)

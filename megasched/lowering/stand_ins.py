@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Thread
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -53,11 +56,8 @@ def why_seen(
     first = _traced(meta_copy(model), inputs, gone)
     if isinstance(first, Problem):
         return first
-    if regions and (path := _calling_itself(meta_copy(model), inputs)) is not None:
-        what = "it is called again inside of its own call, and a run may begin and end a region of ranks with each"
-        return Problem(
-            what, path, remedy="have a module of its own do what the inner call does, or call a function"
-        )
+    if regions and (problem := _why_not_in_turn(meta_copy(model), inputs)) is not None:
+        return problem
     probe = meta_copy(model)
     gone |= _names(probe)
     put_stand_ins(probe, {path: {} for path in replaced})
@@ -88,22 +88,31 @@ def sizes_read(
     return read.paths if problem is not None else set()
 
 
-def _calling_itself(probe: nn.Module, inputs: Mapping[str, Any]) -> str | None:
-    """Path of a module that runs inside of itself."""
+def _why_not_in_turn(probe: nn.Module, inputs: Mapping[str, Any]) -> Problem | None:
+    """What modules do that run inside of themselves, or in threads; None if none does."""
     running: list[str] = []
-    nested: list[str] = []
 
     def before(path: str, *call: Any) -> None:
         if path in running:
-            nested.append(path)
+            what = "it is called again inside of its own call, and a run may begin and end a region with each"
+            remedy = "have a module of its own do what the inner call does, or call a function"
+            raise ScheduleError(Problem(what, path, remedy=remedy))
         running.append(path)
 
     def after(*result: Any) -> None:
         running.pop()
 
-    with call_hooks(probe, before, after):
-        run_on_meta(probe, inputs)
-    return nested[0] if nested else None
+    def in_a_thread(*args: Any, **kwargs: Any) -> Any:
+        what = "its code runs in threads, where no trial sees what is done, nor do ranks do it in the same order"
+        raise ScheduleError(Problem(what, running[-1], remedy="have it done in turn"))
+
+    threads = patch.object(Thread, "start", in_a_thread), patch.object(ThreadPoolExecutor, "submit", in_a_thread)
+    try:
+        with threads[0], threads[1], call_hooks(probe, before, after):
+            run_on_meta(probe, inputs)
+    except ScheduleError as error:
+        return error.problems[0]
+    return None
 
 
 def _compared(first: list[Done], probe: nn.Module, inputs: Mapping[str, Any], gone: _Gone) -> Problem | None:

@@ -234,8 +234,8 @@ def find_structure(model: nn.Module) -> Structure:
         found.calls = {path: times for path, times in Counter(call.path for call in calls).items() if times > 1}
     elif not in_autograd(probe, of_layers[0].path):
         found.uncuttable = "the model computes their gradients by a function of its own"
-    found.bare = tuple(run.bare)
-    found.changed_buffers = tuple(sorted(run.changed_buffers))
+    found.uncuttable = found.uncuttable or _handing_containers(found.slot, of_layers)
+    found.bare, found.changed_buffers = tuple(run.bare), tuple(sorted(run.changed_buffers))
     found.changed_parameters = run.changed_parameters
     start, end = calls.index(of_layers[0]), of_layers[-1].end
     found.before = {call.path: None for call in calls[:start] if call.path in outside}
@@ -357,6 +357,13 @@ def _find_slot(calls: list[ModuleCallRecord]) -> Slot:
         raise _no_hidden_state(calls[-1].path, f"returns a {kind} without a tensor like what it takes")
     others = tuple(None if isinstance(v, torch.Tensor) else v for v in items)
     return Slot(argument, fits[0], others, type(items))
+
+
+def _handing_containers(slot: Slot, calls: list[ModuleCallRecord]) -> str:
+    """Why layers can't be cut that take something else than a tensor; empty where they take tensors."""
+    handed = (slot.get(call.args, call.kwargs) for call in calls)
+    names = [type(value).__name__ for value in handed if not isinstance(value, torch.Tensor)]
+    return f"they hand each other a {names[0]}, and no tensor by itself" if names else ""
 
 
 def _no_hidden_state(path: str, what: str) -> ScheduleError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -163,6 +165,27 @@ def test_a_call_inside_of_its_own_call_is_refused_where_there_are_regions():
     problem = why_seen(model, INPUTS, ["inner"], regions=True)
     assert problem is not None
     assert "called again inside of its own call" in problem.what
+
+
+def in_threads(self, x):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(self.inner, x).result()
+
+
+def in_a_thread(self, x):
+    made = []
+    thread = threading.Thread(target=lambda: made.append(self.inner(x)))
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+@pytest.mark.parametrize("code", [in_threads, in_a_thread])
+def test_threads_are_refused_where_there_are_several_ranks(code):
+    model = Code(code).to("meta")
+    problem = why_seen(model, INPUTS, [], regions=True)
+    assert problem is not None
+    assert problem.what.startswith("its code runs in threads")
 
 
 def freezes(self, x):

@@ -150,6 +150,27 @@ def test_layers_without_a_hidden_state_of_their_own_are_refused():
         find_structure(model)
 
 
+class TakesWhatItReturns(Layer):
+    """All layers but the first get a named tuple, and the last returns a tensor."""
+
+    def forward(self, given, last=False):
+        y = self.linear(given.y if isinstance(given, Named) else given)
+        return y if last else Named(y, y * 2)
+
+
+def test_layers_that_hand_each_other_a_container_can_not_be_cut():
+    class Contained(Model):
+        def forward(self, input_ids, labels=None):
+            x = self.embed(input_ids)
+            for layer in self.layers:
+                x = layer(x, last=layer is self.layers[-1])
+            return self.out(x)
+
+    model = Contained("tensor", layers=3)
+    model.layers = nn.ModuleList(TakesWhatItReturns("named") for _ in range(3))
+    assert find_structure(model).uncuttable == "they hand each other a Named, and no tensor by itself"
+
+
 def test_layers_called_out_of_their_order_can_not_be_cut():
     class Reversed(Model):
         def forward(self, input_ids, labels=None):
