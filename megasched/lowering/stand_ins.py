@@ -25,6 +25,7 @@ from megasched.linears import plain_attributes
 from megasched.lowering.later_calls import Done, differing, traced_call
 from megasched.trial.meta_call import call_hooks, meta_copy, run_on_meta, to_meta
 from megasched.trial.object_keys import table_of_objects
+from megasched.trial.process_asked import process_not_asked
 from megasched.trial.stock import all_stock
 from megasched.undisturbed import undisturbed
 
@@ -126,7 +127,7 @@ def _compared(first: list[Done], probe: nn.Module, inputs: Mapping[str, Any], go
 
 def _traced(probe: nn.Module, inputs: Mapping[str, Any], gone: _Gone) -> list[Done] | Problem:
     try:
-        with undisturbed(probe), _Alterations():
+        with undisturbed(probe), _Alterations(), process_not_asked():
             return traced_call(probe, inputs, partial(_refuse_gone, gone))
     except ScheduleError as error:
         return error.problems[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megasched.errors import ScheduleError
@@ -186,6 +188,30 @@ def test_threads_are_refused_where_there_are_several_ranks(code):
     problem = why_seen(model, INPUTS, [], regions=True)
     assert problem is not None
     assert problem.what.startswith("its code runs in threads")
+
+
+def by_world_size(self, x):
+    ready = dist.is_available() and dist.is_initialized()
+    return self.inner(x) / (dist.get_world_size() if ready else 1)
+
+
+def by_rank(self, x):
+    return self.inner(x) * (1 + int(os.environ.get("RANK", "0")))
+
+
+def by_another_variable(self, x):
+    return self.inner(x) * len(os.environ.get("HOME", ""))
+
+
+ASKED = {by_world_size: "torch.distributed", by_rank: "the environment variable RANK"}
+
+
+@pytest.mark.parametrize(("code", "asked"), ASKED.items(), ids=ASKED.values())
+def test_code_that_asks_for_its_process_is_refused(code, asked):
+    problem = why_seen(Code(code).to("meta"), INPUTS, ["inner"], regions=False)
+    assert problem is not None
+    assert problem.what.startswith(f"its code asks {asked} (test_stand_ins.py:")
+    assert why_seen(Code(by_another_variable).to("meta"), INPUTS, ["inner"], regions=False) is None
 
 
 def freezes(self, x):
