@@ -33,6 +33,7 @@ def outcome_of(ranks, tmp_path, name, layout):
         ("a backward by it", "tp2-sp"),
         ("zeros as long", "tp2-sp"),
         ("as many ones more", "tp2-sp"),
+        ("numbers drawn for it", "tp2-sp"),
     ],
 )
 def test_it_is_equal(ranks, tmp_path, name, layout):
@@ -47,7 +48,6 @@ def test_it_is_equal(ranks, tmp_path, name, layout):
         ("a tensor of it", "tp2-sp"),
         ("a tensor of it", "cp2"),
         ("another made of it", "cp2"),
-        ("numbers drawn for it", "tp2-sp"),
     ],
 )
 def test_lengths_of_a_part_are_refused(ranks, tmp_path, name, layout):
