@@ -243,7 +243,9 @@ class LabelRun(DefaultScalars):
         return Label(rows=rows, params=frozenset() if active else params, active=active, fed=fed)
 
     def _problem(self, what: str, remedy: str) -> None:
-        path = self.stack[-1][0] if self.stack else ""
+        self._problem_at(self.stack[-1][0] if self.stack else "", what, remedy)
+
+    def _problem_at(self, path: str, what: str, remedy: str) -> None:
         if all(problem.module != path for problem in self.derived.problems):
             self.derived.problems.append(Problem(what, path, remedy=remedy))
 

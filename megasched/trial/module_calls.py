@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -124,6 +124,9 @@ class RecordedCalls(Labelling):
 
     def __init__(self, *known: Any, **more: Any) -> None:
         self.open: list[_Open] = []  # labels are set from the beginning
+        # Path of a module that makes something as long as the sequence -> columns that its own code works on, and
+        # the module that would be a region.
+        self.reading_lengths: dict[str, tuple[frozenset[str], str | None]] = {}
         super().__init__(*known, **more)
         self.apart = frozenset(self.structure.layer_paths() if self.structure else ())
 
@@ -136,8 +139,8 @@ class RecordedCalls(Labelling):
 
     def after(self, path: str, module: nn.Module, output: Any) -> Any:
         call = self.open.pop()
-        if call.meets_long and call.columns and self.sequence_parallel:
-            self._read_whole_length()
+        if call.meets_long and call.columns:
+            self.reading_lengths[path] = frozenset(call.columns), self._around()
         if call.columns and path not in self.derived.calls:
             placed = lambda tensor: Argument(tensor, self._placed(tensor))  # noqa: E731
             args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, placed, call.arguments)
@@ -185,14 +188,22 @@ class RecordedCalls(Labelling):
         elif made or not operands:
             call.long.update(id(tensor) for tensor in outputs if self.tokens[-1] in tensor.shape)
 
-    def _read_whole_length(self) -> None:
-        """The length was read off what the module is handed, or off what a column gave: under sequence parallelism
-        these are two, but for a region, which the whole sequence comes into."""
-        if not self._want_region() and self._around() not in self.regions:
-            self._problem(
-                "makes something as long as the sequence, for what columns give, or for a part of it",
-                "switch sequence parallelism off for this architecture",
-            )
+    def want_lengths(self, entered: Container[str]) -> None:
+        """See ``LabelRun``. A length of what code makes was read off what its module is handed, or off what a
+        column gave: under sequence parallelism these are two, but for a region."""
+        super().want_lengths(entered)
+        for path, (columns, around) in self.reading_lengths.items():
+            of_heads = not columns.isdisjoint(self.derived.by_heads)  # it reads the whole length then
+            if around in self.regions or (of_heads and all(column in entered for column in columns)):
+                continue
+            if around is None or around in self.not_regions or not self.slots.get(around):
+                self._problem_at(
+                    path,
+                    "makes something as long as the sequence, for what columns give, or for a part of it",
+                    "switch sequence parallelism off for this architecture",
+                )
+            else:
+                self.wanted_regions.add(around)
 
     def numbers_given(self, values: Any) -> None:
         """See ``DefaultScalars``."""
