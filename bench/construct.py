@@ -55,8 +55,8 @@ def measure_one(shape: str, layers: int, tp: int, pp: int, pp_rank: int, values:
     started = time.process_time()
     from transformers import LlamaForCausalLM  # noqa: F401  (transformers imports a class when it is asked for)
 
-    from megasched.layout import Layout
-    from megasched.megatron.session import open_session
+    from megasched.language.parallel_dims import Layout
+    from megasched.trainer.session import open_session
 
     found: dict[str, Any] = {"layers": layers, "tp": tp, "pp": pp}
     found["imports_seconds"] = time.process_time() - started
@@ -99,8 +99,8 @@ def build_stage(
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megasched.megatron.scheduled_model import ScheduledModel
-    from megasched.megatron.stage import Stage
+    from megasched.trainer.scheduled_model import ScheduledModel
+    from megasched.trainer.stage import Stage
 
     tp, pp = layout.tp, layout.pp
     # Megatron's ranks are laid out TP first, PP last.

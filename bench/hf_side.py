@@ -60,8 +60,8 @@ class HFModelBuilder(GPTModelBuilder):
     attention: ClassVar[str] = "sdpa"
 
     def build_model(self, pg_collection: Any, *args: Any, **kwargs: Any) -> Any:
-        from megasched.definition import build_definition
-        from megasched.megatron.session import get_session
+        from megasched.definition.build import build_definition
+        from megasched.trainer.session import get_session
         from megasched.weights.materialize import materialize
         from megasched.weights.random_init import RandomInit
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megasched.language.schedule_file import register_schedule
 from megasched.model_adapters.default_schedule import schedule as default_schedule
-from megasched.schedule_file import register_schedule
 
 if TYPE_CHECKING:
-    from megasched.layout import Layout
-    from megasched.schedule import Schedule
+    from megasched.language.parallel_dims import Layout
+    from megasched.language.schedule import Schedule
 
 
 @register_schedule("leaf")

@@ -1,6 +1,7 @@
 """What `megasched plan` says of memory against what rehearsals of the trainer hold, by architecture and layout.
 
-Both are live bytes of tensors (`megasched/planner/live_bytes.py`) at the fullest moment of a step, on each rank.
+Both are live bytes of tensors (`megasched/planner/measure/live_bytes.py`) at the fullest moment of a step, on each
+rank.
 
     python bench/memory_plan.py
 """
@@ -16,8 +17,8 @@ import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megasched.layout import Layout
-from megasched.verify.rank_pool import RankPool
+from megasched.language.parallel_dims import Layout
+from megasched.verify.ranks.pool import RankPool
 from tests.planner.configs import config_of
 from tests.planner.memory_case import FULL, argv_of, predict
 from tests.planner.rank_case import step_peak

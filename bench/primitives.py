@@ -103,14 +103,15 @@ def _compare(folder: str, calls: Calls | None, layers: int, rounds: int) -> dict
 
 def _plan(folder: str, calls: Calls | None) -> tuple[float, float, int]:
     """CPU seconds of the calls, CPU seconds from there to the plan, and how many records there are."""
-    from megasched.definition import build_definition, load_config
-    from megasched.layout import Layout
-    from megasched.lowering import attention, attention_interface
-    from megasched.lowering.planning import make_plan
-    from megasched.lowering.replacement import replace_modules
+    from megasched.definition import attention_interface
+    from megasched.definition.build import build_definition, load_config
+    from megasched.language.parallel_dims import Layout
+    from megasched.language.schedule import create_schedule
+    from megasched.layers import attention
+    from megasched.lowering.replace import replace_modules
     from megasched.model_adapters.default_schedule import schedule as auto
     from megasched.model_adapters.registry import roles_of
-    from megasched.schedule import create_schedule
+    from megasched.plan.make import make_plan
 
     attention.register()
     definition: Any = build_definition(load_config(folder))

@@ -17,7 +17,7 @@ from typing import Any
 import shapes
 
 NATIVE = "megatron.training.models.gpt.GPTModelBuilder"
-MEGASCHED = "megasched.megatron.builder.ScheduledModelBuilder"
+MEGASCHED = "megasched.trainer.builder.ScheduledModelBuilder"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Side:
 
 def flags(setting: Setting, schedule: str = "auto") -> list[str]:
     """Megatron's command line."""
-    from megasched.megatron.rehearsal import rehearsal_flags
+    from megasched.trainer.flags.rehearsal import rehearsal_flags
 
     length, batch = str(setting.sequence_length), str(setting.micro_batch_size)
     given = ["--model-schedule", schedule, "--hf-model", shapes.model_folder(setting.shape), "--hf-random-init"]
@@ -100,8 +100,8 @@ def flags(setting: Setting, schedule: str = "auto") -> list[str]:
 
 def start(setting: Setting, schedule: str = "auto") -> Any:
     """Patches, Megatron's arguments and process groups, once in a process; returns the arguments."""
-    from megasched.megatron.entry import apply_patches
-    from megasched.megatron.rehearsal import without_kernel_packages
+    from megasched.trainer.entry import apply_patches
+    from megasched.trainer.flags.rehearsal import without_kernel_packages
 
     if setting.rehearse:
         without_kernel_packages()
@@ -121,7 +121,7 @@ def native_args(args: Any) -> Any:
     megasched refuses these flags (HF's router decides), so they are no part of the command line. The softmax is
     over the chosen experts, no token is dropped, and there is no auxiliary loss.
     """
-    from megasched.megatron.session import get_session
+    from megasched.trainer.session import get_session
 
     config = get_session().definition.config
     if config.model_type != "mixtral":

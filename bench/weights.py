@@ -38,8 +38,8 @@ def make_folder(folder: Path, shape: str) -> int:
     """An HF folder with random weights; returns their bytes."""
     import torch
 
-    from megasched.definition import build_definition
-    from megasched.weights.hf_writer import Output, write_weights
+    from megasched.definition.build import build_definition
+    from megasched.weights.hf.writer import Output, write_weights
     from megasched.weights.names import canonical_names
 
     class Random:
@@ -62,10 +62,10 @@ def make_folder(folder: Path, shape: str) -> int:
 
 def measure_load(folder: str, shape: str, tp: int, pp: int, pp_rank: int) -> dict[str, Any]:
     """Builds one stage of TP rank 0 from the folder, in this process."""
-    from megasched.layout import Layout
-    from megasched.megatron.session import open_session
+    from megasched.language.parallel_dims import Layout
+    from megasched.trainer.session import open_session
     from megasched.weights import lazy
-    from megasched.weights.hf_folder import HFFolder
+    from megasched.weights.hf.folder import HFFolder
 
     layout = Layout(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, pipeline_model_parallel_size=pp)
     session = open_session("auto", folder, layout)

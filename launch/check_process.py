@@ -57,8 +57,8 @@ def _of_megatron(error: Exception, frames: traceback.StackSummary) -> str:
 
 
 def _begin(script: str, flags: list[str], found: dict[str, Any]) -> None:
-    from megasched.megatron import entry
-    from megasched.megatron.rehearsal import rehearsal_flags, rehearsal_mode
+    from megasched.trainer import entry
+    from megasched.trainer.flags.rehearsal import rehearsal_flags, rehearsal_mode
 
     path, bundled = entry.find_script(script)
     entry.check_inputs(script, entry.own_flags(flags))
@@ -90,9 +90,9 @@ def _look(config: Any, found: dict[str, Any]) -> None:
     """
     from megatron.training.global_vars import get_args
 
-    from megasched.megatron.builder import stages_of_run
-    from megasched.megatron.session import get_session
-    from megasched.megatron.token_ids import vocabulary_of
+    from megasched.trainer.builder import stages_of_run
+    from megasched.trainer.session import get_session
+    from megasched.trainer.token_ids import vocabulary_of
 
     args, session = get_args(), get_session()
     layout = session.plan.layout
@@ -150,7 +150,7 @@ def _data(args: Namespace, vocabulary: int | None) -> Iterator[str]:
     """Data that is not there, is damaged, or has ids that the model does not know."""
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    from megasched.megatron.token_ids import check_data
+    from megasched.trainer.token_ids import check_data
 
     if args.mock_data:
         return

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megasched.errors import ConfigError
-from megasched.planner.hardware import GIB, Hardware, load_hardware
+from megasched.planner.hardware.hardware import GIB, Hardware, load_hardware
 from megasched.reading.files import Expected
 from megasched.reading.json_file import read_json
 

@@ -15,7 +15,7 @@ from megasched.launch.run_folder import RunFolder
 from megasched.launch.status.failure_log import ENDED_BY
 from megasched.launch.torchrun.start import free_port
 from megasched.launch.watched_run import INTERRUPTED, run_watched
-from megasched.planner.hardware import GIB
+from megasched.planner.hardware.hardware import GIB
 
 NAME = "local"
 # Ranks share the cores, and gloo must not look for them by this machine's name. What the user has set stays.

@@ -18,10 +18,10 @@ from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERT
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
+from megasched.definition.objectives import MASKED_LM
 from megasched.errors import ConfigError
 from megasched.launch.pretraining import holds_data, masked_data, mock_sets, train
-from megasched.megatron.arguments import load_hf_config
-from megasched.objectives import MASKED_LM
+from megasched.trainer.flags.arguments import load_hf_config
 
 SPECIAL_TOKENS = ("cls", "sep", "mask", "pad")
 

@@ -19,10 +19,10 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
+from megasched.definition.objectives import SEQ2SEQ_LM
 from megasched.errors import ConfigError
 from megasched.launch.pretraining import holds_data, masked_data, mock_sets, train
-from megasched.megatron.arguments import load_hf_config
-from megasched.objectives import SEQ2SEQ_LM
+from megasched.trainer.flags.arguments import load_hf_config
 
 
 class SpanTokenizer:

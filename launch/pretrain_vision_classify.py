@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from megasched.definition.objectives import IMAGE_CLASSIFICATION
+from megasched.definition.objectives.image_classification import image_shape
 from megasched.errors import ConfigError
 from megasched.launch.pretraining import mock_sets, train
-from megasched.megatron.arguments import load_hf_config
-from megasched.objectives import IMAGE_CLASSIFICATION
-from megasched.objectives.image_classification import image_shape
 from megasched.reading.files import Expected
 from megasched.reading.safetensors_file import open_safetensors
+from megasched.trainer.flags.arguments import load_hf_config
 
 # Megatron wants a tokenizer; images need none.
 IMAGES = Expected("safetensors with pixel_values and labels", flag="--data-path")

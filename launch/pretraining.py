@@ -22,8 +22,8 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megasched.definition.objectives import Objective
 from megasched.launch.pretrain_gpt import LossReport, get_embedding_ranks, loss_func, straggler
-from megasched.objectives import Objective
 
 Batch = dict[str, torch.Tensor]
 # Of Megatron's arguments and the samples wanted of each: training, validation and test set, or None.

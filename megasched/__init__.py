@@ -15,21 +15,25 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megasched._moved import keep_old_names
+
 if TYPE_CHECKING:
-    from megasched.definition import build_definition, init_empty_weights, load_config
+    from megasched.analysis.op_rules import register_op_rule
+    from megasched.definition.build import build_definition, init_empty_weights, load_config
     from megasched.errors import CheckpointError, ConfigError, MegaschedError, Problem, ScheduleError
     from megasched.graph.compilers import register_compiler
     from megasched.graph.subgraph import Subgraph
-    from megasched.layout import Layout
-    from megasched.library import apply_schedule, create_schedule
+    from megasched.language.parallel_dims import Layout
+    from megasched.language.records import Record, load_records, save_records
+    from megasched.language.registry import Primitive, list_primitives, register_primitive
+    from megasched.language.schedule import Schedule, ScheduleList, replay
+    from megasched.language.schedule_file import register_schedule
     from megasched.lowering.build import build
-    from megasched.lowering.record_lowerings import register_lowering
-    from megasched.records import Record, load_records, save_records
-    from megasched.registry import Primitive, list_primitives, register_primitive
-    from megasched.schedule import Schedule, ScheduleList, replay
-    from megasched.schedule_file import register_schedule
-    from megasched.trial.op_rules import register_op_rule
+    from megasched.lowering.library import apply_schedule, create_schedule
+    from megasched.lowering.records import register_lowering
+    from megasched.weights.hf.folder import HFFolder
     from megasched.weights.materialize import materialize
+    from megasched.weights.random_init import RandomInit
 
 __version__ = "0.1.0"
 
@@ -37,34 +41,38 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "CheckpointError": "megasched.errors",
     "ConfigError": "megasched.errors",
-    "Layout": "megasched.layout",
+    "HFFolder": "megasched.weights.hf.folder",
+    "Layout": "megasched.language.parallel_dims",
     "MegaschedError": "megasched.errors",
-    "Primitive": "megasched.registry",
+    "Primitive": "megasched.language.registry",
     "Problem": "megasched.errors",
-    "Record": "megasched.records",
-    "Schedule": "megasched.schedule",
+    "RandomInit": "megasched.weights.random_init",
+    "Record": "megasched.language.records",
+    "Schedule": "megasched.language.schedule",
     "ScheduleError": "megasched.errors",
-    "ScheduleList": "megasched.schedule",
+    "ScheduleList": "megasched.language.schedule",
     "Subgraph": "megasched.graph.subgraph",
-    "apply_schedule": "megasched.library",
+    "apply_schedule": "megasched.lowering.library",
     "build": "megasched.lowering.build",
-    "build_definition": "megasched.definition",
-    "create_schedule": "megasched.library",
-    "init_empty_weights": "megasched.definition",
-    "list_primitives": "megasched.registry",
-    "load_config": "megasched.definition",
-    "load_records": "megasched.records",
+    "build_definition": "megasched.definition.build",
+    "create_schedule": "megasched.lowering.library",
+    "init_empty_weights": "megasched.definition.build",
+    "list_primitives": "megasched.language.registry",
+    "load_config": "megasched.definition.build",
+    "load_records": "megasched.language.records",
     "materialize": "megasched.weights.materialize",
     "register_compiler": "megasched.graph.compilers",
-    "register_lowering": "megasched.lowering.record_lowerings",
-    "register_op_rule": "megasched.trial.op_rules",
-    "register_primitive": "megasched.registry",
-    "register_schedule": "megasched.schedule_file",
-    "replay": "megasched.schedule",
-    "save_records": "megasched.records",
+    "register_lowering": "megasched.lowering.records",
+    "register_op_rule": "megasched.analysis.op_rules",
+    "register_primitive": "megasched.language.registry",
+    "register_schedule": "megasched.language.schedule_file",
+    "replay": "megasched.language.schedule",
+    "save_records": "megasched.language.records",
 }
 
 __all__ = sorted(_PUBLIC)
+
+keep_old_names()
 
 
 def __getattr__(name: str) -> Any:

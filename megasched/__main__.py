@@ -1,6 +1,6 @@
 """``python -m megasched``."""
 
-from megasched.cli import main
+from megasched.cli.main import main
 
 if __name__ == "__main__":
     main()

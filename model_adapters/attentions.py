@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megasched.language.roles import Attention, Latent
 from megasched.model_adapters.stock import why_altered
-from megasched.roles import Attention, Latent
 
 if TYPE_CHECKING:
     from torch import nn

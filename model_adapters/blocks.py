@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megasched.language.roles import Activation, Block, Mlp
 from megasched.model_adapters.attentions import LATENT, attention_of, norm_eps
 from megasched.model_adapters.stock import why_altered
-from megasched.roles import Activation, Block, Mlp
 
 if TYPE_CHECKING:
     from torch import nn

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megasched.roles import ROLES, Block, Mixture
+from megasched.language.roles import ROLES, Block, Mixture
 
 if TYPE_CHECKING:
-    from megasched.layout import Layout
-    from megasched.schedule import Schedule
+    from megasched.language.parallel_dims import Layout
+    from megasched.language.schedule import Schedule
 
 
 def schedule(sch: Schedule, layout: Layout) -> None:

@@ -2,7 +2,7 @@
 
 transformers keeps a plan per architecture (``model.tp_plan``: path pattern -> style). The table of styles
 is total: a style that is not in it is an error, never ignored. What no plan cuts stays whole here;
-``megasched.inference`` looks for more.
+``megasched.analysis.infer`` looks for more.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
+from megasched.language.roles import Roles
 from megasched.model_adapters.registry import head_counts
-from megasched.roles import Roles
 
 if TYPE_CHECKING:
     from torch import nn

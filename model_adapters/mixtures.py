@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from megasched.definition import text_config
-from megasched.experts import find_experts
+from megasched.definition.build import text_config
+from megasched.definition.experts import find_experts
+from megasched.language.roles import Expert, Mixture
 from megasched.model_adapters.stock import why_altered
-from megasched.roles import Expert, Mixture
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,9 +10,9 @@ from functools import partial
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
-from megasched.instances import computes, tree_state, tried_once
-from megasched.linears import is_linear, output_axis
-from megasched.roles import ACTIVATIONS, Mlp
+from megasched.definition.instances import computes, tree_state, tried_once
+from megasched.definition.linears import is_linear, output_axis
+from megasched.language.roles import ACTIVATIONS, Mlp
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ def _tried(module: nn.Module, linears: Mapping[str, nn.Module]) -> Mlp | str:
     import torch
     from torch import nn
 
-    from megasched.undisturbed import undisturbed
+    from megasched.definition.undisturbed import undisturbed
 
     if any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()):
         return "it drops out in training, and Megatron's does not"

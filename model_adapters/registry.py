@@ -17,16 +17,16 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasched.definition import text_config
-from megasched.embeddings import looks_up
+from megasched.definition.build import text_config
+from megasched.definition.embeddings import looks_up
+from megasched.definition.experts import find_experts, not_apart
+from megasched.definition.linears import is_linear
 from megasched.errors import ConfigError
-from megasched.experts import find_experts, not_apart
-from megasched.linears import is_linear
+from megasched.language.roles import ROLES, Attention, Block, Cut, Mixture, Mlp, Roles
 from megasched.model_adapters.attentions import attention_of
 from megasched.model_adapters.blocks import block_of
 from megasched.model_adapters.mixtures import mixture_of
 from megasched.model_adapters.mlps import mlps_of
-from megasched.roles import ROLES, Attention, Block, Cut, Mixture, Mlp, Roles
 
 if TYPE_CHECKING:
     from torch import nn

@@ -60,8 +60,8 @@ def why_altered(model: Any, paths: Iterable[str], *, around: bool = False) -> st
 
 def _twin(model: Any) -> Any:
     """Transformers' model of the same config, the definition itself where it is one; or why there is none."""
-    from megasched.definition import build_definition
-    from megasched.objectives import objective_of
+    from megasched.definition.build import build_definition
+    from megasched.definition.objectives import objective_of
 
     if type(model).__module__.startswith("transformers."):
         return model

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from megasched.verify.rank_pool import RankPool
+from megasched.verify.ranks.pool import RankPool
 
 pytest_plugins = ["tests.suite.durations", "tests.suite.hangs", "tests.suite.lanes", "tests.suite.leaks"]
 
@@ -37,7 +37,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
-    """The pool of rank processes; see ``megasched/verify/rank_pool.py`` for how a case is written."""
+    """The pool of rank processes; see ``megasched/verify/ranks/pool.py`` for how a case is written."""
     # The first test that asks may be in a folder of its own, which goes away.
     pool = RankPool(cwd=Path(pytestconfig.rootpath))
     yield pool
@@ -47,4 +47,4 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
 @pytest.fixture
 def ranks_of_commands(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands take the ranks that there are, in the place of a pool of their own, which takes ten seconds."""
-    monkeypatch.setattr("megasched.verify.rank_pool.RankPool", lambda *given: nullcontext(ranks))
+    monkeypatch.setattr("megasched.verify.ranks.pool.RankPool", lambda *given: nullcontext(ranks))

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasched.assembly import Assembly
-from megasched.placement import Placement
+from megasched.plan.param_mapping import Assembly
+from megasched.plan.placement import Placement
 
 
 def placements(*sizes, rest=()):

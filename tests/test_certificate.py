@@ -11,9 +11,9 @@ import pytest
 from torch import nn
 from transformers import LlamaConfig
 
-from megasched.certificate import read_certificate, require_certificate, subject_of, write_certificate
 from megasched.errors import ConfigError
-from megasched.layout import Layout
+from megasched.language.parallel_dims import Layout
+from megasched.trainer.certificate import read_certificate, require_certificate, subject_of, write_certificate
 
 HEAD = """
 from torch import nn

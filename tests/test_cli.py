@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from megasched import cli
-from megasched.records import load_records
+from megasched.cli import main
+from megasched.language.records import load_records
+from tests.cli.conftest import SCHEDULE
 from tests.launch.status.test_training_log import line
-from tests.report.conftest import SCHEDULE
 
 # Processor seconds that `megasched --help` may take; the wall clock is the machine's other users' as well.
 HELP_LIMIT = 0.5
@@ -24,7 +24,7 @@ def run(capsys):
 
     def run(*argv):
         with pytest.raises(SystemExit) as stop:
-            cli.main([str(word) for word in argv])
+            main.main([str(word) for word in argv])
         captured = capsys.readouterr()
         return stop.value.code or 0, captured.out, captured.err
 
@@ -57,8 +57,8 @@ def schedule(tmp_path):
 def fresh(*argv):
     """Runs the command in a process of its own, which then prints which heavy modules it has imported."""
     code = (
-        "import sys; from megasched import cli\n"
-        "try: cli.main()\n"
+        "import sys; from megasched.cli import main\n"
+        "try: main.main()\n"
         f"finally: print([m for m in {HEAVY!r} if m in sys.modules])"
     )
     return subprocess.run(
@@ -98,9 +98,9 @@ def test_version(run):
 
 def test_a_script_gets_its_arguments_untouched(monkeypatch):
     calls = []
-    monkeypatch.setattr("megasched.megatron.entry.run_script", lambda *given: calls.append(given))
+    monkeypatch.setattr("megasched.trainer.entry.run_script", lambda *given: calls.append(given))
     flags = ["--help", "--version", "--hf-override", "a=1", "b=2", "--", "-h"]
-    cli.main(["pretrain_gpt.py", *flags])
+    main.main(["pretrain_gpt.py", *flags])
     assert calls == [("pretrain_gpt.py", flags)]
 
 
@@ -276,7 +276,7 @@ def test_doctor_ends_with_1_when_nothing_can_run(run, monkeypatch):
 
         raise ConfigError("there is no Megatron")
 
-    monkeypatch.setattr("megasched.megatron.entry.find_megatron", none)
+    monkeypatch.setattr("megasched.trainer.entry.find_megatron", none)
     status, out, _ = run("doctor")
     assert status == 1
     assert "problem: there is no Megatron" in out
@@ -329,9 +329,9 @@ def test_status_watched_is_no_object(run, log):
 
 
 def test_verify_prints_writes_and_ends_with_its_verdict(run, llama, tmp_path, monkeypatch):
-    from megasched.layout import Layout
+    from megasched.language.parallel_dims import Layout
     from megasched.verify.checks import Check
-    from megasched.verify.locate import Finding
+    from megasched.verify.locate.locate import Finding
     from megasched.verify.verify import Verification
 
     call = ("model.norm", "model.norm: hook(mode='fw_post')", "mine.py:3")
@@ -398,7 +398,7 @@ def test_new_adapter_ends_with_1_when_a_layout_is_not_equal(run, gpt_neo, monkey
         "tp2": Outcome("equal", {"loss": 1e-7, "logits": 2e-7, "gradient": 3e-7, "grad_norm": 0.0}),
         "pp2": Outcome("refused", {}, why="the layers return more"),
     }
-    monkeypatch.setattr("megasched.verify.new_adapter.check_source", lambda *given: outcomes)
+    monkeypatch.setattr("megasched.verify.new_adapter.new_adapter.check_source", lambda *given: outcomes)
     status, out, _ = run("new-adapter", "--hf-model", gpt_neo)
     rows = [line.split(maxsplit=2) for line in out.splitlines() if line.startswith(("tp2", "pp2"))]
     assert [" ".join(row).rstrip() for row in rows] == [
@@ -409,7 +409,7 @@ def test_new_adapter_ends_with_1_when_a_layout_is_not_equal(run, gpt_neo, monkey
 
 
 def test_new_adapter_asks_for_force_before_it_works(run, gpt_neo, tmp_path, monkeypatch):
-    monkeypatch.setattr("megasched.verify.new_adapter.new_adapter", lambda *given, **options: 1 / 0)
+    monkeypatch.setattr("megasched.verify.new_adapter.new_adapter.new_adapter", lambda *given, **options: 1 / 0)
     file = tmp_path / "there.py"
     file.touch()
     status, out, err = run("new-adapter", "--hf-model", gpt_neo, "--output", file)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from megasched import cli
+from megasched.cli import main
 from megasched.json_output import print_json
 from megasched.launch.quickstart import command as quickstart
 from megasched.launch.quickstart import run_plan
@@ -80,7 +80,7 @@ CASES = {
 def commands():
     """Name -> command; of groups those in it, e.g. ``launch slurm``."""
     found = {}
-    for name, command in typer.main.get_command(cli.app).commands.items():
+    for name, command in typer.main.get_command(main.app).commands.items():
         below = getattr(command, "commands", None)
         found |= {name: command} if below is None else {f"{name} {own}": one for own, one in below.items()}
     return found
@@ -132,7 +132,7 @@ def run(folder, monkeypatch, capfd):
 
     def run(*words):
         with pytest.raises(SystemExit) as stop:
-            cli.main([*words, *(["--", sys.executable, TRAINER] if words[0] == "tune" else [])])
+            main.main([*words, *(["--", sys.executable, TRAINER] if words[0] == "tune" else [])])
         return stop.value.code or 0, *capfd.readouterr()
 
     return run

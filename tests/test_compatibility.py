@@ -16,12 +16,18 @@ from transformers import (
     ViTConfig,
 )
 
-from megasched import compatibility
-from megasched.compatibility import checks_for, products_for, refuse_unverified, unchecked_options, unverified
+from megasched.definition.objectives import IMAGE_CLASSIFICATION, MASKED_LM, SEQ2SEQ_LM, set_objective
+from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError
-from megasched.layout import Layout
-from megasched.objectives import IMAGE_CLASSIFICATION, MASKED_LM, SEQ2SEQ_LM, set_objective
-from megasched.verify.small_models import small_config
+from megasched.language.parallel_dims import Layout
+from megasched.trainer import compatibility
+from megasched.trainer.compatibility import (
+    checks_for,
+    products_for,
+    refuse_unverified,
+    unchecked_options,
+    unverified,
+)
 
 EQUAL = {"verdict": "equal", "why": ""}
 TP2 = Layout(tensor_model_parallel_size=2)

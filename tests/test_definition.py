@@ -12,8 +12,8 @@ from packaging.specifiers import SpecifierSet
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from megasched import definition
-from megasched.definition import (
+from megasched.definition import build
+from megasched.definition.build import (
     SUPPORTED_TRANSFORMERS,
     build_definition,
     check_transformers,
@@ -21,8 +21,8 @@ from megasched.definition import (
     kept_in_float32,
     load_config,
 )
+from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError
-from megasched.verify.small_models import small_config
 
 TINY = {
     "hidden_size": 32,
@@ -117,23 +117,23 @@ def test_nothing_of_a_parameters_size_is_touched():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_build_definition(family):
     config = tiny_config(family)
-    definition = build_definition(config)
+    build = build_definition(config)
     model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
-    assert type(definition) is MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] is type(model)
-    assert definition.config.use_cache is False
+    assert type(build) is MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] is type(model)
+    assert build.config.use_cache is False
     real = dict(model.named_parameters())
-    params = dict(definition.named_parameters())
+    params = dict(build.named_parameters())
     assert list(params) == list(real)
     for name, param in params.items():
         assert param.is_meta
         assert (param.shape, param.dtype) == (real[name].shape, torch.float32)
         assert param.requires_grad
-    buffers = dict(definition.named_buffers())
+    buffers = dict(build.named_buffers())
     assert list(buffers) == [name for name, _ in model.named_buffers()]
     for name, buffer in model.named_buffers():
         assert (buffers[name].device.type, buffers[name].dtype) == ("cpu", buffer.dtype)
         assert torch.equal(buffers[name], buffer), name
-    head, embedding = definition.get_output_embeddings(), definition.get_input_embeddings()
+    head, embedding = build.get_output_embeddings(), build.get_input_embeddings()
     assert (head.weight is embedding.weight) is bool(config.tie_word_embeddings)
 
 
@@ -221,7 +221,7 @@ def test_a_folder_without_config(tmp_path):
 
 IN_LITTLE_MEMORY = """
 import resource
-from megasched.definition import build_definition
+from megasched.definition.build import build_definition
 from transformers import AutoConfig
 resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
 model = build_definition(AutoConfig.for_model("deepseek_v3", num_hidden_layers=5))
@@ -282,7 +282,7 @@ def test_what_transformers_loads_in_float32(tmp_path, model_type, dtype):
 
 def test_a_transformers_outside_the_supported_range_is_refused_before_anything_is_read(monkeypatch):
     check_transformers.cache_clear()
-    monkeypatch.setattr(definition, "version", lambda name: "4.57.6")
+    monkeypatch.setattr(build, "version", lambda name: "4.57.6")
     with pytest.raises(ConfigError, match=r"transformers 4.57.6 is not supported.*'transformers>=5.17,<5.25'"):
         load_config("nowhere")
     monkeypatch.undo()

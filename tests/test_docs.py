@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megasched import cli
+from megasched.cli import main
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,7 +113,7 @@ def options(parser: argparse.ArgumentParser) -> set[str]:
 def megatron_parser() -> argparse.ArgumentParser:
     from megatron.training.arguments import add_megatron_arguments
 
-    from megasched.megatron.arguments import add_megasched_arguments
+    from megasched.trainer.flags.arguments import add_megasched_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     return add_megasched_arguments(parser)
@@ -145,7 +145,7 @@ def known_flags(training_parser) -> set[str]:
         | options(get_args_parser())
         | options(quickstart._parser())
     )
-    for command in every_command(typer.main.get_command(cli.app)):
+    for command in every_command(typer.main.get_command(main.app)):
         found.update(option for parameter in command.params for option in parameter.opts)
         found.update(command.context_settings.get("help_option_names", ["--help"]))
     return found
@@ -161,7 +161,7 @@ def test_flags_exist(page, known_flags):
 def test_megasched_commands_exist():
     import typer
 
-    commands = set(typer.main.get_command(cli.app).commands)
+    commands = set(typer.main.get_command(main.app).commands)
     for page in PAGES:
         code = [block.text for block in blocks(page) if block.language in ("bash", "console", "text")]
         lines = "\n".join([*code, *re.findall(r"`([^`\n]+)`", prose(page))])
@@ -170,7 +170,7 @@ def test_megasched_commands_exist():
 
 
 def test_every_flag_of_megasched_is_in_run_md():
-    from megasched.megatron.arguments import add_megasched_arguments
+    from megasched.trainer.flags.arguments import add_megasched_arguments
 
     own = options(add_megasched_arguments(argparse.ArgumentParser(add_help=False)))
     text = (ROOT / "docs" / "run.md").read_text()
@@ -178,7 +178,7 @@ def test_every_flag_of_megasched_is_in_run_md():
 
 
 def test_flags_that_run_md_says_are_refused_are(training_parser):
-    from megasched.megatron.refused_flags import REFUSED
+    from megasched.trainer.flags.refused_flags import REFUSED
 
     section = (ROOT / "docs" / "run.md").read_text().partition("| not available |")[2].partition("\n\n")[0]
     flags = FLAG.findall(section)
@@ -213,14 +213,14 @@ def run_code_on_a_rank(code: str) -> str:
 @pytest.fixture
 def no_new_primitives(monkeypatch):
     """What a page registers is gone afterwards."""
-    from megasched import registry
     from megasched.graph import compilers
-    from megasched.lowering import record_lowerings
+    from megasched.language import registry
+    from megasched.lowering import records
 
     registry.has_primitive("shard")  # the built-in ones are there to stay
     compilers.get_compiler("megatron")
     monkeypatch.setattr(registry, "_PRIMITIVES", dict(registry._PRIMITIVES))
-    monkeypatch.setattr(record_lowerings, "_RECORD_LOWERINGS", dict(record_lowerings._RECORD_LOWERINGS))
+    monkeypatch.setattr(records, "_RECORD_LOWERINGS", dict(records._RECORD_LOWERINGS))
     monkeypatch.setattr(compilers, "_COMPILERS", dict(compilers._COMPILERS))
 
 
@@ -254,14 +254,14 @@ def test_the_adapter_shown_is_the_one_there_is():
 
 def plan_schedule(code: str) -> int:
     """Plans a schedule for a small Qwen3 at TP 2; returns how many calls it makes."""
-    from megasched.definition import build_definition
-    from megasched.layout import Layout
-    from megasched.lowering.adapting import adapt_modules
-    from megasched.lowering.planning import make_plan
-    from megasched.lowering.replacement import replace_modules
+    from megasched.definition.build import build_definition
+    from megasched.language.parallel_dims import Layout
+    from megasched.language.schedule import create_schedule
+    from megasched.language.schedule_file import apply_schedule
+    from megasched.lowering.lora import adapt_modules
+    from megasched.lowering.replace import replace_modules
     from megasched.model_adapters.registry import roles_of
-    from megasched.schedule import create_schedule
-    from megasched.schedule_file import apply_schedule
+    from megasched.plan.make import make_plan
 
     namespace: dict = {"__name__": "schedule"}
     exec(compile(code, "schedule.py", "exec"), namespace)
@@ -325,7 +325,7 @@ def run_command(words: list[str], capsys) -> str:
     """What a command prints, errors included; spaces at the ends of lines dropped."""
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        cli.main(words)
+        main.main(words)
     captured = capsys.readouterr()
     return "\n".join(line.rstrip() for line in (captured.out + captured.err).splitlines())
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megasched.layout import Layout
-from megasched.report.show import ShowReport, inspect_schedule
+from megasched.cli.show.report import ShowReport, inspect_schedule
+from megasched.language.parallel_dims import Layout
 from tests import tiny
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -112,7 +112,7 @@ def test_the_flags_of_the_script_for_fine_tuning_exist():
 
     from megatron.training.arguments import add_megatron_arguments
 
-    from megasched.megatron.arguments import add_megasched_arguments
+    from megasched.trainer.flags.arguments import add_megasched_arguments
 
     parser = add_megasched_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     known = {option for action in parser._actions for option in action.option_strings} | {"--nproc-per-node"}

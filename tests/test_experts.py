@@ -11,13 +11,13 @@ from transformers import MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from megasched import create_schedule
+from megasched.definition.experts import find_experts, not_apart
+from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ScheduleError
-from megasched.experts import find_experts, not_apart
-from megasched.layout import Layout
-from megasched.lowering.planning import make_plan
+from megasched.language.parallel_dims import Layout
 from megasched.model_adapters.default_schedule import schedule as default_schedule
 from megasched.model_adapters.registry import roles_of
-from megasched.verify.small_models import small_config
+from megasched.plan.make import make_plan
 
 
 def on_meta(model_type: str):

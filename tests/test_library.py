@@ -6,7 +6,7 @@ from torch import nn
 
 import megasched
 from megasched import ConfigError, ScheduleError
-from megasched.roles import Roles
+from megasched.language.roles import Roles
 from tests.lowering.models import Mlp, tiny_model
 
 

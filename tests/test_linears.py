@@ -10,8 +10,8 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.pytorch_utils import Conv1D
 
-from megasched.embeddings import looks_up
-from megasched.linears import is_linear
+from megasched.definition.embeddings import looks_up
+from megasched.definition.linears import is_linear
 
 
 def _name(module):

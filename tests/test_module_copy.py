@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from megasched.analysis.meta_call import meta_copy
+from megasched.definition.module_copy import copy_module, holds_tensor
 from megasched.errors import ScheduleError
-from megasched.module_copy import copy_module, holds_tensor
-from megasched.trial.meta_call import meta_copy
 
 
 class Model(nn.Module):

@@ -9,10 +9,10 @@ import pytest
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from megasched.definition import load_config
+from megasched.definition.build import load_config
+from megasched.definition.overrides import with_overrides
+from megasched.definition.small_models.small_models import causal_lm_types, small_config
 from megasched.errors import ConfigError
-from megasched.overrides import with_overrides
-from megasched.verify.small_models import causal_lm_types, small_config
 
 WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 96}
 YARN = {"rope_type": "yarn", "factor": 4.0}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = ("megasched/report/page_template", "megasched/planner/gpus")
+DATA = ("megasched/cli/page/template", "megasched/planner/hardware/gpus")
 # Of jobs, and what they are made of.
 SCRIPTS = ("*.jinja", "*.sbatch")
 FOLDERS = {
@@ -56,7 +56,7 @@ def modules_of(folder: Path, prefix: str) -> set[str]:
 def test_the_wheel_holds_every_module_under_one_top_level_name(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    data = {"megasched/py.typed", "megasched/compatibility.json"}
+    data = {"megasched/py.typed", "megasched/trainer/compatibility.json"}
     data |= {f"{folder}/{path.name}" for folder in DATA for path in (ROOT / folder).iterdir()}
     data |= {
         f"megasched/{path.relative_to(ROOT)}" for ending in SCRIPTS for path in (ROOT / "launch").rglob(ending)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasched.placement import Placement
+from megasched.plan.placement import Placement
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch
 
-from megasched.megatron.rehearsal import KERNELS
-from megasched.verify import rank_pool
-from megasched.verify.rank_pool import RankError, cache_folder, init_megatron
+from megasched.trainer.flags.rehearsal import KERNELS
+from megasched.verify.ranks import pool
+from megasched.verify.ranks.pool import RankError, cache_folder, init_megatron
 from megasched.verify.trainer_run import train
 from tests import tiny
 from tests.waiting import signalled, until
@@ -158,13 +158,13 @@ def test_a_failure_shows_the_traceback_and_what_the_others_were_doing(ranks):
 
 
 def test_a_hang_shows_every_ranks_stack(ranks, tmp_path, monkeypatch):
-    collect = rank_pool._collect
+    collect = pool._collect
 
     def collect_of_hanging(started, timeout):
         until(lambda: all_hang(tmp_path))  # its time begins here, however long the start has taken
         return collect(started, timeout)
 
-    monkeypatch.setattr(rank_pool, "_collect", collect_of_hanging)
+    monkeypatch.setattr(pool, "_collect", collect_of_hanging)
     with pytest.raises(RankError) as error:
         ranks.run(2, hang_on_rank_zero, tmp_path, timeout=3)
     report = str(error.value)

@@ -81,8 +81,8 @@ def test_a_file_beside_the_library_that_shares_its_name_is_the_users(tmp_path):
 
 
 def test_the_default_schedule_is_who_asked():
+    from megasched.language.roles import Roles
     from megasched.model_adapters import default_schedule
-    from megasched.roles import Roles
 
     sch = megasched.create_schedule(Model(), Layout(), Roles({"up": "mlp.up", "down": "mlp.down"}))
     default_schedule.schedule(sch, sch.layout)
@@ -155,7 +155,7 @@ def test_what_could_not_be_loaded_again_is_not_saved(tmp_path, value):
 
 
 def test_a_function_of_a_schedule_file_is_not_saved(tmp_path):
-    from megasched.schedule_file import apply_schedule, find_schedule
+    from megasched.language.schedule_file import apply_schedule, find_schedule
 
     file = tmp_path / "mine.py"
     file.write_text("def note(module, args): pass\ndef schedule(sch, layout): sch['up'].hook('fw_pre', note)\n")

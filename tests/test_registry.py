@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import megasched
-from megasched import ConfigError, Layout, Primitive, ScheduleError, registry
-from megasched.lowering import record_lowerings
+from megasched import ConfigError, Layout, Primitive, ScheduleError
+from megasched.language import registry
+from megasched.lowering import records
 
 BUILT_IN = {
     "annotate",
@@ -28,7 +29,7 @@ def own_registries(monkeypatch):
     """What a test registers is gone after it."""
     registry.list_primitives()
     monkeypatch.setattr(registry, "_PRIMITIVES", dict(registry._PRIMITIVES))
-    monkeypatch.setattr(record_lowerings, "_RECORD_LOWERINGS", dict(record_lowerings._RECORD_LOWERINGS))
+    monkeypatch.setattr(records, "_RECORD_LOWERINGS", dict(records._RECORD_LOWERINGS))
 
 
 def scale_primitive():
@@ -163,7 +164,7 @@ def test_a_primitive_that_defines_no_record():
 
 
 def test_every_public_name_of_a_schedule_is_reserved():
-    from megasched.registry import RESERVED
-    from megasched.schedule import Schedule
+    from megasched.language.registry import RESERVED
+    from megasched.language.schedule import Schedule
 
     assert {name for name in dir(Schedule) if not name.startswith("_")} == set(RESERVED)

@@ -11,7 +11,7 @@ from torch import nn
 
 import megasched
 from megasched import Layout, ScheduleError, ScheduleList
-from megasched.roles import Roles
+from megasched.language.roles import Roles
 
 
 class Layer(nn.Module):

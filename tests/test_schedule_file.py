@@ -7,8 +7,9 @@ import pytest
 from torch import nn
 
 import megasched
-from megasched import ConfigError, Layout, ScheduleError, schedule_file
-from megasched.schedule_file import add_options, apply_schedule, find_schedule, split_file
+from megasched import ConfigError, Layout, ScheduleError
+from megasched.language import schedule_file
+from megasched.language.schedule_file import add_options, apply_schedule, find_schedule, split_file
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megasched.language.parallel_dims import Layout
 from megasched.launch import bundled_script
 from megasched.launch.quickstart.corpus import EOD, VOCAB_SIZE
-from megasched.layout import Layout
 
 SEQ_LENGTH = 128
 MICRO_BATCH_SIZE = 1

@@ -25,7 +25,7 @@ from megasched.launch.torchrun.nodes import CERTAIN, Nodes
 from megasched.launch.torchrun.script import TorchrunJob, render
 from megasched.launch.watched_run import INTERRUPTED, sigterm_as_interrupt, tail
 from megasched.launch.words import refuse_unusable
-from megasched.weights.tracker import has_tracker, read_tracker
+from megasched.reading.tracker import has_tracker, read_tracker
 
 NAME = "torchrun"
 # A host that has gone is noticed after three of ServerAliveInterval.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GROUP = "megasched.compilers"
 # Of this library, but of a layer above: by name, so that nothing here imports Megatron.
-OWN = ("megasched.lowering.fusions",)
+OWN = ("megasched.layers.megatron.fusions",)
 # Compilations of one sub-graph beyond which it is reported.
 FEW = 4
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.definition.linears import is_conv1d
 from megasched.graph import opaque
-from megasched.linears import is_conv1d
 
 Hook = Callable[..., Any]
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.analysis.meta_call import meta_copy
 from megasched.graph import opaque
 from megasched.graph.capture import Graph, capture
 from megasched.graph.intercept import Limits
 from megasched.graph.match import ANY_NUMBER, SMALLEST_SIZE, find_matches
 from megasched.graph.subgraph import Subgraph
-from megasched.trial.meta_call import meta_copy
 
 # Sizes of an example that nobody gave: [b, s, h], each a size that no axis or power has.
 EXAMPLE = (SMALLEST_SIZE + 2, SMALLEST_SIZE + 6, 38)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megasched.errors import Problem, ScheduleError
-from megasched.records import caller_source
+from megasched.language.records import caller_source
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from megasched.records import Record
+from megasched.language.records import Record
 
 
 def carried_annotations(

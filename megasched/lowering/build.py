@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.analysis.known_runs import KnownRuns, usual_length
+from megasched.analysis.meta_call import own_inputs
 from megasched.errors import Problem, ScheduleError
-from megasched.lowering.adapting import adapt_modules
-from megasched.lowering.attention import switch_on
-from megasched.lowering.known_runs import KnownRuns, usual_length
-from megasched.lowering.plan import Plan
-from megasched.lowering.planning import make_plan
-from megasched.lowering.replacement import replace_modules
-from megasched.schedule import Schedule, current_layout
-from megasched.trial.meta_call import own_inputs
+from megasched.language.schedule import Schedule, current_layout
+from megasched.layers.attention import switch_on
+from megasched.lowering.lora import adapt_modules
+from megasched.lowering.replace import replace_modules
+from megasched.plan.make import make_plan
+from megasched.plan.plan import Plan
 
 
 def build(schedule: Schedule, *, inputs: Mapping[str, Any] | None = None) -> nn.Module:
@@ -87,7 +87,7 @@ def _lower_here(schedule: Schedule, model: nn.Module, plan: Plan) -> None:
     from megatron.core import parallel_state
     from megatron.core.model_parallel_config import ModelParallelConfig
 
-    from megasched.lowering.context import Context
+    from megasched.layers.build_context import Context
     from megasched.lowering.lower import lower
 
     first = next(model.parameters(), torch.empty(0))

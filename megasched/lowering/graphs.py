@@ -16,16 +16,16 @@ from torch import nn
 
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.compilers import get_compiler
+from megasched.graph.definition_graphs import standing_leaves
 from megasched.graph.intercept import Hook, Limits
 from megasched.graph.partition import Edit, Part
 from megasched.graph.subgraph import Subgraph
 from megasched.graph.traced import TracedModule, trace_module
-from megasched.graph.trial import standing_leaves
-from megasched.lowering.context import Context
-from megasched.lowering.linear import ReplicatedHeadsLinear
-from megasched.lowering.linear_te import TeLinear
-from megasched.lowering.recompute import recompute, tracker_states
-from megasched.records import Record
+from megasched.language.records import Record
+from megasched.layers.build_context import Context
+from megasched.layers.linear import ReplicatedHeadsLinear
+from megasched.layers.recompute import recompute, tracker_states
+from megasched.layers.te.linear import TeLinear
 
 
 def trace_modules(model: nn.Module, context: Context, here: Callable[[str], bool]) -> Callable[[str], bool]:

@@ -8,27 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.linears import plain_attributes
-from megasched.lora import DROPOUT
-from megasched.lowering.annotations import carried_annotations
-from megasched.lowering.attention import AttentionSettings
-from megasched.lowering.attention_te import TeCore, uses_transformer_engine
-from megasched.lowering.carry import carry_hooks, module_places
-from megasched.lowering.context import Context
-from megasched.lowering.context_parallel import enter_sequence_region, gather_recorded
-from megasched.lowering.embedding import lower_embedding, lower_features
-from megasched.lowering.experts import lower_experts
-from megasched.lowering.graphs import trace_modules
-from megasched.lowering.joining import fused_paths
-from megasched.lowering.joint import JointColumns
-from megasched.lowering.linear import lower_linear
-from megasched.lowering.linear_te import TeProduct, lower_te_linear
-from megasched.lowering.local_attributes import divide_local_attributes
-from megasched.lowering.norms import fuse_norms
-from megasched.lowering.parts import parts_of, take_parts
-from megasched.lowering.plan import Plan
-from megasched.lowering.record_lowerings import PLANNED, carry_out_record
-from megasched.lowering.region import (
+from megasched.analysis.labels import Region
+from megasched.definition.linears import plain_attributes
+from megasched.language.lora import DROPOUT
+from megasched.language.roles import Attention, Block, Mixture
+from megasched.language.schedule import Schedule
+from megasched.layers.attention import AttentionSettings
+from megasched.layers.build_context import Context
+from megasched.layers.context_parallel import enter_sequence_region, gather_recorded
+from megasched.layers.embedding import lower_embedding, lower_features
+from megasched.layers.experts import lower_experts
+from megasched.layers.fused_columns import JointColumns
+from megasched.layers.linear import lower_linear
+from megasched.layers.norms import fuse_norms
+from megasched.layers.regions import (
     enter_region,
     join_sequence,
     leave_region,
@@ -37,12 +30,19 @@ from megasched.lowering.region import (
     split_sequence,
     take_own_sequence,
 )
-from megasched.lowering.sync import shared_regions
-from megasched.lowering.tokens import note_batch
-from megasched.lowering.wrap import draw_forked
-from megasched.roles import Attention, Block, Mixture
-from megasched.schedule import Schedule
-from megasched.trial.labels import Region
+from megasched.layers.sliced_args import parts_of, take_parts
+from megasched.layers.te.attention import TeCore, uses_transformer_engine
+from megasched.layers.te.linear import TeProduct, lower_te_linear
+from megasched.layers.tokens import note_batch
+from megasched.layers.wrap import draw_forked
+from megasched.lowering.annotations import carried_annotations
+from megasched.lowering.graphs import trace_modules
+from megasched.lowering.local_counts import divide_local_attributes
+from megasched.lowering.records import PLANNED, carry_out_record
+from megasched.lowering.transfer import carry_hooks, module_places
+from megasched.plan.communication import shared_regions
+from megasched.plan.fused_columns import fused_paths
+from megasched.plan.plan import Plan
 
 
 def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
@@ -119,11 +119,11 @@ def _lower_blocks(schedule: Schedule, model: nn.Module, context: Context, here: 
     """Puts Megatron's layers, attention, mixtures and MLPs in the places of the definition's; their parameters are
     all filled then."""
     # They import Megatron's specs, which few runs need.
-    from megasched.lowering.block.angles import rotary_angles
-    from megasched.lowering.block.attention import lower_attention
-    from megasched.lowering.block.layer import lower_block
-    from megasched.lowering.block.mixture import lower_mixture
-    from megasched.lowering.block.mlp import lower_mlp
+    from megasched.layers.megatron.attention import lower_attention
+    from megasched.layers.megatron.layer import lower_block
+    from megasched.layers.megatron.mlp import lower_mlp
+    from megasched.layers.megatron.moe import lower_mixture
+    from megasched.layers.megatron.rotary import rotary_angles
 
     roles = schedule.roles
 

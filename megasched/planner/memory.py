@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from megasched.megatron.stage import Stage
-from megasched.planner.measurements import Measurements
+from megasched.planner.measure.measurements import Measurements
 from megasched.planner.pipeline import order_of
+from megasched.trainer.stage import Stage
 
 if TYPE_CHECKING:
     import torch
 
-    from megasched.layout import Layout
-    from megasched.megatron.session import Session
-    from megasched.planner.parameter_counts import Count
-    from megasched.planner.partly_recomputed import PartlyRecomputed
+    from megasched.language.parallel_dims import Layout
+    from megasched.planner.measure.parameter_counts import Count
+    from megasched.planner.measure.partly_recomputed import PartlyRecomputed
+    from megasched.trainer.session import Session
 
 
 # The most that a pipeline holds in flight it holds after so many micro-batches for each of its ranks.
@@ -152,7 +152,7 @@ def stages_of(session: Session, layout: Layout, sequence_length: int) -> list[St
     Raises:
         ScheduleError: more stages than layers, cuts that do not fit, or a model that can't be cut.
     """
-    from megasched.megatron.session import refuse_stages
+    from megasched.trainer.session import refuse_stages
 
     structure = session.plan.structure
     assert structure is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megasched.timeline import Span
+from megasched.trace.timeline import Span
 
 
 @dataclass(frozen=True)

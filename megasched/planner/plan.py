@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megasched.errors import ConfigError
-from megasched.layout import Fp8, Layout
-from megasched.planner.hardware import load_hardware
+from megasched.language.parallel_dims import Fp8, Layout
+from megasched.planner.hardware.hardware import load_hardware
 from megasched.planner.search import Candidate, Job, search
 
 
@@ -112,7 +112,7 @@ def plan(
     Raises:
         ConfigError: whatever can't be used as given.
     """
-    from megasched.megatron.session import Session, open_session
+    from megasched.trainer.session import Session, open_session
 
     hardware = load_hardware(gpu)
     if gpus > hardware.gpus_per_node and gpus % hardware.gpus_per_node:

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megasched.layout import Layout
-from megasched.megatron.stage import Stage
-from megasched.planner.build_stage import Setting
-from megasched.planner.measurements import Measurements
+from megasched.language.parallel_dims import Layout
+from megasched.planner.measure.build_stage import Setting
+from megasched.planner.measure.measurements import Measurements
+from megasched.planner.measure.partly_recomputed import PartlyRecomputed
+from megasched.planner.measure.probe import fake_groups
 from megasched.planner.memory import FILLED, RankMemory, rank_memory
-from megasched.planner.partly_recomputed import PartlyRecomputed
-from megasched.planner.probe import fake_groups
+from megasched.trainer.stage import Stage
 
 if TYPE_CHECKING:
-    from megasched.megatron.session import Session
+    from megasched.trainer.session import Session
 
 
 def run_memory(

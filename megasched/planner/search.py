@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megasched.errors import MegaschedError, Problem, ScheduleError
-from megasched.layout import Fp8, Layout
-from megasched.planner.build_stage import Setting
-from megasched.planner.forked import map_forked
-from megasched.planner.measurements import Measurements
+from megasched.language.parallel_dims import Fp8, Layout
+from megasched.planner.measure.build_stage import Setting
+from megasched.planner.measure.forked import map_forked
+from megasched.planner.measure.measurements import Measurements
+from megasched.planner.measure.parameter_counts import ParameterCounts
+from megasched.planner.measure.partly_recomputed import PartlyRecomputed
+from megasched.planner.measure.probe import emulated_cuda, fake_groups
 from megasched.planner.memory import FILLED, RankMemory, rank_memory, stages_of, static_bytes
-from megasched.planner.parameter_counts import ParameterCounts
-from megasched.planner.partly_recomputed import PartlyRecomputed
-from megasched.planner.probe import emulated_cuda, fake_groups
 from megasched.planner.step_time import StepTime, step_time
 
 if TYPE_CHECKING:
-    from megasched.megatron.session import Session
-    from megasched.megatron.stage import Stage
-    from megasched.planner.hardware import Hardware
+    from megasched.planner.hardware.hardware import Hardware
+    from megasched.trainer.session import Session
+    from megasched.trainer.stage import Stage
 
 MICRO_BATCHES = (1, 2, 4)
 RECOMPUTE = (None, "full")
@@ -142,7 +142,7 @@ def _refuse_loops(session: Session) -> None:
 
 def _experts(session: Session) -> int:
     """Of a layer, where the model has any that can be shared out."""
-    from megasched.experts import is_experts
+    from megasched.definition.experts import is_experts
 
     return max((m.num_experts for m in session.replaced.modules() if is_experts(m)), default=1)
 

@@ -8,16 +8,16 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING
 
-from megasched.planner.hardware import Group, Hardware
+from megasched.planner.hardware.hardware import Group, Hardware
+from megasched.planner.measure.work import Work
 from megasched.planner.pipeline import Chunk, simulate
-from megasched.planner.work import Work
 
 if TYPE_CHECKING:
-    from megasched.layout import Layout
-    from megasched.megatron.stage import Stage
-    from megasched.planner.measurements import Measurements
-    from megasched.planner.parameter_counts import Count
-    from megasched.planner.partly_recomputed import PartlyRecomputed
+    from megasched.language.parallel_dims import Layout
+    from megasched.planner.measure.measurements import Measurements
+    from megasched.planner.measure.parameter_counts import Count
+    from megasched.planner.measure.partly_recomputed import PartlyRecomputed
+    from megasched.trainer.stage import Stage
 
 # What a distributed optimizer sends and touches for each parameter that a rank holds, in bytes: gradients
 # are reduced, parameters in 16 bits gathered (megatron/core/distributed/param_and_grad_buffer.py); its

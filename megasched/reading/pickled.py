@@ -1,4 +1,5 @@
-"""Pickles that somebody else has written; what they may name is the caller's affair (`weights/unpickling.py`)."""
+"""Pickles that somebody else has written; what they may name is the caller's affair
+(`weights/torch_dist/unpickling.py`)."""
 
 from __future__ import annotations
 

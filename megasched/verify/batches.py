@@ -10,7 +10,7 @@ from megasched.verify.plain_runs import Batches
 if TYPE_CHECKING:
     import torch
 
-    from megasched.layout import Layout
+    from megasched.language.parallel_dims import Layout
 
 STEPS = 3
 MICRO_BATCH = 2

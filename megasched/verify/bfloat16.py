@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megasched.definition import cast_as_loaded
+from megasched.definition.build import cast_as_loaded
 from megasched.verify.checks import Check
-from megasched.verify.locate import Finding, Locator
+from megasched.verify.locate.locate import Finding, Locator
 from megasched.verify.plain.loading import own_experts, widen
 from megasched.verify.plain.watching import Float64
 from megasched.verify.reference import HfStep, hf_loss, hf_model, relative

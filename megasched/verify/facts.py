@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megasched.layout import Layout
-from megasched.roles import Attention, Block, Mixture, Mlp
+from megasched.language.parallel_dims import Layout
+from megasched.language.roles import Attention, Block, Mixture, Mlp
 
 if TYPE_CHECKING:
-    from megasched.megatron.session import Session
+    from megasched.trainer.session import Session
 
 
 def facts(folder: str) -> dict[str, Any]:
@@ -16,9 +16,9 @@ def facts(folder: str) -> dict[str, Any]:
     weights, and what of it is fused: ``block`` where Megatron's own layer can stand for its layers; elsewhere
     ``attention``, ``mixture`` and ``mlp`` where Megatron's can for these alone; ``joint`` where projections share
     one matrix product."""
-    from megasched.megatron.decisions import decisions_of
-    from megasched.megatron.session import open_session
     from megasched.model_adapters.registry import find_adapter
+    from megasched.plan.decisions import decisions_of
+    from megasched.trainer.session import open_session
 
     session = open_session("auto", folder, Layout(tensor_model_parallel_size=2))
     decisions = decisions_of(session, by_user=False)

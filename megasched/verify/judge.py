@@ -6,8 +6,8 @@ from typing import Any
 
 from megasched.verify import bfloat16, parity
 from megasched.verify.checks import Check
-from megasched.verify.dropouts import wrong_masks
-from megasched.verify.locate import Finding, Locator
+from megasched.verify.dropout_masks import wrong_masks
+from megasched.verify.locate.locate import Finding, Locator
 from megasched.verify.numbers import Errors, Number, difference, errors_of, own_errors
 from megasched.verify.place import first_weight, first_wrong, of_loss, of_norm, place_of
 from megasched.verify.plain_runs import PlainRun

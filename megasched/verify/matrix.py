@@ -15,12 +15,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megasched.compatibility import DATA, load_matrix
+from megasched.definition.small_models.small_models import causal_lm_types, write_small_model
 from megasched.errors import ConfigError
+from megasched.trainer.compatibility import DATA, load_matrix
 from megasched.verify.facts import facts
 from megasched.verify.parity import LAYOUTS, check_layout, failure
-from megasched.verify.rank_pool import RankError, RankPool
-from megasched.verify.small_models import causal_lm_types, write_small_model
+from megasched.verify.ranks.pool import RankError, RankPool
 
 LAYOUT_NAMES = tuple(name for name in LAYOUTS if name != "one")
 

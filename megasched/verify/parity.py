@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal
 
+from megasched.definition.small_models.shrink import TOKENS, VOCABULARY
 from megasched.verify import trainer_run
 from megasched.verify.reference import HfStep, differences
-from megasched.verify.shrink import TOKENS, VOCABULARY
 
 if TYPE_CHECKING:
-    from megasched.verify.rank_pool import RankPool
+    from megasched.verify.ranks.pool import RankPool
 
 TOLERANCE = 1e-5
 # What is beyond the tolerance may be so many times as far from float64 as the unscheduled model in float32 is:
@@ -90,7 +90,7 @@ def check_layout(
         adapter: file with an ``ADAPTER`` that is used whatever is installed; empty for what a run would use.
         trust_remote_code: run Python code that lies in the folder.
     """
-    from megasched.verify.rank_pool import RankError
+    from megasched.verify.ranks.pool import RankError
 
     layout, started = LAYOUTS[name], time.monotonic()
     flags = [*layout.flags.split(), "--vocab-size", str(VOCABULARY)]
@@ -115,8 +115,8 @@ def check_layout(
 
 def routes_to_experts(folder: str) -> bool:
     """In a rank: whether a model's tokens are routed to some of several experts, by its config."""
-    from megasched.definition import load_config
-    from megasched.megatron.config_sizes import EXPERTS_PER_TOKEN
+    from megasched.definition.build import load_config
+    from megasched.trainer.flags.model_sizes import EXPERTS_PER_TOKEN
 
     config = load_config(folder).get_text_config(decoder=True)
     return any(getattr(config, name, None) for name in EXPERTS_PER_TOKEN)

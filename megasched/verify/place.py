@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megasched.verify.locate import NOTICED, Finding, Locator
+from megasched.verify.locate.locate import NOTICED, Finding, Locator
 from megasched.verify.numbers import Errors, Number, difference, replicas
 from megasched.verify.parity import TOLERANCE
 from megasched.verify.plain_runs import OPTIMIZER, PlainRun

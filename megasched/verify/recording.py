@@ -84,8 +84,8 @@ def _within(ids: torch.Tensor, low: int, high: int) -> torch.Tensor:
 
 
 def record_logits(report: RankReport, every_step: bool) -> Callable[[], None]:
-    from megasched.megatron.loss import VocabParallelLoss
-    from megasched.megatron.own_loss import OwnCodeLoss
+    from megasched.trainer.loss import VocabParallelLoss
+    from megasched.trainer.own_loss import OwnCodeLoss
 
     def recorded(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

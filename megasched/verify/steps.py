@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasched.config_check import CONFIG
-from megasched.definition import load_config
-from megasched.layout import Layout
-from megasched.lora import A, B, Lora
+from megasched.definition.build import load_config
+from megasched.definition.config_check import CONFIG
+from megasched.language.lora import A, B, Lora
+from megasched.language.parallel_dims import Layout
 from megasched.reading.files import read_bytes
 from megasched.verify import batches as make
-from megasched.verify.dropouts import switch_on
+from megasched.verify.dropout_masks import switch_on
 from megasched.verify.plain_runs import OPTIMIZER, Batches, PlainModel, PlainRun
 from megasched.verify.subject import Subject
 
 if TYPE_CHECKING:
-    from megasched.verify.rank_pool import RankPool
+    from megasched.verify.ranks.pool import RankPool
     from megasched.verify.trainer_run import RankReport
 
 # Epsilon: gradients below it are told from rounding; decay: enough to see that it is where it must be.

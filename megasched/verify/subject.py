@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megasched.definition import load_config
+from megasched.definition.build import load_config
+from megasched.definition.small_models.shrink import LAYERS
 from megasched.errors import ConfigError
-from megasched.layout import Layout
-from megasched.verify.dropouts import switch
-from megasched.verify.shrink import LAYERS
+from megasched.language.parallel_dims import Layout
+from megasched.verify.dropout_masks import switch
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ def make_subject(
     Raises:
         ConfigError: no small copy can be made, or options that do not go together.
     """
+    from megasched.definition.small_models.small_models import copy_code, small_copy, write_model
     from megasched.verify.batches import unreached_windows
-    from megasched.verify.small_models import copy_code, small_copy, write_model
 
     config = load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
     name = type(config).__name__.removesuffix("Config")

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from megasched.lowering.zigzag import Zigzag
-from megasched.records import Record
-from megasched.verify.adapters import telling_adapters
+from megasched.definition.sequence_split import Zigzag
+from megasched.language.records import Record
+from megasched.verify.lora import telling_adapters
 from megasched.verify.plain.watching import Sightings, Watch, silence
-from megasched.verify.rank_pool import cache_folder
+from megasched.verify.ranks.pool import cache_folder
 from megasched.verify.recording import Look, Serving, record_batches, record_logits, record_samples
 
 VOCABULARY = 99  # divides by no TP: the embedding is padded
@@ -127,7 +127,7 @@ def train(
     from megatron.training import training
 
     from megasched.launch import pretrain_gpt, pretraining
-    from megasched.megatron import entry
+    from megasched.trainer import entry
 
     entry.apply_patches()  # first: they look at the functions that are recorded
     report = RankReport(-1, -1, -1)
@@ -178,8 +178,8 @@ def run_trainer(
         script: bundled entry script, without ``.py``.
         mock_data: whether batches are Megatron's mock data, or of the ``--data-path`` in ``flags``.
     """
-    from megasched.megatron import entry
-    from megasched.megatron.rehearsal import rehearsal_flags
+    from megasched.trainer import entry
+    from megasched.trainer.flags.rehearsal import rehearsal_flags
 
     entry.apply_patches()
     entry.set_builder()

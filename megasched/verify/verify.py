@@ -11,19 +11,19 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megasched.certificate import subject_of, write_certificate
-from megasched.definition import build_definition, load_config
+from megasched.definition.build import build_definition, load_config
 from megasched.errors import ConfigError
-from megasched.layout import Layout
-from megasched.schedule_file import split_file
+from megasched.language.parallel_dims import Layout
+from megasched.language.schedule_file import split_file
+from megasched.trainer.certificate import subject_of, write_certificate
 from megasched.verify.checks import Check
 from megasched.verify.steps import Steps
 from megasched.verify.subject import make_subject
 
 if TYPE_CHECKING:
-    from megasched.verify.guilt import Call
-    from megasched.verify.locate import Finding
-    from megasched.verify.rank_pool import RankPool
+    from megasched.verify.locate.bisect import Call
+    from megasched.verify.locate.locate import Finding
+    from megasched.verify.ranks.pool import RankPool
 
 MOST_RANKS = 16
 
@@ -103,7 +103,7 @@ def verify_schedule(
     Raises:
         ConfigError: too many ranks for one machine, or no small copy can be made.
     """
-    from megasched.verify.rank_pool import RankPool
+    from megasched.verify.ranks.pool import RankPool
 
     _check_size(layout)
     started = time.monotonic()
@@ -165,11 +165,11 @@ def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> No
         schedule: what the ranks find it by.
         without: file for schedules that leave calls out.
     """
-    from megasched.verify.guilt import find_guilty, write_without
     from megasched.verify.judge import Judge
+    from megasched.verify.locate.bisect import find_guilty, write_without
     from megasched.verify.parity import failure
     from megasched.verify.plain_runs import PlainError
-    from megasched.verify.rank_pool import RankError
+    from megasched.verify.ranks.pool import RankError
 
     try:
         judge = Judge(steps, schedule)

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megasched.weights.hf_files import with_nested
+from megasched.weights.hf.files import with_nested
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

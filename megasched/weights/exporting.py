@@ -1,7 +1,7 @@
 """From a Megatron checkpoint to an HF folder, in one CPU process.
 
-The checkpoint holds HF's names and shapes already (``megasched/megatron/checkpoint.py``), so nothing is converted
-but what transformers itself converts when it saves. The definition is built on meta, for names alone.
+The checkpoint holds HF's names and shapes already (``megasched/trainer/checkpoint/entries.py``), so nothing is
+converted but what transformers itself converts when it saves. The definition is built on meta, for names alone.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasched.definition import build_definition, kept_in_float32, load_config
+from megasched.definition.build import build_definition, kept_in_float32, load_config
+from megasched.definition.objectives import find_objective
 from megasched.errors import CheckpointError, ConfigError
 from megasched.files import check_room, whole_folder
-from megasched.lora import A, B, Lora
-from megasched.objectives import find_objective
+from megasched.language.lora import A, B, Lora
 from megasched.reading.files import MIB, Expected, is_regular
 from megasched.reading.json_file import read_json
 from megasched.weights.absent_layers import without_absent_layers
-from megasched.weights.conversions import Conversions
-from megasched.weights.hf_files import config_of_export, copy_hf_files
-from megasched.weights.hf_writer import Output, write_weights
+from megasched.weights.hf.conversions import Conversions
+from megasched.weights.hf.files import config_of_export, copy_hf_files
+from megasched.weights.hf.writer import Output, write_weights
 from megasched.weights.lazy import LazyTensor, Narrowed
 from megasched.weights.lora import CONFIG as LORA_CONFIG
 from megasched.weights.lora import WEIGHTS as LORA_WEIGHTS
 from megasched.weights.lora import merged, read_adapter_config, save_adapter
 from megasched.weights.names import canonical_names, compare_names
 from megasched.weights.padding import padded_lengths
-from megasched.weights.torch_dist import HF_FILES, TorchDist, checkpoint_folder
+from megasched.weights.torch_dist.reader import HF_FILES, TorchDist, checkpoint_folder
 
 if TYPE_CHECKING:
     import torch

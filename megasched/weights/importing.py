@@ -7,17 +7,17 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megasched.definition import build_definition, kept_in_float32, load_config
+from megasched.definition.build import build_definition, kept_in_float32, load_config
+from megasched.definition.objectives import find_objective
 from megasched.errors import CheckpointError, ConfigError
 from megasched.files import check_room, whole_folder, write_whole
-from megasched.objectives import find_objective
-from megasched.weights.hf_files import write_hf_files
-from megasched.weights.hf_folder import HFFolder
-from megasched.weights.hub import local_folder
+from megasched.reading.tracker import RELEASE, TRACKER
+from megasched.weights.hf.files import write_hf_files
+from megasched.weights.hf.folder import HFFolder
+from megasched.weights.hf.hub import local_folder
 from megasched.weights.names import canonical_names
-from megasched.weights.torch_dist import HF_FILES
-from megasched.weights.torch_dist_writer import TorchDistWriter
-from megasched.weights.tracker import RELEASE, TRACKER
+from megasched.weights.torch_dist.reader import HF_FILES
+from megasched.weights.torch_dist.writer import TorchDistWriter
 
 if TYPE_CHECKING:
     import torch

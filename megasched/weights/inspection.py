@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megasched.config_check import CONFIG
+from megasched.definition.config_check import CONFIG
 from megasched.errors import ConfigError
 from megasched.reading.json_file import read_json
-from megasched.weights.torch_dist import HF_FILES, OPTIMIZER, CheckpointTensor, TorchDist, checkpoint_folder
+from megasched.weights.torch_dist.reader import HF_FILES, OPTIMIZER, CheckpointTensor, TorchDist, checkpoint_folder
 
 # Of the arguments of the run that wrote it, those that say at which layout.
 LAYOUT = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megasched.errors import CheckpointError
 from megasched.reading.safetensors_file import open_safetensors
-from megasched.weights.safetensors_files import describe
+from megasched.weights.hf.safetensors_files import describe
 
 if TYPE_CHECKING:
     import torch

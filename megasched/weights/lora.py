@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import CheckpointError
-from megasched.lora import A, B, Lora, adapted, adapter_names
+from megasched.language.lora import A, B, Lora, adapted, adapter_names
 from megasched.weights.lazy import Box, LazyTensor, Leaf, whole
 
 if TYPE_CHECKING:
     import torch
 
-    from megasched.schedule import Schedule
+    from megasched.language.schedule import Schedule
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # PEFT's own modules around the model
@@ -34,8 +34,8 @@ def adapter_config(schedule: Schedule, base_model: str) -> dict[str, Any] | None
         schedule: that has been checked; a PEFT adapter has one dropout and one scaling rule for all.
         base_model: folder or hub id of the model that is adapted (``--hf-model``).
     """
-    from megasched.linears import is_conv1d
-    from megasched.objectives import objective_of
+    from megasched.definition.linears import is_conv1d
+    from megasched.definition.objectives import objective_of
 
     calls = adapted(schedule.records)
     if not calls:

@@ -6,13 +6,13 @@ import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from megasched.lora import A
+from megasched.language.lora import A
 from megasched.weights.random_init import parameter_seed
 
 if TYPE_CHECKING:
     import torch
 
-    from megasched.placement import Placement
+    from megasched.plan.placement import Placement
     from megasched.weights.source import WeightSource
 
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megasched.errors import CheckpointError
-from megasched.placement import Placement
+from megasched.plan.placement import Placement
 from megasched.weights.names import canonical_names
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from megasched.placement import Placement
+    from megasched.plan.placement import Placement
 
 # transformers.initialization passes over tensors that carry this flag.
 INITIALIZED = "_is_hf_initialized"
@@ -34,7 +34,7 @@ class RandomInit:
     for one by one (an expert of a stack) stays until another is asked for.
 
     Args:
-        definition: from ``megasched.definition.build_definition``, parameters on meta, not scheduled yet.
+        definition: from ``megasched.definition.build.build_definition``, parameters on meta, not scheduled yet.
             It is copied (that costs no parameter memory), so that the caller may go on to change it.
         seed: Megatron's ``--seed``.
 
@@ -43,7 +43,7 @@ class RandomInit:
     """
 
     def __init__(self, definition: PreTrainedModel, seed: int) -> None:
-        from megasched.module_copy import copy_module
+        from megasched.definition.module_copy import copy_module
 
         for name, param in definition.named_parameters():
             if not param.is_meta:

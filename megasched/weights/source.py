@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from megasched.placement import Placement
+    from megasched.plan.placement import Placement
 
 
 class WeightSource(Protocol):

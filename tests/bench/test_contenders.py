@@ -12,8 +12,8 @@ import trainer_side
 from megatron.training.arguments import add_megatron_arguments
 
 from megasched.errors import Problem, ScheduleError
-from megasched.megatron.arguments import add_megasched_arguments
-from megasched.schedule_file import find_schedule
+from megasched.language.schedule_file import find_schedule
+from megasched.trainer.flags.arguments import add_megasched_arguments
 
 
 def test_turns_begin_with_each_contender_and_run_both_ways() -> None:

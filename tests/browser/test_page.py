@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from megasched.cli.page.html import write_page
 from megasched.planner.pipeline import Chunk, simulate
-from megasched.report.page_html import write_page
 from tests.browser.chromium import Chromium
-from tests.report.pages import HOSTILE, hostile_page, page_of
+from tests.cli.pages import HOSTILE, hostile_page, page_of
 
 pytestmark = pytest.mark.browser
 SPANS = "document.querySelectorAll('#lanes .span').length"

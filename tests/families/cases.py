@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from megasched.objectives import Objective
+from megasched.definition.objectives import Objective
 from megasched.verify.reference import HfStep, hf_objective_step, relative
 from megasched.verify.trainer_run import RankReport, gather, losses, samples_of, train
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from megasched.objectives import MASKED_LM, SEQ2SEQ_LM
+from megasched.definition.objectives import MASKED_LM, SEQ2SEQ_LM
 from megasched.verify.trainer_run import samples_of, train
 from tests.families.cases import assert_gradients_equal, assert_outcome_equals_hf, save
 from tests.families.corpus import MASKED, SENTINELS, SPANS, write_corpus, write_tokenizer

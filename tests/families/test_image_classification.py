@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megasched.objectives import IMAGE_CLASSIFICATION
+from megasched.definition.objectives import IMAGE_CLASSIFICATION
 from tests.families.cases import LAYOUTS, check_first_step, save
 
 # What the model takes is said in the configuration; the flags that every run of the tests has say it otherwise.

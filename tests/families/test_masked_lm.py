@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megasched.objectives import MASKED_LM
-from megasched.verify.rank_pool import RankError
+from megasched.definition.objectives import MASKED_LM
+from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import train
 from tests.families.cases import LAYOUTS, check_first_step, save
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megasched.objectives import SEQ2SEQ_LM
-from megasched.verify.rank_pool import RankError
+from megasched.definition.objectives import SEQ2SEQ_LM
+from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import train
 from tests.families.cases import check_first_step, save
 

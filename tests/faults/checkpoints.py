@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from megasched.reading.tracker import RELEASE, TRACKER
 from megasched.weights.exporting import export_weights
 from megasched.weights.importing import import_weights
 from megasched.weights.lazy import LazyTensor
-from megasched.weights.torch_dist import TorchDist
-from megasched.weights.torch_dist_writer import TorchDistWriter
-from megasched.weights.tracker import RELEASE, TRACKER
+from megasched.weights.torch_dist.reader import TorchDist
+from megasched.weights.torch_dist.writer import TorchDistWriter
 from tests import tiny
 
 Tensors = dict[str, LazyTensor]

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megasched.verify.rank_pool import RankError, RankPool
+from megasched.verify.ranks.pool import RankError, RankPool
 from megasched.verify.trainer_run import RUN_FLAGS, RankReport, train
 from tests.waiting import until
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from megasched.errors import CheckpointError
-from megasched.layout import Layout
-from megasched.megatron.load_check import check
-from megasched.megatron.session import open_session
+from megasched.language.parallel_dims import Layout
+from megasched.reading.tracker import RELEASE, TRACKER
+from megasched.trainer.checkpoint.load_check import check
+from megasched.trainer.session import open_session
 from megasched.weights.lazy import Narrowed
-from megasched.weights.torch_dist import TorchDist, checkpoint_folder
-from megasched.weights.tracker import RELEASE, TRACKER
+from megasched.weights.torch_dist.reader import TorchDist, checkpoint_folder
 from tests.faults.checkpoints import changed_bytes, exported, flipped, imported, rewritten, weights
-from tests.weights.test_noted import InMemory
+from tests.weights.test_traced_functions import InMemory
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 FILE = "__0_0.distcp"

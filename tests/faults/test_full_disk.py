@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from megasched.verify.rank_pool import RankError
+from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import losses, train
 from megasched.weights.inspection import inspect_checkpoint
 from tests import tiny

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasched.megatron.save_claim import FOLDER
+from megasched.trainer.checkpoint.save_claim import FOLDER
 from megasched.verify.trainer_run import losses, train
 from megasched.weights.inspection import inspect_checkpoint
 from tests import tiny

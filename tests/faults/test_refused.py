@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from megasched.errors import CheckpointError
-from megasched.verify.rank_pool import RankError
+from megasched.reading.tracker import RELEASE
+from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import train
-from megasched.weights.torch_dist import TorchDist
-from megasched.weights.tracker import RELEASE
+from megasched.weights.torch_dist.reader import TorchDist
 from tests.faults.checkpoints import changed_bytes, flipped, imported, rewritten, weights
 from tests.faults.runs import ENDED_WITH_ANOTHER, PP2, SAVING, TP2, run
-from tests.weights.test_noted import InMemory
+from tests.weights.test_traced_functions import InMemory
 
 NAME = "model.layers.3.mlp.up_proj.weight"
 HASHED = [*TP2, *SAVING, "--verify-integrity"]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megasched.errors import CheckpointError, ConfigError
-from megasched.verify.rank_pool import RankError
+from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import train
 from megasched.weights.exporting import export_weights
 from megasched.weights.importing import import_weights

@@ -54,32 +54,32 @@ def written(name: str, content: bytes | str | Any) -> Callable[[Path], None]:
 
 
 def _records(folder: Path) -> None:
-    from megasched.records import load_records
+    from megasched.language.records import load_records
 
     load_records(folder / "records.json")
 
 
 def _certificate(folder: Path) -> None:
-    from megasched.certificate import require_certificate
+    from megasched.trainer.certificate import require_certificate
 
     subject = {"versions": {"torch": "2"}, "schedule": {}, "model": {}, "parallelism": {"TP": True, "SP": False}}
     require_certificate(folder / "certificate.json", subject)
 
 
 def _trace(folder: Path) -> None:
-    from megasched.tracing.chrome_trace import read_trace
+    from megasched.trace.chrome_trace import read_trace
 
     read_trace(folder / "trace.json")
 
 
 def _part(folder: Path) -> None:
-    from megasched.tracing.gather import Part
+    from megasched.trace.gather import Part
 
     Part.read(folder / "part.json")
 
 
 def _hardware(folder: Path) -> None:
-    from megasched.planner.hardware import load_hardware
+    from megasched.planner.hardware.hardware import load_hardware
 
     load_hardware(str(folder / "gpu.toml"))
 
@@ -94,39 +94,39 @@ def _warm_start(folder: Path) -> None:
 
 
 def _options(folder: Path) -> None:
-    from megasched.schedule_file import _value
+    from megasched.language.schedule_file import _value
 
     _value("ratio", (folder / "option").read_bytes().decode(errors="surrogateescape"))
 
 
 def _override(folder: Path) -> None:
-    from megasched.definition import load_config
+    from megasched.definition.build import load_config
 
     written("config.json", _llama())(folder)
     load_config(folder, [(folder / "override").read_bytes().decode(errors="surrogateescape")])
 
 
 def _config(folder: Path) -> None:
-    from megasched.definition import load_config
+    from megasched.definition.build import load_config
 
     load_config(folder)
 
 
 def _definition(folder: Path) -> None:
-    from megasched.definition import build_definition, load_config
+    from megasched.definition.build import build_definition, load_config
 
     build_definition(load_config(folder))
 
 
 def _index(folder: Path) -> None:
-    from megasched.weights.safetensors_files import list_tensors
+    from megasched.weights.hf.safetensors_files import list_tensors
 
     list_tensors(folder)
 
 
 def _safetensors(folder: Path) -> None:
+    from megasched.weights.hf.safetensors_files import list_tensors
     from megasched.weights.lazy import Stored
-    from megasched.weights.safetensors_files import list_tensors
 
     for key, path in list_tensors(folder).items():
         tensor = Stored(path, key)
@@ -134,7 +134,7 @@ def _safetensors(folder: Path) -> None:
 
 
 def _tracker(folder: Path) -> None:
-    from megasched.weights.torch_dist import checkpoint_folder
+    from megasched.weights.torch_dist.reader import checkpoint_folder
 
     checkpoint_folder(folder)
 
@@ -146,7 +146,7 @@ def _checkpoint(folder: Path) -> None:
 
 
 def _values(folder: Path) -> None:
-    from megasched.weights.torch_dist import TorchDist, checkpoint_folder
+    from megasched.weights.torch_dist.reader import TorchDist, checkpoint_folder
 
     checkpoint = TorchDist(checkpoint_folder(folder))
     checkpoint.check_files()
@@ -159,8 +159,8 @@ def _status(folder: Path) -> None:
 
     from rich.console import Console
 
+    from megasched.cli.status_view import print_status, summary
     from megasched.launch.status.run_status import RunReader
-    from megasched.report.status_view import print_status, summary
 
     found = RunReader(str(folder)).look()
     from datetime import datetime
@@ -171,7 +171,7 @@ def _status(folder: Path) -> None:
 
 
 def _owner(folder: Path) -> None:
-    from megasched.megatron.save_claim import SaveClaim
+    from megasched.trainer.checkpoint.save_claim import SaveClaim
 
     SaveClaim(folder).release()
 
@@ -223,7 +223,7 @@ def _checkpoint_files() -> dict[str, bytes]:
     from safetensors.torch import save_file
 
     from megasched.weights.lazy import Stored
-    from megasched.weights.torch_dist_writer import TorchDistWriter
+    from megasched.weights.torch_dist.writer import TorchDistWriter
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "release"

@@ -11,7 +11,7 @@ from megasched.graph.capture import capture
 from megasched.graph.intercept import Limits
 from megasched.graph.traced import trace_module
 from megasched.model_adapters.default_schedule import schedule as auto
-from megasched.verify.rank_pool import init_megatron
+from megasched.verify.ranks.pool import init_megatron
 from tests.graph.running import graphs_run
 from tests.graph.test_families import model_of
 from tests.lowering.models import randomize, tiny_model, token_ids

@@ -9,7 +9,7 @@ import torch
 
 from megasched.verify import reference
 from megasched.verify import trainer_run as training
-from megasched.verify.rank_pool import RankError
+from megasched.verify.ranks.pool import RankError
 from tests import tiny
 from tests.parity.cases import case, slow
 
@@ -62,7 +62,7 @@ def _accumulating(folder, flags, schedule):
     """A run with Megatron's gradient accumulation fusion, whose GPU kernel torch stands in for."""
     from megatron.core.tensor_parallel import layers
 
-    from megasched.megatron import rehearsal
+    from megasched.trainer.flags import rehearsal
 
     added = []
     kernel = ModuleType("fused_weight_gradient_mlp_cuda")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megasched.errors import MegaschedError
-from megasched.layout import Layout
+from megasched.language.parallel_dims import Layout
 
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
@@ -40,7 +40,7 @@ _LENGTH = 16  # of the sequences for which stages are cut and FLOPs counted
 
 def dump_of(folder: str, layout: Layout) -> dict[str, Any]:
     """What is decided about one model at one layout; the refusal alone where it is refused."""
-    from megasched.megatron.session import open_session
+    from megasched.trainer.session import open_session
 
     try:
         session = open_session("auto", folder, layout)
@@ -164,8 +164,8 @@ def _flops(session: Any) -> dict[str, Any]:
 
 
 def _printed(folder: str, layout: Layout) -> dict[str, Any]:
-    from megasched.report.explain import explain_schedule
-    from megasched.report.show import inspect_schedule
+    from megasched.cli.show.explain import explain_schedule
+    from megasched.cli.show.report import inspect_schedule
 
     explained = explain_schedule("auto", folder, layout, sequence_length=_LENGTH).to_dict()
     shown = inspect_schedule("auto", folder, layout, sequence_length=_LENGTH).to_dict()
@@ -191,7 +191,7 @@ def _plain(value: Any) -> Any:
 
 def dump(types: list[str], layouts: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """``TYPE LAYOUT`` and what is decided there."""
-    from megasched.verify.small_models import small_config
+    from megasched.definition.small_models.small_models import small_config
 
     for model_type in types:
         with tempfile.TemporaryDirectory() as folder:
@@ -227,7 +227,7 @@ def _read(path: str) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     """Writes a dump, or compares two; the exit status is 1 where they differ."""
-    from megasched.verify.small_models import causal_lm_types
+    from megasched.definition.small_models.small_models import causal_lm_types
 
     parser = argparse.ArgumentParser(prog="python -m tests.house.dump", description=__doc__)
     parser.add_argument("output", nargs="?", help="where the dump goes")

@@ -59,8 +59,8 @@ def modules_after(code):
     ("code", "heavy"),
     [
         ("import megasched, megasched.errors", ["torch", "transformers", "megatron"]),
-        ("import megasched.lowering.plan, megasched.lowering.planning", ["megatron", "transformer_engine"]),
-        ("import megasched.trial.structure, megasched.trial.labels", ["megatron", "transformer_engine"]),
+        ("import megasched.plan.plan, megasched.plan.make", ["megatron", "transformer_engine"]),
+        ("import megasched.analysis.structure, megasched.analysis.labels", ["megatron", "transformer_engine"]),
     ],
 )
 def test_floors_are_light(code, heavy):
@@ -90,23 +90,23 @@ def house(tmp_path, monkeypatch):
 
 def test_an_import_that_points_upwards_is_seen_wherever_it_stands(house):
     body = "def f():\n    from megasched.verify import verify\n"
-    house({"megasched/trial/dims.py": body, "megasched/verify/verify.py": "import megasched.trial.dims\n"})
+    house({"megasched/analysis/dims.py": body, "megasched/verify/verify.py": "import megasched.analysis.dims\n"})
     (found,) = survey.upward()
-    assert found == "megasched/trial/dims.py (analysis) -> megasched/verify/verify.py (verify)"
-    assert survey.late() == ["megasched/trial/dims.py: megasched/verify/verify.py"]
-    assert survey.circles() == ["megasched/trial/dims.py", "megasched/verify/verify.py"]
+    assert found == "megasched/analysis/dims.py (analysis) -> megasched/verify/verify.py (verify)"
+    assert survey.late() == ["megasched/analysis/dims.py: megasched/verify/verify.py"]
+    assert survey.circles() == ["megasched/analysis/dims.py", "megasched/verify/verify.py"]
 
 
 def test_a_circle_of_three_is_seen_and_a_chain_is_none(house):
     house(
         {
-            "megasched/trial/a.py": "from megasched.trial import b\n",
-            "megasched/trial/b.py": "from megasched.trial.c import x\n",
-            "megasched/trial/c.py": "import megasched.trial.a\nx = 1\n",
-            "megasched/trial/d.py": "import megasched.trial.a\n",
+            "megasched/analysis/a.py": "from megasched.analysis import b\n",
+            "megasched/analysis/b.py": "from megasched.analysis.c import x\n",
+            "megasched/analysis/c.py": "import megasched.analysis.a\nx = 1\n",
+            "megasched/analysis/d.py": "import megasched.analysis.a\n",
         }
     )
-    assert survey.circles() == [f"megasched/trial/{name}.py" for name in "abc"]
+    assert survey.circles() == [f"megasched/analysis/{name}.py" for name in "abc"]
     assert survey.upward() == []
 
 
@@ -114,20 +114,20 @@ def test_sizes_and_names_are_seen(house):
     long = "def f():\n" + "    x = 1\n" * 60
     house(
         {
-            "megasched/trial/long.py": long * 7,
-            "megasched/trial/words.py": "class Part:\n    def of_sides(self): ...\n    def _slot(self): ...\n",
+            "megasched/analysis/long.py": long * 7,
+            "megasched/analysis/words.py": "class Part:\n    def of_sides(self): ...\n    def _slot(self): ...\n",
             "megasched/graph/words.py": "class Part: ...\nimport megatron.core\n",
             **{f"launch/f{number}.py": "x = 1\n" for number in range(15)},
         }
     )
-    assert survey.long_files() == ["megasched/trial/long.py"]
-    assert set(survey.long_functions()) == {"megasched/trial/long.py: f"}
+    assert survey.long_files() == ["megasched/analysis/long.py"]
+    assert set(survey.long_functions()) == {"megasched/analysis/long.py: f"}
     assert survey.full_folders() == ["launch"]
-    assert survey.shared_names() == ["Part: megasched/graph/words.py, megasched/trial/words.py"]
+    assert survey.shared_names() == ["Part: megasched/graph/words.py, megasched/analysis/words.py"]
     words = [
         "megasched/graph/words.py: Part",
-        "megasched/trial/words.py: Part",
-        "megasched/trial/words.py: of_sides",
+        "megasched/analysis/words.py: Part",
+        "megasched/analysis/words.py: of_sides",
     ]
     assert survey.forbidden_words() == words
     assert survey.megatron() == ["megasched/graph/words.py (graph) imports megatron"]

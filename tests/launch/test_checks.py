@@ -14,7 +14,7 @@ import pytest
 from megasched.errors import ConfigError
 from megasched.launch import checks
 from megasched.launch.checks import check
-from megasched.planner.hardware import load_hardware
+from megasched.planner.hardware.hardware import load_hardware
 from tests import tiny
 
 WORDS = """--model-schedule auto --hf-random-init --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2

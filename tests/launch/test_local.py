@@ -40,7 +40,7 @@ LIGHT = f"""\
 if [ "$1 $2 $3" = "-u -m megasched" ]; then shift 3; fi
 exec {shlex.quote(sys.executable)} "$@"
 """
-COMMAND = "import sys; sys.executable = sys.argv.pop(1); from megasched.cli import main; main()"
+COMMAND = "import sys; sys.executable = sys.argv.pop(1); from megasched.cli.main import main; main()"
 
 
 def begin(

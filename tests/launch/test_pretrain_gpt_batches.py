@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 
-from megasched.verify.rank_pool import init_megatron
+from megasched.verify.ranks.pool import init_megatron
 
 SEQ_LENGTH = 8
 

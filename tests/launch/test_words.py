@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megasched.cli.launch_command import launch_local
 from megasched.errors import ConfigError
 from megasched.launch.local import LocalJob
 from megasched.launch.slurm import start as slurm
@@ -19,8 +20,7 @@ from megasched.launch.slurm.templates import JOB
 from megasched.launch.torchrun import start as torchrun
 from megasched.launch.torchrun.script import TorchrunJob
 from megasched.launch.words import LONGEST, refuse_unusable
-from megasched.megatron import entry
-from megasched.report.launch_command import launch_local
+from megasched.trainer import entry
 from tests.waiting import until
 
 ODD = {

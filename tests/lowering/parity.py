@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import megasched
+from megasched.language.schedule import Schedule
 from megasched.lowering.build import carry_out
-from megasched.lowering.plan import Plan
-from megasched.schedule import Schedule
+from megasched.plan.plan import Plan
 
 Fill = Callable[[Schedule], Any]
 

@@ -5,13 +5,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from megasched.analysis.backward_code import FunctionTrials
 from megasched.errors import ScheduleError
-from megasched.layout import Layout
-from megasched.lowering.planning import make_plan
-from megasched.schedule import create_schedule
-from megasched.tensor_types import Along
-from megasched.trial.backward_code import FunctionTrials
-from megasched.verify.rank_pool import init_megatron
+from megasched.language.parallel_dims import Layout
+from megasched.language.schedule import create_schedule
+from megasched.language.tensor_types import Along
+from megasched.plan.make import make_plan
+from megasched.verify.ranks.pool import init_megatron
 from tests.lowering.models import Mlp, randomize
 from tests.lowering.parity import compare, scheduled_copy, too_far
 

@@ -8,10 +8,10 @@ from torch import nn
 
 import megasched
 from megasched import Layout, ScheduleError
-from megasched.definition import build_definition, init_empty_weights
-from megasched.lowering import attention_interface
+from megasched.definition import attention_interface
+from megasched.definition.build import build_definition, init_empty_weights
 from megasched.model_adapters.default_schedule import schedule as default_schedule
-from megasched.verify.rank_pool import init_megatron
+from megasched.verify.ranks.pool import init_megatron
 from megasched.weights.random_init import RandomInit
 from tests.lowering.models import Mlp, randomize, tiny_config, tiny_model, token_ids
 from tests.lowering.parity import scheduled_copy

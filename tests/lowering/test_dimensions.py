@@ -2,7 +2,7 @@
 
 import torch
 
-from megasched.verify.rank_pool import init_megatron
+from megasched.verify.ranks.pool import init_megatron
 from tests.lowering.models import Mlp, randomize
 from tests.lowering.parity import compare, too_far
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megasched.model_adapters.default_schedule import schedule
-from megasched.verify.rank_pool import init_megatron
+from megasched.verify.ranks.pool import init_megatron
 from tests import tiny
 from tests.lowering.models import randomize, tiny_model, token_ids
 from tests.lowering.parity import compare, distance, scheduled_copy, too_far

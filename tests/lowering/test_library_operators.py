@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from megasched.lowering.gradient_scale import why_by_scale
-from megasched.trial.backward_code import FunctionTrials
-from megasched.trial.library_operators import library_operator
+from megasched.analysis.backward_code import FunctionTrials
+from megasched.analysis.gradient_scale import why_by_scale
+from megasched.analysis.library_operators import library_operator
 from megasched.verify.parity import LAYOUTS, failure
-from megasched.verify.rank_pool import RankError
+from megasched.verify.ranks.pool import RankError
 from tests import remote
 from tests.parity.steps import assert_equal, step_of_own_code
 from tests.ways import mlp

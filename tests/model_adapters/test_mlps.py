@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
+from megasched.definition.small_models.small_models import small_config
+from megasched.language.roles import Block, Mlp
 from megasched.model_adapters.blocks import LAYERS, block_of
 from megasched.model_adapters.mlps import mlps_of
-from megasched.roles import Block, Mlp
-from megasched.verify.small_models import small_config
 
 H, INSIDE = 16, 24
 

@@ -5,11 +5,11 @@ from importlib.metadata import EntryPoint
 import pytest
 from torch import nn
 
-from megasched.definition import build_definition
+from megasched.definition.build import build_definition
 from megasched.errors import ConfigError
+from megasched.language.roles import Attention, Mlp, Roles
 from megasched.model_adapters import generic, registry
 from megasched.model_adapters.registry import Adapter, find_adapter, roles_of
-from megasched.roles import Attention, Mlp, Roles
 from tests import tiny
 
 MINE = Adapter(

@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
-from megasched.definition import build_definition
+from megasched.definition.build import build_definition
+from megasched.language.roles import ROLES
 from megasched.model_adapters.registry import find_adapter, roles_of
-from megasched.roles import ROLES
 from tests import tiny
 
 LAYERS = 4

@@ -12,10 +12,10 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
 
-from megasched.definition import init_empty_weights
+from megasched.definition.build import init_empty_weights
+from megasched.language.roles import Attention, Block, Mixture
 from megasched.model_adapters import stock
 from megasched.model_adapters.registry import roles_of
-from megasched.roles import Attention, Block, Mixture
 from tests import tiny
 
 

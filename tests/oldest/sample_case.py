@@ -5,9 +5,9 @@ import tempfile
 
 import transformers
 
+from megasched.definition.small_models.small_models import write_small_model
 from megasched.verify.parity import check_layout
-from megasched.verify.rank_pool import RankPool
-from megasched.verify.small_models import write_small_model
+from megasched.verify.ranks.pool import RankPool
 
 # Model type -> layouts. Experts are known by what transformers' decorator leaves on them, which newer versions do
 # otherwise; GPT-J has a plan of HF's in newer versions; Bart is an encoder and a decoder.

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megasched.errors import ScheduleError
-from megasched.layout import Layout
-from megasched.megatron.session import open_session
+from megasched.language.parallel_dims import Layout
+from megasched.trainer.session import open_session
 
 
 def slow(*values: Any) -> Any:

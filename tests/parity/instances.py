@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-TRIALS = "megasched.lowering.block.trial"  # tries Megatron's modules before one stands in
+TRIALS = "megasched.layers.megatron.trial"  # tries Megatron's modules before one stands in
 
 
 @contextmanager

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from megasched.definition.small_models.shrink import TOKENS
+from megasched.definition.small_models.small_models import small_config, write_model
 from megasched.verify.parity import CheckedLayout
-from megasched.verify.shrink import TOKENS
-from megasched.verify.small_models import small_config, write_model
 from megasched.verify.trainer_run import train
 from tests.parity.instances import instances_of
 from tests.parity.steps import RUN

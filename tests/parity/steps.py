@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from megasched.definition.small_models.shrink import TOKENS, VOCABULARY
 from megasched.verify.parity import TOLERANCE, CheckedLayout, Outcome, compare
 from megasched.verify.reference import HfStep, hf_step
-from megasched.verify.shrink import TOKENS, VOCABULARY
 from megasched.verify.trainer_run import batches_of, gather, losses, train
 from tests.parity.instances import instances_of
 

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from megasched.compatibility import load_matrix
 from megasched.model_adapters.attentions import ATTENTIONS
+from megasched.trainer.compatibility import load_matrix
 from megasched.verify.parity import LAYOUTS as CHECKED
 from tests.parity.cases import slow, spread
 from tests.parity.mixtures import LAYOUTS as OF_MIXTURES
@@ -17,7 +17,7 @@ from tests.parity.steps import assert_first_step_equals_hf_by_rounding, assert_g
 LAYOUTS = {**CHECKED, **OF_MIXTURES}
 # Of the four layers of a small model, those with attention, where some have something else.
 LAYERS_WITH = {"jamba": 2, "lara_mini": 2, "lfm2": 2, "qwen3_next": 1}
-KIND = "megasched.lowering.block.attention:MegatronAttention"
+KIND = "megasched.layers.megatron.attention:MegatronAttention"
 MATRIX = load_matrix()["types"]
 # Attention alone, whatever else the layers have; where the default schedule takes whole layers, it is told not to.
 ATTENTION = """

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megasched.definition.small_models.small_models import write_small_model
 from megasched.verify.parity import CheckedLayout
-from megasched.verify.small_models import write_small_model
 from megasched.verify.trainer_run import losses
 from tests.parity.cases import case, slow, spread
 from tests.parity.steps import assert_first_step_equals_hf, run

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megasched.errors import ScheduleError
-from megasched.layout import Layout
-from megasched.megatron.session import open_session
+from megasched.language.parallel_dims import Layout
+from megasched.trainer.session import open_session
 from megasched.verify.parity import TOLERANCE, compare
 from megasched.verify.reference import hf_step
 from megasched.verify.trainer_run import batches_of, train

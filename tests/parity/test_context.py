@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megasched.verify.rank_pool import RankError
+from megasched.definition.small_models.small_models import write_small_model
+from megasched.verify.ranks.pool import RankError
 from megasched.verify.reference import IGNORED
-from megasched.verify.small_models import write_small_model
 from megasched.verify.trainer_run import train
 from tests import tiny
 from tests.parity.cases import slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megasched.verify.parity import CheckedLayout, check_layout
-from megasched.verify.rank_pool import RankError
+from megasched.verify.ranks.pool import RankError
 from tests.parity.cases import slow, spread
 from tests.parity.steps import ADAM, SAVE, assert_first_step_equals_hf, assert_same_run, run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megasched.verify.small_models import small_config, write_model
+from megasched.definition.small_models.small_models import small_config, write_model
 from megasched.verify.trainer_run import train
 from tests.parity.cases import slow
 from tests.parity.steps import assert_first_step_equals_hf

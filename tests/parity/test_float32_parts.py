@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megasched.verify.small_models import small_config
+from megasched.definition.small_models.small_models import small_config
 from megasched.verify.trainer_run import losses, train
 from megasched.weights.exporting import export_weights
 from tests.parity.cases import slow

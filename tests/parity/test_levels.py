@@ -22,7 +22,7 @@ def _train(folder, flags, schedule, iterations=2):
     """A run, and how many of this rank's layers are Megatron's."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megasched.megatron.scheduled_model import ScheduledModel
+    from megasched.trainer.scheduled_model import ScheduledModel
 
     with instances_of(ScheduledModel) as models:
         report = train(folder, flags, iterations=iterations, schedule=schedule)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from megasched.definition.small_models.small_models import small_config, write_small_model
 from megasched.verify.parity import LAYOUTS, TOLERANCE, CheckedLayout, check_layout
-from megasched.verify.rank_pool import RankError
-from megasched.verify.small_models import small_config, write_small_model
+from megasched.verify.ranks.pool import RankError
 from tests.parity.cases import slow
 from tests.parity.steps import ADAM, assert_same_run, run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megasched.verify.adapters import telling_adapters
+from megasched.verify.lora import telling_adapters
 from megasched.verify.reference import hf_loss, hf_model, relative
 from megasched.verify.trainer_run import batches_of, gather, logits_of, losses, train
 from megasched.weights import lora_init
@@ -185,7 +185,7 @@ def run_with_dropout(folder, flags, schedule, p):
     """In a rank; the start is that of ``run``."""
     from torch import nn
 
-    from megasched.lowering import adapting
+    from megasched.lowering import lora as adapting
 
     with telling_adapters():
         adapting.make_dropout = lambda lora: nn.Dropout(p)

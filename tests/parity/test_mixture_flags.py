@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megasched.definition.small_models.shrink import TOKENS
 from megasched.verify.parity import CheckedLayout, compare
-from megasched.verify.rank_pool import RankError
+from megasched.verify.ranks.pool import RankError
 from megasched.verify.reference import HfStep, hf_loss, hf_model
-from megasched.verify.shrink import TOKENS
 from megasched.verify.trainer_run import batches_of, train
 from tests.parity.cases import slow
 from tests.parity.instances import instances_of
@@ -111,7 +111,7 @@ def test_losses_of_routers_are_added(ranks, small_models, model_type, name, adde
 
 def _biases_of_run(folder, flags, schedule, iterations):
     """The persistent buffers that this rank has after a run."""
-    from megasched.megatron.scheduled_model import ScheduledModel
+    from megasched.trainer.scheduled_model import ScheduledModel
 
     options = {"schedule": schedule, "random_init": False, "tokens": TOKENS}
     with instances_of(ScheduledModel) as models:

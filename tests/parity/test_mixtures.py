@@ -33,8 +33,8 @@ def layout_of(model_type):
 
 def mixtures_and_definition(folder, flags, schedule):
     """``mixtures_of_run``, and how many experts each mixture of the definition has."""
-    from megasched.definition import build_definition, load_config
-    from megasched.experts import find_experts
+    from megasched.definition.build import build_definition, load_config
+    from megasched.definition.experts import find_experts
 
     found = mixtures_of_run(folder, flags, schedule)
     return *found, list(find_experts(build_definition(load_config(folder))).values())

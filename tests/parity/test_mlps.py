@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from megasched.compatibility import load_matrix
+from megasched.trainer.compatibility import load_matrix
 from megasched.verify.parity import LAYOUTS as CHECKED
 from tests.parity.cases import slow, spread
 from tests.parity.mixtures import LAYOUTS as OF_MIXTURES
@@ -36,7 +36,7 @@ TYPES = (
 )
 
 
-MLP = "megasched.lowering.block.mlp:MegatronMlp"
+MLP = "megasched.layers.megatron.mlp:MegatronMlp"
 
 
 def _check(ranks, folder, layout, schedule, mlps=4):

@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 
 from megasched.verify.parity import LAYOUTS, failure
-from megasched.verify.rank_pool import RankError
+from megasched.verify.ranks.pool import RankError
 from tests import remote, ways
 from tests.parity.steps import assert_equal, step_of_own_code
 

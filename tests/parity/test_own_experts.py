@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megasched.errors import ScheduleError
-from megasched.layout import Layout
-from megasched.megatron.session import open_session
+from megasched.language.parallel_dims import Layout
+from megasched.trainer.session import open_session
 from megasched.verify.parity import LAYOUTS
 from tests import remote
 from tests.parity.cases import spread

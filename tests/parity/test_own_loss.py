@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from megasched.definition.small_models.small_models import write_small_model
 from megasched.errors import ScheduleError
-from megasched.layout import Layout
-from megasched.megatron.session import open_session
+from megasched.language.parallel_dims import Layout
+from megasched.trainer.session import open_session
 from megasched.verify.parity import LAYOUTS, TOLERANCE, CheckedLayout, check_layout, compare
-from megasched.verify.rank_pool import RankError
-from megasched.verify.small_models import write_small_model
+from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import batches_of, train
 from tests import remote
 from tests.own_losses import LOSSES, NEEDS_SHIFTED, SHIFTING, step_by_shifted, write

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megasched.verify.rank_pool import RankError, cache_folder
+from megasched.definition.small_models.small_models import write_small_model
+from megasched.verify.ranks.pool import RankError, cache_folder
 from megasched.verify.reference import hf_model, relative
-from megasched.verify.small_models import write_small_model
 from megasched.verify.trainer_run import batches_of, gather, logits_of, losses, train
 from tests import tiny
 from tests.parity.cases import slow

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megasched.lowering.parts import parts_of
-from megasched.megatron.session import open_session
+from megasched.definition.small_models.small_models import small_config, write_model
+from megasched.layers.sliced_args import parts_of
+from megasched.trainer.session import open_session
 from megasched.verify.parity import LAYOUTS, check_layout
-from megasched.verify.small_models import small_config, write_model
 from tests.parity.cases import spread
 
 # Slopes of ALiBi follow another rule where the heads are no power of two.
@@ -37,7 +37,7 @@ def test_a_step_equals_the_unscheduled_model(ranks, tmp_path, case, layout):
 
 def check_cut(folder: str, argument: str, layout: str) -> None:
     """In a rank: every linear inside the layers is cut, and attention gets its part of the argument."""
-    from megasched.layout import Layout
+    from megasched.language.parallel_dims import Layout
 
     sequence_parallel = "--sequence-parallel" in LAYOUTS[layout].flags
     session = open_session(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasched.verify.rank_pool import RankError
+from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import gather, losses, train
 from tests import tiny
 from tests.parity.cases import slow
@@ -126,10 +126,10 @@ def _load_mismatched() -> str:
     """A chunk's own load, one name missing and one too many."""
     from types import SimpleNamespace
 
-    from megasched.assembly import Assembly
-    from megasched.megatron.checkpoint import CheckpointMismatch
-    from megasched.megatron.scheduled_model import ScheduledModel
-    from megasched.placement import Placement
+    from megasched.plan.param_mapping import Assembly
+    from megasched.plan.placement import Placement
+    from megasched.trainer.checkpoint.entries import CheckpointMismatch
+    from megasched.trainer.scheduled_model import ScheduledModel
 
     parameter = torch.nn.Parameter(torch.zeros(2))
     held = {"a.weight": (parameter, Assembly((Placement("a.weight", (2,)),)))}

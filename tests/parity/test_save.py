@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasched.megatron.save_claim import FOLDER, Owner, SaveClaim
-from megasched.verify.rank_pool import RankError
+from megasched.trainer.checkpoint.save_claim import FOLDER, Owner, SaveClaim
+from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import gather, losses, train
 from tests import tiny
 from tests.parity.cases import slow

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megasched.definition.small_models.shrink import TOKENS, VOCABULARY
+from megasched.definition.small_models.small_models import write_small_model
 from megasched.verify.parity import LAYOUTS, TOLERANCE, check_layout
-from megasched.verify.rank_pool import RankError
-from megasched.verify.shrink import TOKENS, VOCABULARY
-from megasched.verify.small_models import write_small_model
+from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import gather, losses, train
 from tests.parity.cases import case
 from tests.parity.steps import SAVE, assert_same_run, run

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megasched.verify.rank_pool import RankError
+from megasched.verify.ranks.pool import RankError
 from megasched.verify.reference import hf_loss, hf_model, relative
 from megasched.verify.trainer_run import batches_of, gather, losses, train
 from tests import tiny
@@ -188,7 +188,7 @@ def test_overlapped_communication_gives_the_same(ranks, tmp_path):
 
 def _products(folder, flags):
     """Products of joint columns in a run, and those that each column did on its own."""
-    from tests.lowering.test_joint import Counted
+    from tests.layers.test_fused_columns import Counted
 
     with Counted() as counted:
         report = train(folder, flags, iterations=2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megasched.verify.rank_pool import RankError
+from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import batches_of, gather, losses, train
 from tests.parity.cases import slow
 from tests.parity.steps import RUN, SAVE
@@ -26,7 +26,7 @@ LAYOUTS = {
 def hf_steps(folder: str, batches: list[Any]) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
     """Losses, weights and the names of what has no gradient: the HF model alone with torch's AdamW, as Megatron's
     flags have it by default."""
-    from megasched.megatron.weight_decay import spared_names
+    from megasched.trainer.weight_decay import spared_names
     from megasched.verify.reference import hf_loss, hf_model
 
     model, seen = hf_model(folder), []
@@ -101,7 +101,7 @@ def train_all(*given: Any, **options: Any) -> Any:
     """A run that trains what it does not reach, as all did once."""
     from unittest.mock import patch
 
-    from megasched.megatron.session import Session
+    from megasched.trainer.session import Session
 
     with patch.object(Session, "freeze_unreached"):
         return train(*given, **options)

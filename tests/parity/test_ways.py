@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megasched.verify.parity import LAYOUTS, failure
-from megasched.verify.rank_pool import RankError
+from megasched.verify.ranks.pool import RankError
 from tests import remote
 from tests.parity.steps import assert_equal, step_of_own_code
 from tests.ways import BY_LENGTH, BY_VALUES

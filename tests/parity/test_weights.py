@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megasched.errors import ConfigError
-from megasched.verify.rank_pool import RankError
+from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import losses, train
 from megasched.weights.exporting import export_weights
 from megasched.weights.importing import import_weights

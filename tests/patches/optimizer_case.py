@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from megasched.verify.rank_pool import init_megatron
+from megasched.verify.ranks.pool import init_megatron
 
 
 def build(bf16=False, bucket_size=None):

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from megasched.patches import apply, undo
-from megasched.verify.rank_pool import init_megatron
+from megasched.verify.ranks.pool import init_megatron
 from tests.patches.optimizer_case import build, checkpoint, inner, train
 
 STATES = ("param", "exp_avg", "exp_avg_sq")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megasched.patches import adamw_resume, apply, undo
-from megasched.verify.rank_pool import init_megatron
+from megasched.verify.ranks.pool import init_megatron
 from tests.patches.optimizer_case import adam_steps, build, inner, resume, train
 
 

@@ -9,7 +9,7 @@ import torch
 
 from megasched.errors import ConfigError
 from megasched.patches import host_cuda
-from megasched.verify.rank_pool import init_megatron
+from megasched.verify.ranks.pool import init_megatron
 
 
 def devices():

@@ -7,10 +7,10 @@ from types import ModuleType
 import pytest
 
 from megasched.errors import ConfigError
-from megasched.megatron import seams
 from megasched.patches import registry
 from megasched.patches.attributes import set_attribute
 from megasched.patches.registry import Patch
+from megasched.trainer import seams
 
 
 def size(width, height):
@@ -118,7 +118,7 @@ def test_every_patch_says_what_why_and_for_which_versions():
 
 def test_listing_them_is_light():
     code = (
-        "import sys; from megasched.megatron.seams import available; assert len(available()) > 15; "
+        "import sys; from megasched.trainer.seams import available; assert len(available()) > 15; "
         "print([name for name in ('torch', 'megatron', 'transformers') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

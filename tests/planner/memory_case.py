@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from megasched.layout import Layout
-from megasched.megatron.session import open_session
-from megasched.planner.build_stage import Setting
-from megasched.planner.measurements import Measurements
+from megasched.language.parallel_dims import Layout
+from megasched.planner.measure.build_stage import Setting
+from megasched.planner.measure.measurements import Measurements
+from megasched.planner.measure.partly_recomputed import PartlyRecomputed
+from megasched.planner.measure.probe import fake_groups
 from megasched.planner.memory import RankMemory, rank_memory, stages_of
-from megasched.planner.partly_recomputed import PartlyRecomputed
-from megasched.planner.probe import fake_groups
+from megasched.trainer.session import open_session
 from tests.planner.configs import VOCABULARY
 
 SEQUENCE = 256

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megasched.megatron import entry
+from megasched.trainer import entry
 from megasched.verify import trainer_run
 
 
@@ -12,7 +12,7 @@ def step_peak(folder: str, flags: list[str], steps: int = 2, schedule: str = "au
     """Bytes alive at the begin of the last step and the most during it; the optimizer has all its state then."""
     from megatron.training import training
 
-    from megasched.planner.live_bytes import LiveBytes
+    from megasched.planner.measure.live_bytes import LiveBytes
 
     entry.apply_patches()
     live, found = LiveBytes(), {}

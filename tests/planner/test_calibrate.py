@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megasched.errors import ConfigError
-from megasched.planner import calibrate
-from megasched.planner.calibrate import (
+from megasched.planner.hardware import calibrate
+from megasched.planner.hardware.calibrate import (
     CudaTimer,
     Gpu,
     Sizes,
@@ -23,8 +23,8 @@ from megasched.planner.calibrate import (
     read_gpu,
     significant,
 )
-from megasched.planner.hardware import GIB, load_hardware
-from megasched.planner.work import CountWork, Product, Work
+from megasched.planner.hardware.hardware import GIB, load_hardware
+from megasched.planner.measure.work import CountWork, Product, Work
 
 CPU = torch.device("cpu")
 SIZES = Sizes(

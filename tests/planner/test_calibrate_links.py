@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megasched.errors import ConfigError
-from megasched.planner.calibrate_links import (
+from megasched.planner.hardware.calibrate_links import (
     World,
     exchanged,
     fit_link,
@@ -15,8 +15,8 @@ from megasched.planner.calibrate_links import (
     read_world,
     slowest,
 )
-from megasched.planner.hardware import Group, Link, load_hardware
-from megasched.planner.work import CountWork
+from megasched.planner.hardware.hardware import Group, Link, load_hardware
+from megasched.planner.measure.work import CountWork
 from tests.planner.test_calibrate import CPU, SIZES, replay, wall_clock
 
 H100 = load_hardware("h100-80gb")

@@ -6,13 +6,13 @@ import pytest
 from megatron.core.parallel_state import RankGenerator
 from transformers import Qwen3MoeConfig
 
-from megasched.layout import Fp8, Layout
-from megasched.megatron.session import open_session
-from megasched.megatron.stage import Stage
-from megasched.planner.hardware import load_hardware
-from megasched.planner.parameter_counts import Count, ParameterCounts
+from megasched.language.parallel_dims import Fp8, Layout
+from megasched.planner.hardware.hardware import load_hardware
+from megasched.planner.measure.parameter_counts import Count, ParameterCounts
 from megasched.planner.search import Job, _groups, _layouts
 from megasched.planner.step_time import _gradients, groups_of
+from megasched.trainer.session import open_session
+from megasched.trainer.stage import Stage
 from tests.planner.configs import config_of
 
 H100 = load_hardware("h100-80gb")

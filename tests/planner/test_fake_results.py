@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megasched.planner.fake_results import FakeResults
-from megasched.planner.live_bytes import LiveBytes
+from megasched.planner.measure.fake_results import FakeResults
+from megasched.planner.measure.live_bytes import LiveBytes
 
 
 class Short(TorchDispatchMode):

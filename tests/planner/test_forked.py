@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megasched.errors import Problem, ScheduleError
-from megasched.planner.forked import map_forked
+from megasched.planner.measure.forked import map_forked
 
 
 @pytest.fixture(params=[1, 2])

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megasched.errors import ConfigError
-from megasched.planner.hardware import Group, Hardware, Link, known_hardware, load_hardware
-from megasched.planner.work import Product, Work
+from megasched.planner.hardware.hardware import Group, Hardware, Link, known_hardware, load_hardware
+from megasched.planner.measure.work import Product, Work
 
 NODE, NETWORK = Link(100.0, 1.0, 0.0), Link(10.0, 1.0, 0.0)
 GPU = Hardware(

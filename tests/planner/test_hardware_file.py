@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasched.planner.hardware import Hardware, Link, known_hardware, load_hardware
-from megasched.planner.hardware_file import hardware_text
+from megasched.planner.hardware.hardware import Hardware, Link, known_hardware, load_hardware
+from megasched.planner.hardware.hardware_file import hardware_text
 
 H100 = load_hardware("h100-80gb")
 POSITIVE = st.floats(1e-9, 1e9) | st.integers(1, 10**6)

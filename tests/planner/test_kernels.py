@@ -5,13 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasched.layout import Fp8, Layout
-from megasched.megatron.session import open_session
-from megasched.megatron.stage import Stage
-from megasched.planner.build_stage import Setting
-from megasched.planner.kernels import attended_on_rank
-from megasched.planner.parameter_counts import ParameterCounts
-from megasched.planner.probe import fake_groups, measure
+from megasched.language.parallel_dims import Fp8, Layout
+from megasched.planner.measure.build_stage import Setting
+from megasched.planner.measure.parameter_counts import ParameterCounts
+from megasched.planner.measure.probe import fake_groups, measure
+from megasched.planner.stand_ins.kernels import attended_on_rank
+from megasched.trainer.session import open_session
+from megasched.trainer.stage import Stage
 from tests.planner.configs import config_of
 
 HIDDEN, FFN, HEADS, GROUPS, WIDTH = 256, 704, 8, 4, 32

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megasched.planner.live_bytes import LiveBytes
+from megasched.planner.measure.live_bytes import LiveBytes
 
 
 def test_a_storage_counts_once_and_until_it_dies():

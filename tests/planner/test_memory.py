@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megasched.layout import Layout
+from megasched.language.parallel_dims import Layout
 from tests.own_losses import LOSSES, write
 from tests.planner.configs import config_of
 from tests.planner.memory_case import BLOCK, FULL, MANY, Batches, argv_of, predict

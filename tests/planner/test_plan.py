@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from megasched.cli import main
+from megasched.cli.main import main
+from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError, ScheduleError
-from megasched.layout import Layout
-from megasched.megatron.session import open_session
+from megasched.language.parallel_dims import Layout
 from megasched.patches import active
-from megasched.planner import probe
-from megasched.planner.hardware import load_hardware
+from megasched.planner.hardware.hardware import load_hardware
+from megasched.planner.measure import probe
 from megasched.planner.memory import stages_of
 from megasched.planner.plan import plan, recompute_words, run_words, slurm_words
 from megasched.planner.search import Job, _of_group
+from megasched.trainer.session import open_session
 from megasched.tuner.space import Space
 from megasched.tuner.warm_start import read_warm_start
-from megasched.verify.small_models import small_config
 from tests.parity.cases import slow
 from tests.planner.configs import config_of
 

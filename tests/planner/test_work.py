@@ -5,14 +5,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.layout import Layout
-from megasched.megatron.session import open_session
-from megasched.megatron.stage import Stage
-from megasched.planner.build_stage import Setting
-from megasched.planner.measurements import Measurements
-from megasched.planner.probe import fake_groups
+from megasched.language.parallel_dims import Layout
+from megasched.planner.measure.build_stage import Setting
+from megasched.planner.measure.measurements import Measurements
+from megasched.planner.measure.probe import fake_groups
+from megasched.planner.measure.work import CountWork, Product
 from megasched.planner.step_time import chunk_work
-from megasched.planner.work import CountWork, Product
+from megasched.trainer.session import open_session
+from megasched.trainer.stage import Stage
 from tests.planner.configs import config_of
 
 

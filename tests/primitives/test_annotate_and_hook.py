@@ -6,7 +6,7 @@ from torch import nn
 
 import megasched
 from megasched import Layout, ScheduleError
-from megasched.verify.rank_pool import init_megatron
+from megasched.verify.ranks.pool import init_megatron
 from tests.lowering.models import Mlp, randomize
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)

@@ -6,9 +6,9 @@ from torch import nn
 
 import megasched
 from megasched import Layout, ScheduleError
-from megasched.lowering.planning import make_plan
-from megasched.roles import Roles
-from megasched.verify.rank_pool import init_megatron
+from megasched.language.roles import Roles
+from megasched.plan.make import make_plan
+from megasched.verify.ranks.pool import init_megatron
 from tests.lowering.models import Mlp, tiny_model
 
 X = {"x": torch.zeros(1, 2, 8)}

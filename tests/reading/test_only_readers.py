@@ -19,13 +19,13 @@ READING = {
 # What processes of one run hand each other through pipes and folders of their own, what Megatron opens, and the
 # code of classes that were imported.
 NO_FILES_OF_OTHERS = {
-    ("megasched/certificate.py", "read_bytes"),
+    ("megasched/trainer/certificate.py", "read_bytes"),
     *(("megasched/verify/plain/reference.py", call) for call in ("json.loads", "read_text")),
     *(("megasched/verify/plain_runs.py", call) for call in ("json.loads", "read_text")),
     ("launch/torchrun/nodes.py", "open"),
-    ("megasched/megatron/one_writer.py", "open"),
-    ("megasched/verify/rank_pool.py", "pickle.loads"),
-    ("megasched/verify/rank_worker.py", "pickle.loads"),
+    ("megasched/trainer/checkpoint/one_writer.py", "open"),
+    ("megasched/verify/ranks/pool.py", "pickle.loads"),
+    ("megasched/verify/ranks/worker.py", "pickle.loads"),
 }
 
 

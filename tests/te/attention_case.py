@@ -14,9 +14,9 @@ HEADS, GROUPS, LENGTH, WIDTH = 4, 2, 7, 8
 
 def main() -> None:
     plain.install()
-    from megasched.lowering import attention_te
+    from megasched.layers.te import attention
 
-    kernel = attention_te.te_caps_logits()  # no flash-attn here
+    kernel = attention.te_caps_logits()  # no flash-attn here
     found: dict[str, Any] = {name: compare(**options) for name, options in CASES.items()}
     found["softcap without flash-attn"] = compare(softcap=2.0, flash=False)
     found |= {name: compare(memory=memory, sizes=sizes) for name, (sizes, memory) in MEMORY.items()}
@@ -99,12 +99,12 @@ def compare(
     """
     from torch import nn
 
-    from megasched.lowering import attention_te
-    from megasched.lowering.attention import AttentionSettings, attention_forward
+    from megasched.layers.attention import AttentionSettings, attention_forward
+    from megasched.layers.te import attention
 
-    attention_te.te_caps_logits = lambda: flash
+    attention.te_caps_logits = lambda: flash
     plain.layouts.clear()
-    core = attention_te.TeCore(1, None)
+    core = attention.TeCore(1, None)
     module = nn.Module()
     generator = torch.Generator().manual_seed(0)
     batch, heads, groups = sizes

@@ -45,18 +45,18 @@ def compare(family: str) -> dict[str, Any]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     import megasched
-    from megasched.inference.infer import infer_roles
-    from megasched.lowering import attention
-    from megasched.lowering.block import attention as self_attention
-    from megasched.lowering.block import layer as whole_layer
-    from megasched.lowering.block import mixture, mlp
-    from megasched.lowering.block.angles import rotary_angles
-    from megasched.lowering.context import Context
-    from megasched.lowering.planning import make_plan
+    from megasched.analysis.infer import infer_roles
+    from megasched.analysis.structure import find_structure
+    from megasched.language.roles import Block
+    from megasched.layers import attention
+    from megasched.layers.build_context import Context
+    from megasched.layers.megatron import attention as self_attention
+    from megasched.layers.megatron import layer as whole_layer
+    from megasched.layers.megatron import mlp, moe
+    from megasched.layers.megatron.rotary import rotary_angles
     from megasched.model_adapters.default_schedule import schedule as default
     from megasched.model_adapters.registry import roles_of
-    from megasched.roles import Block
-    from megasched.trial.structure import find_structure
+    from megasched.plan.make import make_plan
     from megasched.verify.reference import FLOOR, relative
 
     number = LAYER.get(family, 0)
@@ -84,7 +84,7 @@ def compare(family: str) -> dict[str, Any]:
     )
     group = parallel_state.get_tensor_model_parallel_group()
     context = Context(plan, group, config, None, torch.device("cpu"), megatron_finalizes=True)
-    for module in (whole_layer, mixture, mlp, self_attention):
+    for module in (whole_layer, moe, mlp, self_attention):
         module.uses_transformer_engine = lambda device: True
     old = model.get_submodule(path)
     hidden, others, arguments = _call(model, old)
@@ -97,7 +97,7 @@ def compare(family: str) -> dict[str, Any]:
     elif path in plan.mlps:
         new = mlp.lower_mlp(path, model, context)
     else:
-        new = mixture.lower_mixture(path, model, sch.roles.mixture, context)
+        new = moe.lower_mixture(path, model, sch.roles.mixture, context)
     outputs = []
     for module in (old, new):
         x = hidden.clone().requires_grad_()
@@ -129,7 +129,7 @@ def _model(family: str) -> Any:
     """Two layers, every parameter random."""
     from transformers import AutoModelForCausalLM
 
-    from megasched.verify.small_models import small_config
+    from megasched.definition.small_models.small_models import small_config
     from tests import tiny
     from tests.lowering.models import randomize, tiny_model
 

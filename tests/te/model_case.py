@@ -28,9 +28,9 @@ def main(rank: int, world: int, store: str, cases: list[dict[str, Any]]) -> None
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
-    from megasched.lowering import attention
-    from megasched.lowering.block import attention as self_attention
-    from megasched.lowering.block import layer
+    from megasched.layers import attention
+    from megasched.layers.megatron import attention as self_attention
+    from megasched.layers.megatron import layer
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     random.get_cuda_rng_tracker().fork = lambda *args, **kwargs: nullcontext()  # it would seed a GPU
@@ -127,14 +127,14 @@ def build(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     import megasched
-    from megasched.definition import build_definition
-    from megasched.layout import Fp8, Layout
-    from megasched.lowering import attention_interface
-    from megasched.lowering.planning import make_plan
-    from megasched.megatron.scheduled_model import ScheduledModel
-    from megasched.megatron.stage import Stage
+    from megasched.definition import attention_interface
+    from megasched.definition.build import build_definition
+    from megasched.language.parallel_dims import Fp8, Layout
     from megasched.model_adapters.default_schedule import schedule as default
     from megasched.model_adapters.registry import roles_of
+    from megasched.plan.make import make_plan
+    from megasched.trainer.scheduled_model import ScheduledModel
+    from megasched.trainer.stage import Stage
     from megasched.weights.random_init import RandomInit
     from tests import tiny
 

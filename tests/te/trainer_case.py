@@ -20,18 +20,18 @@ def main(folder: Path, runs: list[dict[str, Any]]) -> None:
     import torch
 
     from megasched.patches import apply, host_cuda
-    from megasched.verify import rank_pool, rank_worker
+    from megasched.verify.ranks import pool, worker
 
     torch.set_num_threads(1)
     host_cuda.install(force=True)
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
-    os.environ[rank_pool.FOLDER] = str(folder)  # as a pool's ranks have it
-    for name in rank_worker.PATCHES:
+    os.environ[pool.FOLDER] = str(folder)  # as a pool's ranks have it
+    for name in worker.PATCHES:
         apply(name)
     found = []
     for one in runs:
         found.append(run(folder, **one))
-        rank_worker.reset_megatron()
+        worker.reset_megatron()
     print(json.dumps(found))
 
 
@@ -44,8 +44,8 @@ def run(
         flags: Megatron's, as a rehearsal takes them; FOLDER in them is the folder.
         more: those that a rehearsal leaves out.
     """
-    from megasched.lowering.block import attention, layer
-    from megasched.megatron import rehearsal
+    from megasched.layers.megatron import attention, layer
+    from megasched.trainer.flags import rehearsal
     from megasched.verify import trainer_run as training
     from tests import tiny
 

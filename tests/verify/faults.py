@@ -6,9 +6,10 @@ They reach into the lowering of the process that reads them, which is not of use
 import torch
 from torch.nn import functional as F
 
-from megasched.lowering import context, lower
-from megasched.megatron.scheduled_model import ScheduledModel
+from megasched.layers import build_context
+from megasched.lowering import lower
 from megasched.model_adapters.default_schedule import schedule as auto
+from megasched.trainer.scheduled_model import ScheduledModel
 
 
 def _when_lowered(path, change):
@@ -55,14 +56,14 @@ def bias_added_by_every_rank(sch, layout):
 
 def norm_gradient_not_summed(sch, layout):
     auto(sch, layout)
-    real = context.reduce_partial_gradient
+    real = build_context.reduce_partial_gradient
 
     def reduce(parameter, placement, given):
         real(parameter, placement, given)
         if placement.name == "model.layers.1.post_attention_layernorm.weight":
             parameter.sequence_parallel = False
 
-    context.reduce_partial_gradient = reduce
+    build_context.reduce_partial_gradient = reduce
 
 
 def untied_tie(sch, layout):

@@ -5,9 +5,9 @@ Each function plants one; none shows in one step of few tokens on the first rank
 
 import torch
 
-from megasched.megatron.loss import VocabParallelLoss
-from megasched.megatron.scheduled_model import ScheduledModel
 from megasched.model_adapters.default_schedule import schedule as auto
+from megasched.trainer.loss import VocabParallelLoss
+from megasched.trainer.scheduled_model import ScheduledModel
 
 MICRO_BATCHES = 4  # of a step on one replica
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megasched.layout import Layout
+from megasched.definition.small_models.small_models import small_config
+from megasched.language.parallel_dims import Layout
 from megasched.verify.judge import Judge
-from megasched.verify.small_models import small_config
 from megasched.verify.steps import Steps
 from megasched.verify.subject import make_subject
 

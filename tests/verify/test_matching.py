@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from megasched.placement import Placement
-from megasched.verify.matching import match, relation
+from megasched.plan.placement import Placement
+from megasched.verify.locate.matching import match, relation
 
 torch.manual_seed(0)
 X = torch.randn(2, 6, 8)

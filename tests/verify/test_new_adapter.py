@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from megasched.definition import build_definition
+from megasched.definition.build import build_definition
+from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError
-from megasched.lowering import attention
+from megasched.layers import attention
 from megasched.model_adapters.registry import load_adapter
-from megasched.verify import new_adapter as module
-from megasched.verify.new_adapter import new_adapter, unusual_calls, write_new
+from megasched.verify.new_adapter import new_adapter as module
+from megasched.verify.new_adapter.new_adapter import new_adapter, unusual_calls, write_new
 from megasched.verify.parity import Outcome
-from megasched.verify.small_models import small_config
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,8 +90,8 @@ def test_a_decoder_of_known_form_takes_at_most_15_lines(model_type, tmp_path):
 @pytest.mark.parametrize("family", ["gpt_neo", "stablelm", "persimmon"])
 def test_the_adapter_says_of_another_size_what_is_found_there(family, tmp_path):
     """Written for one config, bound to another: the same linears are cut, with the same attributes."""
-    from megasched.inference.proposal import found_roles
-    from megasched.roles import ROLES
+    from megasched.language.roles import ROLES
+    from megasched.verify.new_adapter.proposal import found_roles
 
     file = tmp_path / "adapter.py"
     file.write_text(proposed(family, tmp_path).source)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megasched.placement import Placement
+from megasched.definition.small_models.small_models import write_small_model
+from megasched.plan.placement import Placement
 from megasched.verify.parity import compare, failure
 from megasched.verify.reference import IGNORED, Float64, HfStep, differences, hf_step
-from megasched.verify.small_models import write_small_model
 from megasched.verify.trainer_run import RankReport
 
 WEIGHT = torch.tensor([1.0, 0.5])

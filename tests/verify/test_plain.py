@@ -5,10 +5,10 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from megasched.layout import Layout
+from megasched.definition.small_models.small_models import small_config, write_small_model
+from megasched.language.parallel_dims import Layout
 from megasched.verify.batches import IGNORED, make_batches
 from megasched.verify.plain_runs import OPTIMIZER, PlainError, PlainModel
-from megasched.verify.small_models import small_config, write_small_model
 
 ONE = Layout()
 

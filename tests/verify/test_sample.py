@@ -2,9 +2,9 @@
 
 import pytest
 
+from megasched.definition.small_models.small_models import write_small_model
 from megasched.model_adapters.registry import find_adapter
 from megasched.verify.parity import TOLERANCE, check_layout
-from megasched.verify.small_models import write_small_model
 from tests.parity.cases import spread
 from tests.verify.sample import SAMPLE
 

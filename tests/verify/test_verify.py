@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError
-from megasched.layout import Layout
-from megasched.verify.locate import Finding
-from megasched.verify.small_models import small_config
+from megasched.language.parallel_dims import Layout
+from megasched.verify.locate.locate import Finding
 from megasched.verify.verify import verify_schedule
 
 FAULTS = Path(__file__).with_name("faults.py")
@@ -178,7 +178,7 @@ def test_a_job_too_large_for_one_machine_is_refused_at_once(tmp_path):
 
 
 def test_at_full_size_the_weights_of_the_folder_are_taken(ranks, tmp_path):
-    from megasched.verify.small_models import write_small_model
+    from megasched.definition.small_models.small_models import write_small_model
 
     write_small_model("llama", tmp_path)
     found = verify_schedule("auto", str(tmp_path), TP2, full_size=True, ranks=ranks)

@@ -63,7 +63,7 @@ def tiny():
 
 @pytest.fixture
 def definition(config):
-    from megasched.definition import build_definition
+    from megasched.definition.build import build_definition
 
     return build_definition(config)
 

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from megasched.errors import ConfigError
-from megasched.weights.hub import known_folder, local_folder
+from megasched.weights.hf.hub import known_folder, local_folder
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 
 import megasched
 from megasched import CheckpointError, Layout
-from megasched.lora import Lora, adapter_names
-from megasched.placement import Placement
+from megasched.language.lora import Lora, adapter_names
+from megasched.plan.placement import Placement
 from megasched.weights.lazy import blocks
 from megasched.weights.lora import (
     CONFIG,
@@ -23,7 +23,7 @@ from megasched.weights.lora import (
 )
 from megasched.weights.lora_init import AdaptedSource, initial_value
 from tests.lowering.models import randomize, tiny_model, token_ids
-from tests.weights.test_noted import InMemory
+from tests.weights.test_traced_functions import InMemory
 
 
 def adapt_llama(sch):

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from megasched.definition import build_definition
+from megasched.definition.build import build_definition
 from megasched.errors import CheckpointError
-from megasched.weights.hf_folder import HFFolder
+from megasched.weights.hf.folder import HFFolder
 from megasched.weights.materialize import materialize
 from megasched.weights.random_init import RandomInit
 

@@ -14,15 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from megasched.definition import build_definition, load_config
+from megasched.definition.build import build_definition, load_config
 from megasched.errors import CheckpointError
-from megasched.placement import Placement
+from megasched.plan.placement import Placement
 from megasched.weights.exporting import export_weights
-from megasched.weights.hf_folder import HFFolder
+from megasched.weights.hf.folder import HFFolder
+from megasched.weights.hf.quantized import Fp8, Mxfp4
 from megasched.weights.importing import import_weights
 from megasched.weights.lazy import whole
-from megasched.weights.quantized import Fp8, Mxfp4
-from tests.weights.test_noted import InMemory
+from tests.weights.test_traced_functions import InMemory
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 16]}
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -42,7 +42,7 @@ def quantize(weight, rows, columns):
 
 def write_quantized(folder, model_type, **changes):
     """A folder as DeepSeek-V3's is published: linears of layers in 8 bits, the rest in bf16."""
-    from megasched.verify.small_models import small_config
+    from megasched.definition.small_models.small_models import small_config
 
     config = small_config(model_type)
     for name, value in changes.items():

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_tie_weights
 
-from megasched.definition import build_definition
+from megasched.definition.build import build_definition
 from megasched.errors import CheckpointError, ConfigError
-from megasched.placement import Placement
+from megasched.plan.placement import Placement
 from megasched.weights.names import canonical_names
 from megasched.weights.random_init import RandomInit
 

@@ -19,22 +19,22 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megasched.cli.weights_view import print_exported, print_imported
 from megasched.errors import CheckpointError, ConfigError
-from megasched.layout import Layout
-from megasched.report.weights_view import print_exported, print_imported
-from megasched.weights import hf_files
+from megasched.language.parallel_dims import Layout
+from megasched.reading.tracker import RELEASE, TRACKER
 from megasched.weights.absent_layers import without_absent_layers
 from megasched.weights.exporting import export_weights
-from megasched.weights.hf_files import config_of_export, copy_hf_files
-from megasched.weights.hf_folder import HFFolder
+from megasched.weights.hf import files as hf_files
+from megasched.weights.hf.files import config_of_export, copy_hf_files
+from megasched.weights.hf.folder import HFFolder
 from megasched.weights.importing import import_weights
 from megasched.weights.inspection import inspect_checkpoint
 from megasched.weights.lazy import whole
-from megasched.weights.torch_dist import TorchDist
-from megasched.weights.torch_dist_writer import TorchDistWriter
-from megasched.weights.tracker import RELEASE, TRACKER
+from megasched.weights.torch_dist.reader import TorchDist
+from megasched.weights.torch_dist.writer import TorchDistWriter
 from tests.weights.conftest import COMMON, tiny_config
-from tests.weights.test_noted import InMemory
+from tests.weights.test_traced_functions import InMemory
 
 GIGABYTE = 10**9
 
@@ -376,8 +376,8 @@ def entries_of_rank(session, source, stages, dtype):
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megasched.megatron.scheduled_model import ScheduledModel
-    from megasched.planner.build_stage import Setting, transformer_config
+    from megasched.planner.measure.build_stage import Setting, transformer_config
+    from megasched.trainer.scheduled_model import ScheduledModel
 
     config = transformer_config(session, Setting(1, 16, dtype, None))
     config.pipeline_model_parallel_size = session.plan.layout.pp
@@ -403,9 +403,9 @@ def entries_of_rank(session, source, stages, dtype):
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(case=cases())
 def test_every_layout_writes_every_value_once(tiny, trained, tmp_path_factory, case):
-    from megasched.megatron.session import open_session
+    from megasched.planner.measure.probe import emulated_cuda
     from megasched.planner.memory import stages_of
-    from megasched.planner.probe import emulated_cuda
+    from megasched.trainer.session import open_session
 
     family, changes, layout, dtype = case
     folder = tmp_path_factory.mktemp("case")
@@ -440,7 +440,7 @@ def test_every_layout_writes_every_value_once(tiny, trained, tmp_path_factory, c
 
 
 def test_import_in_another_dtype_keeps_what_transformers_keeps(tmp_path):
-    from megasched.verify.small_models import small_config
+    from megasched.definition.small_models.small_models import small_config
 
     AutoModelForCausalLM.from_config(small_config("ernie4_5_moe"), dtype=torch.float32).save_pretrained(
         tmp_path / "hf"

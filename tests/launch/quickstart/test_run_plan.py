@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megasched.language.parallel_dims import Layout
 from megasched.launch.quickstart import run_plan
 from megasched.launch.quickstart.run_plan import Plan, choose_layout
-from megasched.layout import Layout
 
 # devices -> TP, PP, VPP, DP
 LAYOUTS = {

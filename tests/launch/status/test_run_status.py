@@ -435,7 +435,7 @@ def test_skipped_iterations_and_losses_that_are_none(run):
 
 def test_nothing_heavy_is_imported():
     code = (
-        "import sys; from megasched import cli\n"
+        "import sys; from megasched.cli import main as cli\n"
         "try: cli.main(['status', sys.argv[1]])\n"
         "finally: print([m for m in ('torch', 'transformers', 'megatron', 'numpy') if m in sys.modules])"
     )

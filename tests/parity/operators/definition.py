@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from megasched.definition import init_empty_weights
+from megasched.definition.build import init_empty_weights
 
 BATCH = 2
 BLOCK = "layers.0.mlp"

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from megasched import patches
+from megasched.definition.sequence_split import Zigzag
 from megasched.errors import MegaschedError
-from megasched.layout import Layout
-from megasched.lowering.zigzag import Zigzag
-from megasched.placement import Placement
-from megasched.tensor_types import Along
+from megasched.language.parallel_dims import Layout
+from megasched.language.tensor_types import Along
+from megasched.plan.placement import Placement
 from megasched.verify.parity import MOST_ROUNDING
-from megasched.verify.rank_pool import init_megatron
+from megasched.verify.ranks.pool import init_megatron
 from tests.parity.operators.cases import Case, cases_of
 from tests.parity.operators.definition import BLOCK, Model, make_model
 
@@ -140,12 +140,12 @@ def _scheduled(model: Model, layout: Layout, dtype: torch.dtype = torch.float32)
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megasched.lowering import attention
-    from megasched.megatron.known_model import KnownModel
-    from megasched.megatron.scheduled_model import ScheduledModel
-    from megasched.megatron.session import Session
-    from megasched.megatron.stage import Stage
-    from megasched.trial.structure import structure_of
+    from megasched.analysis.structure import structure_of
+    from megasched.layers import attention
+    from megasched.lowering.known_model import KnownModel
+    from megasched.trainer.scheduled_model import ScheduledModel
+    from megasched.trainer.session import Session
+    from megasched.trainer.stage import Stage
 
     definition = model.on_meta(dtype)
     attention.switch_on(definition)
@@ -237,7 +237,7 @@ def check_all(layout_name: str, names: list[str], samples: int, every: int = 1) 
     Args:
         samples: as for ``cases_of``.
     """
-    from megasched.megatron import entry
+    from megasched.trainer import entry
 
     entry.apply_patches()
     layout = LAYOUTS[layout_name]

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from megasched.verify.rank_pool import RankPool
+from megasched.verify.ranks.pool import RankPool
 from tests.parity.operators.cases import operators
 from tests.parity.operators.steps import Verdict, check_all
 

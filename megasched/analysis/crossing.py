@@ -1,0 +1,395 @@
+"""What layers read of earlier ones beside the hidden state, found by following tensors through a run on meta.
+
+A *side* is a tensor that some module returns, or writes into a mapping that it is handed, and that is read past
+the next layer: shared keys and values, indices, embeddings that later layers come back to. A pipeline has
+to carry it along the hidden state. What the model's own code makes of sides between its modules is made again on
+every stage, and so is what depends on no parameter.
+
+What HF's hooks record inside of a layer (``recorded.py``) is a side, too, if something after the layers reads it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megasched.analysis.chance import Chance, PythonDraws
+from megasched.analysis.held_state import HeldState
+from megasched.analysis.leaves import entries_of, leaves_of
+from megasched.analysis.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
+from megasched.analysis.operators import SHAPE_ONLY, base_of, fills_storage, storage_of, written
+from megasched.analysis.places import BEFORE, Place
+from megasched.analysis.sites import Site
+
+if TYPE_CHECKING:
+    from megasched.analysis.slot import Slot
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """Stands for what is made inside a layer, or of parameters of the model's own, and has no place yet."""
+
+    layer: int | None
+    name: str
+
+
+@dataclass
+class Found:
+    """A tensor with a place, as one run saw it."""
+
+    tensor: torch.Tensor
+    made: int
+    read: int = BEFORE
+    places: list[Place] = field(default_factory=list)
+
+
+_Label = frozenset[int | _Inner]
+_NOTHING: _Label = frozenset()
+
+
+class FlowRun(DefaultScalars):
+    """A run that knows of each tensor what it is made of.
+
+    Attributes:
+        found: every tensor with a place, in the order of their making; the first are the token ids.
+        bare: module -> where others read its parameters: the number of layers for what comes after them, None for
+            the model's own code before.
+        changed_buffers: those that a forward writes to: they are other ones after it.
+        changed_parameters: those that it writes to, under whatever name -> whether the inputs say what.
+        refused: why the model can't be cut into stages; empty where it can.
+        asked: questions about values that code asks around the layers, of what most stages do not have.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Collection[str],
+        outside: Collection[str],
+        slot: Slot,
+        recorded: Sequence[Place] = (),
+        answers: Mapping[Site, int] | None = None,
+    ) -> None:
+        super().__init__(answers=answers)
+        self._recorded: dict[str, list[Place]] = defaultdict(list)
+        for place in recorded:
+            self._recorded[place.path].append(place)
+        self._model, self._outside, self._slot = model, outside, slot
+        self._order = {path: index for index, path in enumerate(layers)}
+        self._indices = [int(path.rpartition(".")[2]) for path in layers]
+        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._held = HeldState(model, {path: int(path.rpartition(".")[2]) for path in layers})
+        self._labels: dict[int, _Label] = {}
+        self._numbers: dict[int, int] = {}
+        self._written: dict[int, _Label] = {}  # storage -> of what was written to it, under whatever view
+        self._stored_numbers: dict[int, set[int]] = defaultdict(set)  # storage -> of tensors with a place in it
+        self._kept: list[torch.Tensor] = []
+        self._made: set[int] = set()
+        self._state: dict[int, int] = {}  # id of a tensor that outlives a forward -> layer that wrote to it last
+        self._entries: dict[tuple[Any, Any], int] = {}
+        self._running: list[tuple[str, set[int]]] = []  # modules outside of the layers, or one layer
+        self._called_in_layer: list[str] = []  # modules that run in it, itself among them
+        self._calls: Counter[str] = Counter()
+        self._changed: set[int] = set()
+        self._done = 0
+        self.found: list[Found] = []
+        self.bare: dict[str, set[int | None]] = {}
+        self.changed_buffers: set[str] = set()
+        self.changed_parameters: dict[str, bool] = {}
+        self.refused = ""
+        self.by_chance = False
+        self._chance, self._draws = Chance(), PythonDraws()
+        self.asked: set[Site] = set()
+
+    def run(self, inputs: Mapping[str, torch.Tensor], first_stage_only: str | None) -> None:
+        """One forward of the model.
+
+        Args:
+            inputs: arguments of the forward, on meta.
+            first_stage_only: the one that later stages do not have.
+        """
+        self._made.update(id(tensor) for tensor in tensors_in(dict(inputs)))
+        # Those that are not kept in checkpoints are made of something else again (rotary frequencies).
+        kept = self._model.state_dict(keep_vars=True)
+        buffers = {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
+        self._buffers = {storage_of(buffer): name for name, buffer in buffers.items()}
+        if first_stage_only is not None:
+            ids = inputs[first_stage_only]
+            self.found.append(Found(ids, BEFORE, places=[Place("")]))
+            self._numbers[id(ids)] = 0
+            self._stored_numbers[storage_of(ids)].add(0)
+            self._set(ids, frozenset([0]))
+            if "labels" in inputs:  # which the last stage alone has
+                self._set(inputs["labels"], frozenset([_Inner(self._end, "the labels")]))
+        self._draws.drawn()
+        with call_hooks(self._model, self._before, self._after):
+            run_on_meta(self._model, inputs, self)
+        self._note_draws()
+        if name := self._held.rewritten():
+            of = "which the backward of micro-batches before needs as it was"
+            self._refuse(f"a forward changes {name} in place, {of}")
+        now = self._model.get_buffer
+        self.changed_buffers |= {name for name, held in buffers.items() if now(name) is not held}
+        self._join_entries()
+        for found in self.sides():
+            where = found.places[0].path
+            if self._numbers[id(found.tensor)] in self._changed:
+                self._refuse(f"what {where} returns is changed in place by the model's own code, and read later")
+            if self._calls[where] > 1:
+                self._refuse(f"{where} runs {self._calls[where]} times, and what it returns is read later")
+
+    # where we are -----------------------------------------------------------------------------------
+
+    @property
+    def ran(self) -> int:
+        """How many layers ran."""
+        return self._done
+
+    @property
+    def _next(self) -> int:
+        """Index of the layer that runs next, or runs."""
+        return self._indices[self._done] if self._done < len(self._indices) else self._end
+
+    def _place(self) -> int | None:
+        """The layer that reads what is read now; None for the model's own code, which runs on every stage."""
+        if self._done == len(self._indices):
+            return self._next
+        if not self._running:
+            return None
+        inside = self._running[0][0] in self._order
+        return self._next if inside or self._done else BEFORE
+
+    def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
+        """Of what modules gave, or of the arguments, code that every stage runs asks in vain on most."""
+        of_data = any(self._label(tensor) for tensor in tensors)
+        if site is not None and of_data and self._place() in (None, BEFORE):
+            self.asked.add(site)
+
+    # operations -------------------------------------------------------------------------------------
+
+    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().carry_out(func, args, kwargs)
+        operands = tensors_in((args, kwargs))
+        place = self._place()
+        if not self._running and self._chance.asks(func, args, operands):
+            self.by_chance = True
+            self._refuse("the code around them asks for a number that it draws, and each stage would draw another")
+        self._chance.follow(func, args, kwargs, operands, tensors_in(output))
+        label: _Label = _NOTHING.union(*map(self._label, operands))
+        label = frozenset(map(self._as_read, label))
+        for item in sorted(label, key=repr) if place is not None else ():
+            self._read(item, place)
+        names = [self._parameters[id(tensor)] for tensor in operands if id(tensor) in self._parameters]
+        label |= {_Inner(place, name) for name in names}
+        self._note_bare(names, place)
+        self._note_homes(operands, place)
+        by_inputs = any(isinstance(item, int) for item in label)
+        changed = written(func, args, kwargs)
+        self._note_state(operands, changed, place, by_inputs)
+        self._held.note_changed(func, changed)
+        self._note_written(changed, label, place)
+        if str(func).startswith(SHAPE_ONLY):
+            label = _NOTHING
+        for tensor in tensors_in(output):
+            self._made.add(id(tensor))
+            number = self._numbers.get(id(tensor))
+            if number is None:
+                self._set(tensor, label)
+        return output
+
+    def _label(self, tensor: torch.Tensor) -> _Label:
+        """What a tensor is made of, and what was written to its values."""
+        label = self._labels.get(id(tensor), _NOTHING)
+        return label | self._written.get(storage_of(tensor), _NOTHING) if self._written else label
+
+    def _note_written(self, changed: list[torch.Tensor], label: _Label, place: int | None) -> None:
+        """Of tensors that are changed in place: all that have their values there are made of that, too."""
+        for storage in map(storage_of, changed):
+            if label:
+                self._written[storage] = self._written.get(storage, _NOTHING) | label
+            if place is None:
+                self._changed |= self._stored_numbers[storage]
+
+    def _note_bare(self, names: list[str], place: int | None) -> None:
+        """Parameters that the code of another module reads than their own."""
+        running = {path for path, _ in self._running}
+        for name in names:
+            if not running & (self._held.owners[name] | self._order.keys()):
+                owners = {name.rpartition(".")[0]}
+                if place == self._end:  # of a tie, code there may read the weight of the head
+                    owners |= self._held.owners[name]
+                for owner in owners:
+                    self.bare.setdefault(owner, set()).add(place)
+
+    def _note_homes(self, read: list[torch.Tensor], place: int | None) -> None:
+        """Parameters of a layer are on its stage alone; who calls their modules tells where others are."""
+        inside = bool(self._running) and self._running[0][0] in self._order
+        for name, layers, owners in self._held.read(read):
+            if layers and place not in layers:
+                reader = "the code around them" if place is None else self._reader(place)
+                self._refuse(f"{reader} reads {name}, which is on the stage of layer {min(layers)} alone")
+            if not layers and inside and owners.isdisjoint(self._called_in_layer):
+                self._refuse(f"layer {place} reads {name}, which is in no layer")
+
+    def _note_draws(self) -> None:
+        """Of Python's numbers that code around the layers drew since a module ended."""
+        if self._draws.drawn():
+            self.by_chance = True
+            self._refuse(
+                "the code around them draws Python's or numpy's random numbers, and each stage would draw others"
+            )
+
+    def _note_state(
+        self, read: list[torch.Tensor], changed: list[torch.Tensor], place: int | None, by_inputs: bool
+    ) -> None:
+        """Tensors that were there before this forward, and are after it: what a layer writes to one is on its
+        stage alone."""
+        for base in map(base_of, read):
+            layer = self._state.get(id(base))
+            if layer is not None and layer != place:
+                reader = self._reader(place)
+                self._refuse(f"{reader} reads a tensor that layer {layer} wrote to, and was not handed it")
+        for base in map(base_of, changed):
+            if (name := self._held.parameter(base)) is not None:
+                self.changed_parameters[name] = self.changed_parameters.get(name, False) or by_inputs
+            if id(base) in self._made or name is not None:
+                continue
+            self._kept.append(base)
+            if (buffer := self._buffers.get(storage_of(base))) is not None:
+                self.changed_buffers.add(buffer)
+            if place is not None:
+                self._state[id(base)] = place
+
+    def _as_read(self, item: int | _Inner) -> int | _Inner:
+        """What was recorded inside of a layer is there for what comes after the layers; until then it is that
+        layer's own, as all that is made of it."""
+        if isinstance(item, _Inner) or self._done == len(self._indices):
+            return item
+        found = self.found[item]
+        return _Inner(found.made, found.places[0].path) if self._is_recorded(found) else item
+
+    def _is_recorded(self, found: Found) -> bool:
+        return found.places[0].path in self._recorded
+
+    def _read(self, item: int | _Inner, place: int) -> None:
+        if isinstance(item, int):
+            self.found[item].read = max(self.found[item].read, place)
+        elif item.layer is None and place not in (BEFORE, self._end):
+            self._refuse(f"{item.name}, which is in no layer, goes into what layer {place} reads")
+        elif item.layer == self._end and place != self._end:
+            self._refuse(f"layer {place} reads {item.name}, which the last stage alone has")
+        elif item.layer is not None and item.layer != place:
+            reader = self._reader(place)
+            self._refuse(f"{reader} reads what layer {item.layer} made of {item.name}, and was not handed it")
+
+    def _reader(self, place: int | None) -> str:
+        return "what comes after the layers" if place in (None, self._end) else f"layer {place}"
+
+    @property
+    def _end(self) -> int:
+        """Stands for what runs after the layers."""
+        return self._indices[-1] + 1
+
+    def _refuse(self, why: str) -> None:
+        self.refused = self.refused or why
+
+    def _set(self, tensor: torch.Tensor, label: _Label) -> None:
+        self._kept.append(tensor)  # keeps the id from being given to another tensor
+        self._labels[id(tensor)] = label
+
+    # modules ----------------------------------------------------------------------------------------
+
+    def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._called_in_layer or path in self._order:
+            self._called_in_layer.append(path)
+        if path not in self._order and not self._is_outside(path):
+            return None
+        if not self._running:
+            self._note_draws()
+        if path in self._order and not self._done:
+            # The hidden state comes to the first layer over the wire where this is on another stage, so
+            # whatever went into it is not read here.
+            whole = self._slot.get(args, kwargs)
+            hidden = torch.empty_like(whole)
+            self._set(hidden, frozenset([_Inner(self._next, "the hidden state")]))
+            args, kwargs = self._slot.put(hidden, args, kwargs)
+        self._running.append((path, {id(tensor) for tensor in tensors_in((args, kwargs))}))
+        if path not in self._order:
+            return None
+        self._entries = {place: id(entry) for place, entry in entries_of(args, kwargs)}
+        self._arguments = args, kwargs
+        return args, kwargs
+
+    def _is_outside(self, path: str) -> bool:
+        in_layer = bool(self._running) and self._running[0][0] in self._order
+        return path in self._outside and not in_layer
+
+    def _after(self, path: str, module: nn.Module, output: Any) -> None:
+        if self._called_in_layer:
+            self._called_in_layer.pop()
+        if path in self._recorded:
+            self._calls[path] += 1
+            for recorded in self._recorded[path]:
+                tensor = recorded.tensor((), {}, output)
+                self._mark(tensor, self._next, set(), lambda index, place=recorded: place)
+        if not self._running or self._running[-1][0] != path:
+            return
+        _, handed = self._running.pop()
+        if not self._running:
+            self._draws.drawn()  # what modules draw, they draw on one stage
+        if path not in self._order:
+            self._calls[path] += 1
+            made = BEFORE if not self._done else self._next
+            self._mark(output, made, handed, lambda index: Place(path, index))
+            return
+        for (argument, key), entry in entries_of(*self._arguments):
+            if self._entries.get((argument, key)) != id(entry):
+                self._mark(entry, self._next, set(), lambda index, a=argument, k=key: Place(path, index, a, k))
+        self._mark(output, self._next, handed, lambda index: Place(path, index))
+        self._done += 1
+
+    def _mark(self, value: Any, made: int, handed: Collection[int], place: Callable[[int | None], Place]) -> None:
+        """Gives a place to a tensor, or to those of a tuple; what a module was handed it need not make."""
+        for index, tensor in leaves_of(value):
+            number = self._numbers.get(id(tensor))
+            if number is None and id(tensor) in handed:
+                continue
+            if number is None:
+                number = self._numbers[id(tensor)] = len(self.found)
+                self.found.append(Found(tensor, made))
+                self._set(tensor, frozenset([number]))
+                if fills_storage(tensor):  # what was written to it comes with it now
+                    self._written.pop(storage_of(tensor), None)
+                self._stored_numbers[storage_of(tensor)].add(number)
+            self.found[number].places.append(place(index))
+
+    # results ----------------------------------------------------------------------------------------
+
+    def sides(self) -> list[Found]:
+        """What a pipeline may have to carry beside the hidden state."""
+        return [found for found in self.found if found.read > self._until(found)]
+
+    def _join_entries(self) -> None:
+        """The tensors of one entry of a mapping go together."""
+        last: dict[tuple[Any, ...], int] = defaultdict(lambda: BEFORE)
+        entries = [(found, found.places[0]) for found in self.found if found.places[0].argument is not None]
+        for found, place in entries:
+            entry = (place.path, place.argument, place.key)
+            last[entry] = max(last[entry], found.read)
+        for found, place in entries:
+            found.read = last[place.path, place.argument, place.key]
+
+    def _until(self, found: Found) -> int:
+        """The last layer that gets the tensor without a side."""
+        if found.places[0] == self._hidden_of(found.made):
+            later = [index for index in self._indices if index > found.made]
+            return later[0] if later else self._end
+        return found.made
+
+    def _hidden_of(self, layer: int) -> Place | None:
+        path = next((path for path, order in self._order.items() if self._indices[order] == layer), None)
+        return None if path is None else Place(path, self._slot.output)

@@ -1,0 +1,257 @@
+"""Runs of one model on meta, kept for plans that would make them again.
+
+Plans of several layouts ask the same things: a linear is cut alike over 2 ranks and over 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import suppress
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.analysis.flops import ForwardFlops, forward_flops
+from megasched.analysis.given_positions import takes_counted_positions
+from megasched.analysis.gradient_scale import why_by_scale
+from megasched.analysis.labels import Derived
+from megasched.analysis.later_calls import why_not_alike
+from megasched.analysis.meta_call import meta_copy, to_meta
+from megasched.analysis.noted import NotedLines, Numbers
+from megasched.analysis.propagate import propagate
+from megasched.analysis.recording import note_forward
+from megasched.analysis.replay import Rank
+from megasched.analysis.sequence_plan import SequencePlan
+from megasched.analysis.sequence_run import plan_sequence
+from megasched.analysis.size_check import columns_of_unproven_sizes
+from megasched.analysis.stand_ins import sizes_read, why_seen
+from megasched.analysis.structure import Structure
+from megasched.analysis.ways import Gathered, InputsOf, Ways, find_ways, numbers_at, what_goes_by_length
+from megasched.collector import collector_paused
+from megasched.definition.build import text_config
+from megasched.definition.objectives import objective_of
+from megasched.errors import Problem, ScheduleError
+from megasched.language.roles import Cut
+
+USUAL_LENGTH = 4096
+
+
+class KnownRuns:
+    """Of one model that nobody changes, with one structure and the same inputs; nor is what was found changed.
+
+    Args:
+        length: of a run's sequences, where it is known.
+    """
+
+    def __init__(self, length: int | None = None) -> None:
+        self.length = length
+        # What a forward with such sequences has run, where one was made.
+        self.noted_at_length: NotedLines | None = None
+        self._is_too_long = False
+        self._ways: Ways | None = None
+        self._not_alike: list[Problem] | None = None
+        self._by_scale: list[Problem] | None = None
+        self._seen: dict[Hashable, list[Problem]] = {}
+        self._sizes_read: dict[Hashable, set[str]] = {}
+        self._numbers: dict[Hashable, list[Numbers]] = {}
+        self._derived: dict[Hashable, Derived] = {}
+        # Ranks -> plans, each with the answers of ``refuse_region`` on which it rests.
+        self._sequences: dict[int, list[tuple[dict[str, str], SequencePlan]]] = {}
+        self._counted: bool | None = None
+        self._unproven: dict[Hashable, set[str]] = {}
+        self._flops: dict[Hashable, ForwardFlops] = {}
+        self._probe: nn.Module | None = None  # of the last run; that of any would do
+
+    @collector_paused()
+    def propagate(self, model: nn.Module, inputs: Mapping[str, Any], asked: Mapping[str, Any]) -> Derived:
+        """As ``propagate`` does.
+
+        Args:
+            model: the definition, replacements made.
+            asked: the other arguments.
+        """
+        key = tuple((name, _frozen(value)) for name, value in asked.items() if not isinstance(value, Structure))
+        if key not in self._derived:
+            self._probe = meta_copy(model)
+            ways = self.ways(model, inputs, asked["structure"])
+            more = {"ways": ways, "inputs_of": inputs_of(model, inputs)}
+            self._derived[key] = propagate(self._probe, to_meta(dict(inputs)), **asked, **more)
+        return self._derived[key]
+
+    def ways(self, model: nn.Module, inputs: Mapping[str, Any], structure: Structure | None) -> Ways:
+        """As ``find_ways`` does; without its runs where those before have shown that there is one way alone."""
+        if self._ways is None:
+            short = structure and structure.noted
+            long = None if structure is None or short is None or short.asked else self._noted_at(model, structure)
+            if short is not None and long is not None and long.lines == short.lines:
+                self._ways = Ways()
+            else:
+                length = self.length or (None if structure is None else usual_length(model))
+                self._ways = find_ways(model, to_meta(dict(inputs)), inputs_of(model, inputs), length)
+        return self._ways
+
+    @collector_paused()
+    def why_not_alike(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[Problem]:
+        """As ``later_calls.why_not_alike`` does; empty where its calls are alike."""
+        if self._not_alike is None:
+            problem = why_not_alike(model, inputs)
+            self._not_alike = [] if problem is None else [problem]
+        return self._not_alike
+
+    @collector_paused()
+    def why_seen(
+        self, model: nn.Module, inputs: Mapping[str, Any], replaced: Collection[str], *, regions: bool
+    ) -> list[Problem]:
+        """As ``stand_ins.why_seen`` does; empty where nothing is seen."""
+        key = regions, *replaced
+        if key not in self._seen:
+            problem = why_seen(model, inputs, replaced, regions=regions)
+            self._seen[key] = [] if problem is None else [problem]
+        return self._seen[key]
+
+    @collector_paused()
+    def sizes_read(
+        self, model: nn.Module, inputs: Mapping[str, Any], shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
+    ) -> set[str]:
+        """As ``stand_ins.sizes_read`` does."""
+        key = tuple((path, *sizes.items()) for path, sizes in shapes.items())
+        if key not in self._sizes_read:
+            self._sizes_read[key] = sizes_read(model, inputs, shapes)
+        return self._sizes_read[key]
+
+    def why_by_scale(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[Problem]:
+        """As ``gradient_scale.why_by_scale`` does; empty where nothing goes by how large a gradient is."""
+        if self._by_scale is None:
+            problem = why_by_scale(model, inputs)
+            self._by_scale = [] if problem is None else [problem]
+        return self._by_scale
+
+    @collector_paused()
+    def unproven_sizes(
+        self,
+        derived: Derived,
+        rank: Rank,
+        cuts: Mapping[str, Cut],
+        counts: Mapping[str, tuple[str, ...]],
+    ) -> set[str]:
+        """As ``columns_of_unproven_sizes`` does, of what ``propagate`` found."""
+        key = (id(derived), *(_frozen(value) for value in vars(rank).values()), _frozen(counts))
+        if key not in self._unproven:
+            assert self._probe is not None
+            found = set[str]()
+            for calls in (derived.calls, *derived.other_calls):
+                found |= columns_of_unproven_sizes(self._probe, calls, rank, cuts, counts)
+            self._unproven[key] = found
+        return self._unproven[key]
+
+    def forward_flops(
+        self, model: nn.Module, inputs: Mapping[str, torch.Tensor], structure: Structure | None
+    ) -> ForwardFlops:
+        """As ``forward_flops`` does, of the structure's layers."""
+        layers = () if structure is None else tuple(structure.layer_paths())
+        key = (layers, *((name, tensor.shape) for name, tensor in inputs.items()))
+        if key not in self._flops:
+            self._probe = self._probe or meta_copy(model)
+            self._flops[key] = forward_flops(self._probe, inputs, layers)
+        return self._flops[key]
+
+    def plan_sequence(
+        self, model: nn.Module, structure: Structure, size: int, refuse_region: Callable[[str], str]
+    ) -> SequencePlan:
+        """As ``plan_sequence`` does."""
+        known = self._sequences.setdefault(size, [])
+        for answers, found in known:
+            if all(refuse_region(path) == answer for path, answer in answers.items()):
+                return found
+        answers = {}
+
+        def ask(path: str) -> str:
+            answers[path] = refuse_region(path)
+            return answers[path]
+
+        ways = self.ways(model, structure.trial_inputs(), structure)
+        found = plan_sequence(model, structure, size, ask, self._takes_counted_positions, ways)
+        known.append((answers, found))
+        return found
+
+    @collector_paused()
+    def goes_by_length(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        size: int,
+        is_whole: Callable[[str], bool],
+        is_outside: Callable[[str], bool] = lambda path: False,
+        *,
+        places: bool,
+        gathered: Gathered = MappingProxyType({}),
+    ) -> tuple[str, str] | None:
+        """What a model does otherwise on one of ``size`` parts of a sequence than on all of it.
+
+        Args:
+            is_whole, is_outside, places: as ``what_goes_by_length`` has them.
+            gathered: as ``numbers_at`` has it.
+
+        Returns:
+            The module and the operation; None where there is nothing, or it can't run on such a sequence.
+        """
+        compare = partial(what_goes_by_length, is_whole=is_whole, is_outside=is_outside, places=places)
+        short, long = structure.noted, self._noted_at(model, structure)
+        if short is not None and long is not None and compare(short.numbers, long.numbers) is None:
+            return None
+        length = self.length or usual_length(model)
+        with suppress(ScheduleError):
+            part, whole = (self._numbers_at(model, structure, n, gathered) for n in (length // size, length))
+            return compare(part, whole)
+        return None
+
+    def _noted_at(self, model: nn.Module, structure: Structure) -> NotedLines | None:
+        """What a forward notes on a sequence as long as a run's; None where it can't run on such a one."""
+        if self.noted_at_length is None and not self._is_too_long:
+            inputs = inputs_of(model, structure.trial_inputs())(self.length or usual_length(model))
+            try:
+                self.noted_at_length = note_forward(meta_copy(model), inputs)
+            except ScheduleError:  # more than it has positions for, which a run will say
+                self._is_too_long = True
+        return self.noted_at_length
+
+    def _numbers_at(
+        self, model: nn.Module, structure: Structure, length: int, gathered: Gathered
+    ) -> list[Numbers]:
+        key = length, *((path, frozenset(leaves)) for path, leaves in gathered.items())
+        if key not in self._numbers:
+            inputs = inputs_of(model, structure.trial_inputs())(length)
+            self._numbers[key] = numbers_at(model, inputs, gathered)
+        return self._numbers[key]
+
+    def _takes_counted_positions(self, model: nn.Module) -> bool:
+        if self._counted is None:
+            self._counted = takes_counted_positions(model)
+        return self._counted
+
+
+def _frozen(value: Any) -> Hashable:
+    """Something equal for equal arguments, in their order."""
+    return tuple(value.items()) if isinstance(value, Mapping) else value
+
+
+def inputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> InputsOf:
+    """Arguments of a trial like these, for other lengths; for a model with an objective."""
+    batch = next((len(tensor) for tensor in inputs.values() if isinstance(tensor, torch.Tensor)), 1)
+
+    def made(length: int) -> dict[str, Any]:
+        given = objective_of(model).trial(getattr(model, "config", None), batch, length)
+        return {name: given.get(name, value) for name, value in to_meta(dict(inputs)).items()}
+
+    return made
+
+
+def usual_length(model: nn.Module) -> int:
+    """Of a run's sequences, where nobody has said it: 4096, or all that the model has positions for."""
+    config = getattr(model, "config", None)
+    text = config if config is None else text_config(config)
+    found = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return min([USUAL_LENGTH, *(count for count in found if isinstance(count, int) and count > 0)])

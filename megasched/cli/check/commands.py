@@ -1,0 +1,139 @@
+"""The commands that compare with Hugging Face: ``megasched verify``, ``new-adapter`` and ``archs``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megasched.cli.options import Cp, Dp, Ep, HfModel, HfOverride, Json, Pp, Sp, Tp, TrustRemoteCode, Vp, layout_of
+from megasched.json_output import nothing_but_json, print_json
+
+
+def verify(
+    schedule: Annotated[str, typer.Argument(help="As for `show`.")],
+    hf_model: Annotated[str, typer.Option(metavar="DIR", help="The Hugging Face model.")],
+    tp: Tp = 1,
+    sp: Sp = False,
+    pp: Pp = 1,
+    vp: Vp = 1,
+    cp: Cp = 1,
+    ep: Ep = 1,
+    dp: Dp = 1,
+    bf16: Annotated[bool, typer.Option("--bf16", help="In bf16, as near to float64 as plain HF in bf16.")] = False,
+    layers: Annotated[int | None, typer.Option(min=1, help="Of the small copy; 4, or one a stage.")] = None,
+    full_size: Annotated[bool, typer.Option("--full-size", help="No small copy: the model as it is.")] = False,
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what was found, for --require-certificate of a run.")
+    ] = None,
+    hf_override: HfOverride = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> None:
+    """Check that a scheduled model computes what the unscheduled one does, and find out where it does not.
+
+    One step of Megatron's trainer, rehearsed on this machine's CPUs in float32, on a small copy of the model with
+    random weights: loss, logits, hidden states, every gradient, the gradient norm and the optimizer's step are
+    compared with plain Hugging Face in one process. The exit status is 0 when all are equal.
+    """
+    from megasched.cli.console import quiet_imports, report_console
+
+    layout = layout_of(tp, sp, pp, cp, ep, vp=vp, dp=dp)
+    with quiet_imports():
+        from megasched.cli.check.verify import print_verification
+        from megasched.verify.verify import certify, verify_schedule
+
+    with nothing_but_json(as_json):
+        found = verify_schedule(
+            schedule,
+            hf_model,
+            layout,
+            bf16=bf16,
+            full_size=full_size,
+            layers=layers,
+            overrides=hf_override or (),
+            trust_remote_code=trust_remote_code,
+            progress=lambda doing: print(f"{doing} ...", file=sys.stderr),
+        )
+        if certificate is not None:
+            certify(found, certificate, overrides=hf_override or (), trust_remote_code=trust_remote_code)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print_verification(found, report_console())
+    raise typer.Exit(0 if found.right else 1)
+
+
+def new_adapter(
+    hf_model: HfModel,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the adapter there instead of printing it.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+    no_check: Annotated[bool, typer.Option("--no-check", help="Do not run it on a small copy.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> None:
+    """Propose an adapter for an architecture, and check it on a small copy.
+
+    The copy has random weights; it runs one step of Megatron's trainer at TP2, TP2 with SP, and PP2, and is
+    compared with the plain Hugging Face model. The exit status is 0 when all are equal, or nothing was checked.
+    """
+    from megasched.cli.console import quiet_imports, report_console
+
+    with quiet_imports():
+        from megasched.cli.check.new_adapter import print_new_adapter
+        from megasched.verify.new_adapter import new_adapter as proposing
+
+    if output is not None:
+        proposing.refuse_existing(output, force=force)
+    with nothing_but_json(as_json):
+        found = proposing.new_adapter(
+            hf_model,
+            check=not no_check,
+            trust_remote_code=trust_remote_code,
+            progress=lambda layout: print(f"checking {layout} ...", file=sys.stderr),
+        )
+    if output is not None:
+        proposing.write_new(found.source, output, force=force)
+    if as_json:
+        print_json({**found.to_dict(), "output": output and str(output)})
+    else:
+        print_new_adapter(found, output, report_console())
+    raise typer.Exit(0 if found.right else 1)
+
+
+def archs(
+    name: Annotated[str | None, typer.Argument(help="Print all about this model type.")] = None,
+    run: Annotated[bool, typer.Option("--run", help="Check it here and now; a minute or so.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the page of the documentation.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print which architectures are known to compute what HF computes, at which layouts."""
+    from megasched.cli.console import quiet_imports, report_console
+
+    with quiet_imports():
+        from megasched.cli.check import archs as report
+        from megasched.trainer.compatibility import load_matrix
+        from megasched.verify.matrix import check_here
+
+    if run and name is None:
+        raise typer.BadParameter("--run needs the name of an architecture")
+    if name is None:
+        if as_json:
+            print_json(load_matrix())
+        elif as_markdown:
+            print(report.markdown(load_matrix()), end="")
+        else:
+            report.print_matrix(report_console())
+        return
+    with nothing_but_json(as_json):
+        results = check_here(name) if run else report.known_results(name)
+    if as_json:
+        print_json(results)
+    else:
+        report.print_architecture(name, results, report_console())
+    good = all(outcome["verdict"] in report.FINE for kind, outcome in results.items() if kind != "facts")
+    raise typer.Exit(0 if good else 1)

@@ -1,0 +1,64 @@
+"""How ``megasched new-adapter`` looks in a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+from megasched.verify.new_adapter.new_adapter import NewAdapter
+from megasched.verify.parity import TOLERANCE, Outcome
+
+VERDICTS = {"equal": "green", "wrong": "red", "refused": "yellow", "failed": "red"}
+
+
+def print_new_adapter(found: NewAdapter, written: Path | None, console: Console) -> None:
+    """Prints what was found, and the adapter unless it was written to a file; made for 100 columns."""
+    cut = f"of its linears {found.planned} are cut by HF's plan, {found.inferred} by what was inferred"
+    console.print(f"[bold]{found.model}[/]  {cut}")
+    console.print(_need(found))
+    if written is None:
+        console.print()
+        console.print(found.source, markup=False, end="", soft_wrap=True)
+    else:
+        console.print(f"{written}: an Adapter of {found.lines} lines", markup=False, soft_wrap=True)
+    console.print("\n[bold]still open[/]" if found.still_open else "\n[bold]still open[/]: nothing")
+    for sentence in found.still_open:
+        console.print(Padding(escape(sentence), (0, 0, 0, 2), expand=False))
+    if found.outcomes:
+        console.print("\n[bold]a small copy under this adapter, against HF alone[/]")
+        console.print(_verdicts(found.outcomes))
+        console.print(f"equal: all within {TOLERANCE:g}, relative; gradient: of the parameter that is off most")
+
+
+def _need(found: NewAdapter) -> str:
+    """Whether an adapter is needed, and what for."""
+    if found.installed:
+        return (
+            f"There is an adapter already: {escape(found.installed)}. This one says what is found without it; "
+            "two for one model type are an error."
+        )
+    if found.whole:
+        return (
+            f"A run finds all of this by itself, and leaves {found.whole} modules whole (below). They are cut "
+            "when an adapter says more of them than this one."
+        )
+    return (
+        "No adapter is needed: a run finds all of this by itself. Keep it to pin what was inferred: a release of "
+        "transformers that moves a module is then an error, and schedules can speak of roles."
+    )
+
+
+def _verdicts(outcomes: dict[str, Outcome]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("layout", "verdict", "loss", "logits", "gradient", "norm", ""):
+        table.add_column(name, overflow="fold")
+    for layout, outcome in outcomes.items():
+        numbers = [outcome.errors.get(name) for name in ("loss", "logits", "gradient", "grad_norm")]
+        words = ["" if number is None else f"{number:.0e}" for number in numbers]
+        verdict = f"[{VERDICTS[outcome.verdict]}]{outcome.verdict}[/]"
+        table.add_row(layout, verdict, *words, escape(outcome.why))
+    return table

@@ -1,0 +1,113 @@
+"""What megasched needs, by its own metadata, and what is installed."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from megasched.errors import ConfigError
+
+# Optional package -> what a run does without it. Every package of the extras below has its line here.
+COSTS = {
+    "transformer-engine": "torch's attention and Adam instead of its fused kernels",
+    "matplotlib": "megasched quickstart can't draw its loss curve",
+    "tokenizers": "megasched quickstart can't write its tokenizer",
+}
+EXTRAS = ("te", "quickstart")
+
+
+@dataclass(frozen=True)
+class Package:
+    """One package that megasched works with.
+
+    Attributes:
+        name: as pip knows it; also ``python``.
+        supported: version range, e.g. ``>=0.19,<0.20``; empty where any version will do.
+        found: installed version; empty where there is none.
+        required: nothing runs without it.
+        cost: what an optional one's absence costs.
+        where: folder it is imported from, for Megatron, which may be a checkout.
+        problem: why it can't be used although it is found; empty where it can.
+    """
+
+    name: str
+    supported: str
+    found: str
+    required: bool = True
+    cost: str = ""
+    where: str = ""
+    problem: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Found, within the range, and without a problem of its own."""
+        if not self.found or self.problem:
+            return False
+        return SpecifierSet(self.supported).contains(self.found, prereleases=True)
+
+
+def find_packages() -> list[Package]:
+    """Python, what is required and what is optional, in this order.
+
+    Raises:
+        ConfigError: megasched is imported without being installed, so that nothing says what it needs.
+    """
+    try:
+        lines, python = requires("megasched") or [], metadata("megasched")["Requires-Python"]
+    except PackageNotFoundError:
+        raise ConfigError("megasched itself is not installed; in its folder: pip install -e .") from None
+    wanted = [Requirement(line) for line in lines]
+    return [
+        Package("python", _in_order(SpecifierSet(python)), platform.python_version()),
+        *(_package(requirement) for requirement in wanted if requirement.marker is None),
+        *_optional(wanted),
+    ]
+
+
+def _optional(wanted: list[Requirement]) -> Iterator[Package]:
+    for requirement in wanted:
+        marker = requirement.marker
+        if marker is not None and any(marker.evaluate({"extra": extra}) for extra in EXTRAS):
+            yield Package(
+                requirement.name,
+                _in_order(requirement.specifier),
+                _installed(requirement.name),
+                required=False,
+                cost=COSTS[requirement.name],
+            )
+
+
+def _package(requirement: Requirement) -> Package:
+    supported = _in_order(requirement.specifier)
+    if requirement.name == "megatron-core":
+        return _megatron(supported)
+    return Package(requirement.name, supported, _installed(requirement.name))
+
+
+def _megatron(supported: str) -> Package:
+    """The Megatron that a run would import: a checkout on PYTHONPATH comes before the installed package."""
+    from megasched.trainer.entry import find_megatron
+
+    installed = _installed("megatron-core")
+    try:
+        megatron = find_megatron()
+    except ConfigError as error:
+        return Package("megatron-core", supported, installed, problem=str(error))
+    return Package("megatron-core", supported, megatron.version, where=str(megatron.folder))
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _in_order(specifiers: SpecifierSet) -> str:
+    """Lower bound first, as people write it."""
+    return ",".join(sorted(map(str, specifiers), key=lambda text: (not text.startswith(">"), text)))

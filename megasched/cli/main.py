@@ -1,0 +1,154 @@
+"""The command ``megasched``; also ``python -m megasched``.
+
+``megasched pretrain_gpt.py ...`` runs a Megatron training script under a schedule; its arguments are Megatron's
+and never pass through the parser here. Everything else is a command of its own. Only what a command needs is
+imported, when it needs it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from megasched.cli.check.commands import archs, new_adapter, verify
+from megasched.cli.launch import launch, status
+from megasched.cli.options import Json
+from megasched.cli.search.commands import plan, tune
+from megasched.cli.show.commands import explain, primitives, show
+from megasched.cli.weights import export, import_, inspect
+from megasched.errors import MegaschedError
+from megasched.json_output import nothing_but_json, print_json
+from megasched.reading.files import printable
+
+# Set to 1, the traceback of an error is printed too; entry.py reads it for the runs of scripts.
+TRACEBACK = "MEGASCHED_TRACEBACK"
+OVERRIDE = "--hf-override"
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a command; ends in ``SystemExit``, except after a script.
+
+    Exit status: 0; 1 for an error, told in one message on stderr; 2 for wrong usage; a script's own.
+
+    Args:
+        argv: the arguments after the program's name; the process's own by default.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    print_anything()
+    if arguments and arguments[0].endswith(".py"):
+        from megasched.trainer.entry import run_script
+
+        run_script(arguments[0], arguments[1:])
+        return
+    try:
+        app(_one_value_an_option(arguments), prog_name="megasched")
+    except MegaschedError as error:
+        _end_with(str(error))
+    except OSError as error:  # of a path: not there, not to be written, a name that no file can have
+        if error.filename is None:
+            raise
+        _end_with(f"{error.filename}: {error.strerror}")
+
+
+def _end_with(message: str) -> NoReturn:
+    if os.environ.get(TRACEBACK) == "1":
+        traceback.print_exc()
+    print(f"megasched: error: {printable(message)}", file=sys.stderr)
+    sys.exit(1)
+
+
+def print_anything() -> None:
+    """Names of files may have no text in UTF-8; printed, such bytes are escaped."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a notebook or a test puts something else there
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _one_value_an_option(arguments: list[str]) -> list[str]:
+    """``--hf-override a=1 b=2``, as Megatron's parser takes it, with the option before each value."""
+    found: list[str] = []
+    inside = False
+    for argument in arguments:
+        inside = argument == OVERRIDE or (inside and "=" in argument and not argument.startswith("-"))
+        if inside and argument != OVERRIDE and found[-1] != OVERRIDE:
+            found.append(OVERRIDE)
+        found.append(argument)
+    return found
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from megasched import __version__
+
+        print(f"megasched {__version__}")
+        raise typer.Exit
+
+
+@app.callback(
+    epilog="megasched SCRIPT.py --model-schedule FILE --hf-model DIR <Megatron's flags> runs a Megatron training "
+    "script, e.g. pretrain_gpt.py, under a schedule."
+)
+def _commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train unmodified Hugging Face models with Megatron-LM's own trainer, told by a schedule file."""
+
+
+app.command()(primitives)
+app.command()(show)
+app.command()(explain)
+app.command()(verify)
+app.command("new-adapter")(new_adapter)
+app.command()(archs)
+app.command()(plan)
+app.command(epilog="The study is kept in --dir: stopped by Ctrl-C, the same command goes on.")(tune)
+app.command("import")(import_)
+app.command()(export)
+app.command()(inspect)
+app.add_typer(launch, name="launch")
+app.command()(status)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Check versions, devices and patches.
+
+    The exit status is 0 when a run can start here.
+    """
+    from megasched.cli.console import quiet_imports, report_console
+
+    with quiet_imports(), nothing_but_json(as_json):
+        from megasched.cli.doctor import diagnose
+
+        diagnosis = diagnose()
+    if as_json:
+        print_json(diagnosis.to_dict())
+    else:
+        from megasched.cli.doctor_view import print_diagnosis
+
+        print_diagnosis(diagnosis, report_console())
+    raise typer.Exit(0 if diagnosis.runnable else 1)
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def quickstart(context: typer.Context) -> None:
+    """Train a small Llama here and now."""
+    from megasched.launch.quickstart.command import main
+
+    raise typer.Exit(main(context.args))

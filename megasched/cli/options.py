@@ -1,0 +1,47 @@
+"""Options that several commands have, by Megatron's names and short ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from megasched.language.parallel_dims import Layout
+
+HfModel = Annotated[str, typer.Option(metavar="DIR", help="The Hugging Face model; only its config.json is read.")]
+Tp = Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="TP ranks.")]
+Sp = Annotated[bool, typer.Option("--sp", "--sequence-parallel", help="Sequence parallelism.")]
+Pp = Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="Pipeline ranks.")]
+Cp = Annotated[int, typer.Option("--cp", "--context-parallel-size", help="Ranks that share a sequence.")]
+Ep = Annotated[int, typer.Option("--ep", "--expert-model-parallel-size", help="Ranks that share out experts.")]
+Vp = Annotated[
+    int, typer.Option("--vp", "--num-virtual-stages-per-pipeline-rank", help="Model chunks per pipeline rank.")
+]
+Dp = Annotated[int, typer.Option("--dp", help="Replicas of the whole.")]
+HfOverride = Annotated[
+    list[str] | None, typer.Option(metavar="FIELD=VALUE ...", help="Change fields of the HF config.")
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+]
+Objective = Annotated[
+    str | None, typer.Option(metavar="NAME", help="What it is trained to do, if not causal_lm; as for a run.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+
+
+def layout_of(tp: int, sp: bool, pp: int, cp: int, ep: int, *, vp: int = 1, dp: int = 1, **more: Any) -> Layout:
+    """The layout that these options say; ``more`` by its own names."""
+    from megasched.language.parallel_dims import Layout
+
+    return Layout(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp if vp != 1 else None,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        data_parallel_size=dp,
+        **more,
+    )

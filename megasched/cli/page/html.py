@@ -1,0 +1,139 @@
+"""``megasched show --html``: a `Page` as one file of HTML that loads nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasched.cli.amounts import format_bytes, format_count
+from megasched.cli.page.page import Page
+from megasched.cli.page.timeline_data import timeline_data
+from megasched.cli.page.tree import module_tree
+from megasched.cli.show.module_view import places
+from megasched.errors import ConfigError
+from megasched.files import write_whole
+from megasched.planner.pipeline import in_flight
+from megasched.trace.timeline import Span
+
+TEMPLATE = "page.html.jinja"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stacked bar.
+
+    Attributes:
+        total: in words.
+        parts: name, value in words, and share of the longest bar in percent.
+    """
+
+    name: str
+    total: str
+    parts: list[tuple[str, str, float]]
+
+
+@dataclass(frozen=True)
+class Busy:
+    """What a lane of the timeline comes to, for those who do not see it."""
+
+    rank: int
+    source: str
+    forwards: int
+    backwards: int
+    busy: str
+    alive: int | None
+
+
+def write_page(page: Page, path: Path) -> None:
+    """Writes the page whole or not at all.
+
+    Raises:
+        ConfigError: it can't be written there.
+    """
+    try:
+        write_whole(path, [render(page)])
+    except OSError as error:
+        raise ConfigError(f"--html {path}: it can't be written: {error.strerror}") from error
+
+
+def render(page: Page) -> str:
+    """The page as text; everything that comes from a model or a file is escaped."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("megasched.cli.page", "template"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["count"] = format_count
+    environment.filters["bytes"] = format_bytes
+    return environment.get_template(TEMPLATE).render(
+        page=page,
+        report=page.report,
+        tree=module_tree(page.report),
+        grid=_grid(page),
+        bars=list(_memory_bars(page) if page.memory else _parameter_bars(page)),
+        busy=list(_busy(page)),
+        places=places,
+        # Jinja's own tojson sorts and escapes for HTML; a script element ends at "</", and at nothing else.
+        timeline=_script_safe(timeline_data(page.predicted, page.measured, page.unit)),
+    )
+
+
+def _script_safe(data: Any) -> Any:
+    import markupsafe
+
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return markupsafe.Markup(text)
+
+
+def _grid(page: Page) -> list[list[Any]]:
+    """[PP][VPP] the stages."""
+    layout = page.report.layout
+    found = {(stage.pp_rank, stage.vp_stage): stage for stage in page.report.stages}
+    return [[found[rank, chunk] for chunk in range(layout.vpp)] for rank in range(layout.pp)]
+
+
+def _memory_bars(page: Page) -> Iterator[Bar]:
+    return _bars([f"pp {rank}" for rank in range(len(page.memory))], page.memory, format_bytes)
+
+
+def _parameter_bars(page: Page) -> Iterator[Bar]:
+    grid = _grid(page)
+    parts = [{f"chunk {stage.vp_stage}": stage.parameters for stage in stages} for stages in grid]
+    return _bars([f"pp {rank}" for rank in range(len(grid))], parts, format_count)
+
+
+def _bars(names: Sequence[str], parts: Sequence[Mapping[str, int]], format_value: Any) -> Iterator[Bar]:
+    longest = max((sum(values.values()) for values in parts), default=0) or 1
+    for name, values in zip(names, parts, strict=True):
+        shares = [(part, format_value(value), 100 * value / longest) for part, value in values.items()]
+        yield Bar(name, format_value(sum(values.values())), shares)
+
+
+def _busy(page: Page) -> Iterator[Busy]:
+    layout = page.report.layout
+    for source, spans in (("predicted", page.predicted), ("measured", page.measured)):
+        end = max((span.end for span in spans), default=0.0) or 1.0
+        for rank in range(layout.pp) if spans else ():
+            own = [span for span in spans if span.rank == rank and span.kind in ("forward", "backward")]
+            alive = max(map(sum, in_flight(rank, layout.pp, layout.vpp, page.microbatches)))
+            yield Busy(
+                rank,
+                source,
+                _number(own, "forward"),
+                _number(own, "backward"),
+                f"{100 * sum(span.seconds for span in own) / end:.1f} %",
+                alive if source == "predicted" else None,
+            )
+
+
+def _number(spans: Sequence[Span], kind: str) -> int:
+    return sum(span.kind == kind for span in spans)

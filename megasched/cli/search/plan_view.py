@@ -1,0 +1,79 @@
+"""How ``megasched plan`` looks in a terminal."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megasched.planner.hardware.hardware import GIB
+from megasched.planner.plan import PlanReport, run_words, slurm_words
+
+if TYPE_CHECKING:
+    from megasched.planner.memory import RankMemory
+    from megasched.planner.search import Candidate
+
+_PARTS = ("parameters", "gradients", "optimizer", "held", "activations")
+
+
+def print_plan(report: PlanReport, console: Console, top: int) -> None:
+    """Prints the fastest layouts, the best one's memory and command, and why others are out."""
+    job = report.job
+    bits = "bf16" if job.fp8 is None else f"8 bits ({job.fp8.fp8_recipe})"
+    console.print(
+        f"{job.gpus} x {job.hardware.name}, {bits}, {job.sequence_length:,} tokens in a sequence, "
+        f"{job.global_batch_size:,} sequences in a step; tensors may take "
+        f"{job.hardware.usable_bytes / GIB:.1f} GiB of a GPU",
+        soft_wrap=True,
+    )
+    if report.fitting:
+        console.print(_table(report, top))
+        best = report.fitting[0]
+        console.print(Text("\nmemory of the first one, on its fullest pipeline rank", "bold"))
+        console.print(_memory(best.fullest))
+        console.print(Text("\nits flags", "bold"))
+        console.print(shlex.join(run_words(report, best)), soft_wrap=True)
+        console.print(Text("\nby Slurm, with your data, learning rate and --save", "bold"))
+        console.print(shlex.join(slurm_words(report, best)), soft_wrap=True)
+    console.print(Text(f"\n{len(report.out)} layouts are out", "bold"))
+    for reason, count in report.reasons():
+        console.print(f"  {count}: {reason}", soft_wrap=True, markup=False)
+
+
+def _table(report: PlanReport, top: int) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("layout")
+    for heading in ("micro-batch", "recompute", "GiB", "step", "tokens/s/GPU", "waiting", "sending"):
+        table.add_column(heading, justify="right")
+    for candidate in report.ranked()[:top]:
+        table.add_row(*_row(report, candidate))
+    return table
+
+
+def _row(report: PlanReport, candidate: Candidate) -> list[str]:
+    time = candidate.time
+    assert time is not None
+    return [
+        str(replace(candidate.layout, fp8=None)),  # which is the same for all
+        str(candidate.layout.micro_batch_size),
+        _recompute(candidate),
+        f"{candidate.fullest.total / GIB:.2f}",
+        f"{time.total:.2f} s" if time.total >= 1 else f"{1e3 * time.total:.2f} ms",
+        f"{report.tokens_per_second(candidate):,.0f}",
+        f"{time.waiting / time.total:.0%}",
+        f"{(time.sending + time.gradients) / time.total:.0%}",
+    ]
+
+
+def _recompute(candidate: Candidate) -> str:
+    count = candidate.recompute_num_layers
+    return (candidate.recompute_granularity or "") if count is None else f"{count} a stage"
+
+
+def _memory(memory: RankMemory) -> str:
+    parts = ", ".join(f"{name} {getattr(memory, name) / GIB:.2f}" for name in _PARTS)
+    return f"{memory.total / GIB:.2f} GiB: {parts}"

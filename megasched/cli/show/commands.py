@@ -1,0 +1,200 @@
+"""The commands that say what a schedule is and does: ``megasched primitives``, ``show`` and ``explain``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megasched.cli.options import (
+    Cp,
+    Dp,
+    Ep,
+    HfModel,
+    HfOverride,
+    Json,
+    Objective,
+    Pp,
+    Sp,
+    Tp,
+    TrustRemoteCode,
+    Vp,
+    layout_of,
+)
+from megasched.json_output import nothing_but_json, print_json
+
+if TYPE_CHECKING:
+    from megasched.cli.show.report import ShowReport
+
+
+def primitives(
+    name: Annotated[str | None, typer.Argument(help="Print all about this one.")] = None, as_json: Json = False
+) -> None:
+    """Print what a schedule can be made of."""
+    from megasched.cli.console import report_console
+    from megasched.cli.show.primitives import describe_primitive, describe_primitives
+
+    with nothing_but_json(as_json):
+        found = describe_primitives() if name is None else [describe_primitive(name)]
+    if as_json:
+        rows = [primitive.to_dict() for primitive in found]
+        print_json({"primitives": rows} if name is None else rows[0])
+    else:
+        from megasched.cli.show.primitives_view import print_primitive, print_primitives
+
+        if name is None:
+            print_primitives(found, report_console())
+        else:
+            print_primitive(found[0])
+
+
+def show(
+    schedule: Annotated[
+        str, typer.Argument(help="`auto`, a schedule file, FILE:name, or the name of a registered schedule.")
+    ],
+    hf_model: HfModel,
+    tp: Tp = 1,
+    sp: Sp = False,
+    pp: Pp = 1,
+    vp: Vp = 1,
+    cp: Cp = 1,
+    ep: Ep = 1,
+    dp: Dp = 1,
+    micro_batch_size: Annotated[int, typer.Option(help="Sequences in one forward.")] = 1,
+    fp8_recipe: Annotated[
+        str | None, typer.Option(metavar="RECIPE", help="8-bit training: delayed, tensorwise, blockwise, mxfp8.")
+    ] = None,
+    seq_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens in a sequence; weighs attention's FLOPs. By default 4096, or the model's positions.",
+            show_default=False,
+        ),
+    ] = None,
+    make_vocab_size_divisible_by: Annotated[
+        int, typer.Option(help="The vocabulary is padded to a multiple of this times TP.")
+    ] = 128,
+    hf_override: HfOverride = None,
+    trust_remote_code: TrustRemoteCode = False,
+    objective: Objective = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, layers unfolded.")] = False,
+    diff: Annotated[
+        str | None, typer.Option(metavar="SCHEDULE", help="Print what this schedule does otherwise instead.")
+    ] = None,
+    records: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save the schedule's calls, to compare or replay them.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with all of it and a step in time instead.")
+    ] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences in a step; for --html.", show_default=False)
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of --megasched-trace of a run; for --html, laid over it.")
+    ] = None,
+) -> None:
+    """Print what a schedule does to a model.
+
+    No GPU, no process group and no weights are needed.
+    """
+    from megasched.cli.console import quiet_imports, report_console
+    from megasched.language.parallel_dims import Fp8
+
+    if html is None and (trace is not None or global_batch_size is not None):
+        raise typer.BadParameter("--trace and --global-batch-size are for --html")
+    if html is not None and (as_json or diff is not None):
+        raise typer.BadParameter("--html writes a page of its own; leave --json and --diff out")
+    fp8 = Fp8(fp8_recipe=fp8_recipe) if fp8_recipe is not None else None
+    layout = layout_of(tp, sp, pp, cp, ep, vp=vp, dp=dp, micro_batch_size=micro_batch_size, fp8=fp8)
+    with quiet_imports():
+        from megasched.cli.show.report import inspect_schedule
+        from megasched.cli.show.show_view import print_report
+
+    def inspect(name: str) -> ShowReport:
+        return inspect_schedule(
+            name,
+            hf_model,
+            layout,
+            sequence_length=seq_length,
+            overrides=hf_override or (),
+            trust_remote_code=trust_remote_code,
+            objective=objective,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+        )
+
+    with nothing_but_json(as_json):
+        report = inspect(schedule)
+        other = inspect(diff) if diff is not None else None
+    if records is not None:
+        from megasched.language.records import save_records
+
+        save_records(report.records, records)
+    if html is not None:
+        from megasched.cli.page.html import write_page
+        from megasched.cli.page.page import build_page
+
+        write_page(build_page(report, global_batch_size=global_batch_size, trace=trace), html)
+        print(f"wrote {html}")
+    elif other is not None:
+        from megasched.cli.show.diff import compare_reports
+        from megasched.cli.show.diff_view import print_diff
+
+        found = compare_reports(report, other)
+        if as_json:
+            print_json(found.to_dict())
+        else:
+            print_diff(found, report_console())
+    elif as_json:
+        print_json(report.to_dict())
+    else:
+        print_report(report, report_console())
+
+
+def explain(
+    hf_model: HfModel,
+    schedule: Annotated[str, typer.Argument(help="As for `show`.")] = "auto",
+    tp: Tp = 2,
+    sp: Sp = False,
+    pp: Pp = 1,
+    cp: Cp = 1,
+    ep: Ep = 1,
+    seq_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens in a sequence. By default 4096, or the model's positions.", show_default=False
+        ),
+    ] = None,
+    hf_override: HfOverride = None,
+    trust_remote_code: TrustRemoteCode = False,
+    objective: Objective = None,
+    as_json: Json = False,
+) -> None:
+    """Print for each parameter how it lies over the ranks, what decided so, and what was not done.
+
+    No GPU, no process group and no weights are needed.
+    """
+    from megasched.cli.console import quiet_imports, report_console
+
+    layout = layout_of(tp, sp, pp, cp, ep)
+    with quiet_imports():
+        from megasched.cli.show.explain import explain_schedule
+
+    with nothing_but_json(as_json):
+        explanation = explain_schedule(
+            schedule,
+            hf_model,
+            layout,
+            sequence_length=seq_length,
+            overrides=hf_override or (),
+            trust_remote_code=trust_remote_code,
+            objective=objective,
+        )
+    if as_json:
+        print_json(explanation.to_dict())
+    else:
+        from megasched.cli.show.explain_view import print_explanation
+
+        print_explanation(explanation, report_console())

@@ -1,0 +1,81 @@
+"""What is sent over the TP group because of the shards, module by module, as the plan and the lowering have it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megasched.plan.communication import derived_syncs, shared_regions
+from megasched.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One operation over the TP group.
+
+    Attributes:
+        phase: ``forward`` or ``backward``.
+        op: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``scatter``.
+        tensor: ``input`` or ``output`` of the module; in the backward pass, the gradient of it.
+        shared_by: the linears below that one operation serves together, relative to the module; mostly empty.
+    """
+
+    phase: Literal["forward", "backward"]
+    op: str
+    tensor: Literal["input", "output"]
+    shared_by: tuple[str, ...] = ()
+
+
+def transfers(plan: Plan) -> dict[str, list[Transfer]]:
+    """Module path -> what it sends; empty at TP 1.
+
+    Linears that read the same activation inside one module share what they would send for it: the transfer
+    then stands at that module (see ``layers/regions.py`` and ``layers/fused_columns.py``).
+    """
+    if plan.layout.tp == 1:
+        return {}
+    regions = {path: columns for path, (_, columns) in shared_regions(plan).items()}
+    for path in plan.attentions | plan.mlps.keys():  # one projection of Megatron's stands for several
+        alone = plan.derived.regions.get(path)
+        if alone is not None and len(alone.columns) > 1:
+            regions[path] = alone.columns
+    together = {column for columns in regions.values() for column in columns}
+    for columns in plan.joint:  # one product communicates once
+        if columns[0] not in together:
+            regions[columns[0].rpartition(".")[0]] = columns
+    entered = {column for columns in regions.values() for column in columns}
+    found = {path: _of_cut(derived_syncs(plan, path), path in entered) for path in plan.cuts}
+    order = {name.rpartition(".")[0]: place for place, name in enumerate(plan.canonical)}
+    for path, columns in regions.items():
+        if not columns:  # what is whole inside reads the sequence of all ranks, as experts do
+            found[path] = [] if plan.in_block(path) else _of_whole_region(plan, path)
+            continue
+        # They are found in the order in which a set has them, which differs between layers and runs.
+        names = tuple(column[len(path) + 1 :] for column in sorted(columns, key=order.__getitem__))
+        found[path] = _of_input(derived_syncs(plan, columns[0]), names)
+    return {path: sent for path, sent in found.items() if sent}
+
+
+def _of_whole_region(plan: Plan, path: str) -> list[Transfer]:
+    """Of a module that is entered as a region and has no columns in it (``layers/regions.py``)."""
+    split = plan.splits_sequence(path)
+    syncs = {"fwd_pre": "all_gather", "bwd_post": "reduce_scatter"} if split else {"bwd_post": "all_reduce"}
+    return _of_input({"fwd_pre": None, **syncs})
+
+
+def _of_input(syncs: dict[str, str | None], shared_by: tuple[str, ...] = ()) -> list[Transfer]:
+    found = []
+    if syncs["fwd_pre"]:
+        found.append(Transfer("forward", syncs["fwd_pre"], "input", shared_by))
+    if syncs["bwd_post"]:
+        found.append(Transfer("backward", syncs["bwd_post"], "input", shared_by))
+    return found
+
+
+def _of_cut(syncs: dict[str, str | None], entered: bool) -> list[Transfer]:
+    found = [] if entered else _of_input(syncs)
+    if syncs["fwd_post"]:
+        found.append(Transfer("forward", syncs["fwd_post"], "output"))
+    if syncs["fwd_post"] == "reduce_scatter":  # and its gradient comes back as parts of the sequence
+        found.append(Transfer("backward", "all_gather", "output"))
+    return sorted(found, key=lambda transfer: transfer.phase != "forward")

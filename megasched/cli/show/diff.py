@@ -1,0 +1,139 @@
+"""``megasched show --diff``: what one schedule does to a model otherwise than another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megasched.cli.show.communication import Transfer
+from megasched.cli.show.modules import CUT, ModuleReport, ParameterReport
+from megasched.cli.show.report import ShowReport
+from megasched.plan.indices import label_indices
+
+_INDEX = re.compile(r"\.(\d+)(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Change:
+    """Modules that the two schedules treat in different ways, layers folded.
+
+    Attributes:
+        paths: e.g. ``model.layers.0-3.mlp``.
+        what: the respect in which.
+        first, second: what each does.
+    """
+
+    paths: str
+    what: str
+    first: str
+    second: str
+
+
+@dataclass(frozen=True)
+class ShowDiff:
+    """Two schedules of one model at one layout.
+
+    Attributes:
+        first, second: as they were named.
+        calls_of_first, calls_of_second: calls that only one makes, layers folded.
+        changes: modules that come out otherwise.
+        stages: pipeline stages that have other layers: what each has.
+    """
+
+    first: str
+    second: str
+    calls_of_first: tuple[str, ...]
+    calls_of_second: tuple[str, ...]
+    changes: tuple[Change, ...]
+    stages: tuple[Change, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether both do the same to every module, whatever they were asked for."""
+        return not self.changes and not self.stages
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON."""
+        return {"same": self.same, **asdict(self)}
+
+
+def compare_reports(first: ShowReport, second: ShowReport) -> ShowDiff:
+    """What the second schedule does otherwise than the first; of the same model at the same layout."""
+    calls = [[(record.path, str(record)) for record in report.records] for report in (first, second)]
+    return ShowDiff(
+        first.schedule,
+        second.schedule,
+        _folded_calls(calls[0], set(calls[1])),
+        _folded_calls(calls[1], set(calls[0])),
+        _changes(first.modules, second.modules),
+        _stage_changes(first, second),
+    )
+
+
+def _changes(first: Iterable[ModuleReport], second: Iterable[ModuleReport]) -> tuple[Change, ...]:
+    one, other = ({module.path: _aspects(module) for module in modules} for modules in (first, second))
+    found: dict[tuple[str, str, str, str], list[str]] = {}
+    for path in dict.fromkeys([*one, *other]):
+        mine, theirs = one.get(path, {}), other.get(path, {})
+        for what in dict.fromkeys([*mine, *theirs]):
+            before, after = mine.get(what, ""), theirs.get(what, "")
+            if before != after:
+                found.setdefault((_pattern(path), what, before, after), []).append(path)
+    return tuple(Change(_folded(paths), *key[1:]) for key, paths in found.items())
+
+
+def _aspects(module: ModuleReport) -> dict[str, str]:
+    """What is done to a module, in words, by the respect in which; what is not done is left out."""
+    found = {
+        "runs as": module.becomes,
+        "sends": "; ".join(_sent(transfer) for transfer in module.transfers),
+        "recompute": "yes" if module.recompute else "",
+        "notes": "; ".join(module.notes),
+        **{f"{parameter.name} on a rank": _lies(parameter) for parameter in module.parameters},
+    }
+    return {what: words for what, words in found.items() if words}
+
+
+def _sent(transfer: Transfer) -> str:
+    shared = f" for {', '.join(transfer.shared_by)}" if transfer.shared_by else ""
+    return f"{transfer.op} of the {transfer.tensor}, {transfer.phase}{shared}"
+
+
+def _lies(parameter: ParameterReport) -> str:
+    partial = ", gradient summed over TP" if parameter.partial_gradient else ""
+    packed = f", parts {'+'.join(map(str, parameter.components))}" if parameter.components else ""
+    return f"{list(parameter.local_shape)}{packed}{partial}"
+
+
+def _stage_changes(first: ShowReport, second: ShowReport) -> tuple[Change, ...]:
+    found = []
+    for one, other in zip(first.stages, second.stages, strict=True):
+        if (one.start, one.stop) != (other.start, other.stop):
+            layers = (f"{stage.start}-{stage.stop - 1}" for stage in (one, other))
+            found.append(Change(f"stage {one.stage}", "layers", *layers))
+    return tuple(found)
+
+
+def _folded_calls(calls: Iterable[tuple[str, str]], others: set[tuple[str, str]]) -> tuple[str, ...]:
+    """Calls that are not among the others, those that differ by their layer alone as one."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for path, call in calls:
+        if (path, call) not in others:
+            asked = call.partition(": ")[2]
+            key = path if asked.startswith(CUT) else _pattern(path)
+            groups.setdefault((key, asked), []).append(path)
+    return tuple(f"{_folded(paths) or '<model>'}: {asked}" for (_, asked), paths in groups.items())
+
+
+def _pattern(path: str) -> str:
+    return _INDEX.sub(".*", path, count=1)
+
+
+def _folded(paths: list[str]) -> str:
+    """Paths that differ in their first index alone, as one: ``model.layers.0-3.mlp``."""
+    indices = [int(found[1]) for path in paths if (found := _INDEX.search(path))]
+    if len(paths) == 1 or len(indices) != len(paths):
+        return paths[0]
+    return _INDEX.sub(f".{label_indices(sorted(set(indices)))}", paths[0], count=1)

@@ -1,0 +1,105 @@
+"""``megasched explain``: every decision on a model's parameters, and what context parallelism does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megasched.cli.show.report import AUTO
+from megasched.language.parallel_dims import Layout
+from megasched.plan.decisions import Decision, decisions_of, fold_paths, without_rule
+from megasched.plan.plan import Plan
+from megasched.trainer.compatibility import unchecked_options, verify_command
+from megasched.trainer.own_loss import loss_lines
+from megasched.trainer.session import open_session
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All decisions for one model at one layout, in the order of the definition's parameters.
+
+    Attributes:
+        context: what context parallelism does, in words; empty without.
+        without_rule: operators that no rule is known of, and that are handed whole tensors for it.
+        unchecked_options: as ``ShowReport`` has them.
+        check: the command that would check them.
+        loss: what is to be said of a loss that the definition's own code computes; empty where a run does.
+    """
+
+    model: str
+    layout: Layout
+    decisions: list[Decision]
+    context: tuple[str, ...] = ()
+    without_rule: tuple[str, ...] = ()
+    unchecked_options: tuple[str, ...] = ()
+    check: str = ""
+    loss: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON."""
+        decisions = [asdict(decision) for decision in self.decisions]
+        return {
+            "model": self.model,
+            "layout": vars(self.layout),
+            "decisions": decisions,
+            "context": self.context,
+            "without_rule": self.without_rule,
+            "unchecked_options": self.unchecked_options,
+            "check": self.check,
+            "loss": self.loss,
+        }
+
+
+def explain_schedule(
+    schedule: str,
+    hf_model: str,
+    layout: Layout,
+    *,
+    sequence_length: int | None = None,
+    overrides: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    objective: str | None = None,
+) -> Explanation:
+    """Plans a schedule as a run would and tells of every parameter why it lies as it does.
+
+    Args:
+        sequence_length: ``--seq-length`` of the run; by default 4096, or all that the model has positions for.
+
+    Raises:
+        ConfigError, ScheduleError: whatever a run would refuse about model, schedule and layout.
+    """
+    session = open_session(
+        schedule,
+        hf_model,
+        layout,
+        overrides=overrides,
+        trust_remote_code=trust_remote_code,
+        objective=objective,
+    )
+    if sequence_length is not None:
+        session.runs.length = sequence_length  # the plan has to hold for it
+    decisions = decisions_of(session, by_user=schedule != AUTO)
+    plan = session.plan
+    told = context_lines(plan), tuple(without_rule(plan))
+    return Explanation(
+        type(session.definition).__name__,
+        layout,
+        decisions,
+        *told,
+        tuple(unchecked_options(session.definition)),
+        verify_command(schedule, hf_model, layout, overrides=overrides, trust_remote_code=trust_remote_code),
+        tuple(loss_lines(plan)),
+    )
+
+
+def context_lines(plan: Plan) -> tuple[str, ...]:
+    """What context parallelism does, layers folded."""
+    if plan.sequence is None:
+        return ()
+    lines = [f"each CP rank runs the definition on 2 of {2 * plan.layout.cp} pieces of a sequence"]
+    if plan.sequence.attention:
+        lines.append(f"queries meet the keys of all CP ranks: {', '.join(fold_paths(plan.sequence.attention))}")
+    if plan.sequence.regions:
+        lines.append(f"run on whole sequences by each CP rank: {', '.join(fold_paths(plan.sequence.regions))}")
+    return tuple(lines)

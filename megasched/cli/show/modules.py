@@ -1,0 +1,267 @@
+"""What a schedule makes of each module of a definition: one row of facts a module."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from megasched.cli.show.communication import Transfer, transfers
+from megasched.language.primitives.replace_all import matches
+from megasched.language.records import Record
+from megasched.plan.placement import Placement
+from megasched.plan.record_checks import sharded_attention
+from megasched.trainer.own_loss import loss_lines
+from megasched.trainer.session import Session
+
+Kind = Literal["column", "row", "vocab", "features", "replicated", "whole"]
+CUT = "cut_pipeline_stage"
+LOWERED = {"column": "ColumnParallelLinear", "row": "RowParallelLinear"}
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """One parameter of a module.
+
+    Attributes:
+        name: in its module, e.g. ``weight``.
+        shape: global shape in the HF checkpoint.
+        local_shape: shape on one TP rank, padding included.
+        padded: rows of a vocabulary after padding; None without any.
+        components: sizes of packed projections that are cut one by one; mostly empty.
+        transposed: the rank holds it transposed (HF ``Conv1D`` keeps [in, out], Megatron [out, in]).
+        partial_gradient: each TP rank computes a part of its gradient, and the parts are summed.
+        tied_to: full name of the parameter that this one is, under another name; None for its own.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    padded: int | None = None
+    components: tuple[int, ...] = ()
+    transposed: bool = False
+    partial_gradient: bool = False
+    tied_to: str | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A primitive call that concerns a module: the call as text, and the ``file:line`` it stands at."""
+
+    primitive: str
+    call: str
+    source: str
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """One module.
+
+    Attributes:
+        path: in the definition; empty for the model itself.
+        hf_class: class in the definition; empty for a module that a replacement brought along.
+        becomes: class that runs, or why the module stays whole.
+        kind: how its weight lies over the TP ranks.
+        parameters: its own ones, not those of its children.
+        transfers: what it sends over the TP group.
+        recompute: its activations are computed again in the backward pass.
+        notes: what else changes.
+        asked: the schedule's calls on it.
+        calls: of it in one forward; more than one where layers run in loops, or are shared.
+        stages: pipeline stages that it lives on, of a container those of what is in it; `place_modules` fills it.
+    """
+
+    path: str
+    hf_class: str
+    becomes: str
+    kind: Kind = "whole"
+    parameters: tuple[ParameterReport, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    recompute: bool = False
+    notes: tuple[str, ...] = ()
+    asked: tuple[Asked, ...] = ()
+    calls: int = 1
+    stages: tuple[int, ...] = ()
+
+    def treatment(self) -> tuple[Any, ...]:
+        """Everything but where it stands and who asked: equal for modules that are treated alike."""
+        calls = tuple(asked.call for asked in self.asked if asked.primitive != CUT)
+        return (
+            *(self.hf_class, self.becomes, self.kind, self.parameters),
+            *(self.transfers, self.recompute, self.notes, calls, self.calls),
+        )
+
+
+def describe_modules(session: Session) -> list[ModuleReport]:
+    """Modules with parameters of their own or something to say of them, and those around them.
+
+    In the order of the module tree. Nothing is materialised.
+
+    Raises:
+        ScheduleError: with every problem of the schedule.
+    """
+    view = _View(session)
+    reports = {path: view.describe(path, module) for path, module in session.replaced.named_modules()}
+    kept = {""}
+    for path, report in reports.items():
+        if report.parameters or report.transfers or report.recompute or report.notes or report.asked:
+            kept.update([*_around(path), path])
+    return [report for path, report in reports.items() if path in kept]
+
+
+class _View:
+    """What is looked up for every module, prepared once."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.plan = session, session.plan
+        self.tp = self.plan.layout.tp
+        self.hf = {path: type(module).__name__ for path, module in session.definition.named_modules()}
+        self.transfers = transfers(self.plan)
+        self.records: dict[str, list[Record]] = defaultdict(list)
+        self.replaced: set[str] = set()
+        for record in self.plan.records:
+            for path in self._paths(record):
+                self.records[path].append(record)
+                if record.primitive in ("replace", "replace_all"):
+                    self.replaced.add(path)
+        self.tied = self._tied()
+        self.sharded = sharded_attention(self.plan)
+        self.calls = self.plan.structure.calls if self.plan.structure is not None else {}
+        self.joint = {path: paths for paths in self.plan.joint for path in paths}
+
+    def _paths(self, record: Record) -> list[str]:
+        if record.primitive != "replace_all":
+            return [record.path]
+        schedule = self.session.schedule
+        return matches(schedule[record.path] if record.path else schedule, record.arguments["what"])
+
+    def _tied(self) -> set[str]:
+        """Canonical names that several parameter names share."""
+        counts = Counter(self.plan.canonical.values())
+        return {name for name, count in counts.items() if count > 1}
+
+    def describe(self, path: str, module: nn.Module) -> ModuleReport:
+        kind: Kind = "replicated" if path in self.plan.replicated_heads else self.plan.cuts.get(path, "whole")
+        records = self.records.get(path, [])
+        return ModuleReport(
+            path,
+            self.hf.get(path, ""),
+            self._becomes(path, module, kind),
+            kind,
+            tuple(self._parameter(path, *own) for own in module.named_parameters(recurse=False)),
+            tuple(self.transfers.get(path, ())),
+            any(record.primitive == "checkpoint" for record in records),
+            tuple(self._notes(path, module, kind)),
+            tuple(Asked(r.primitive, str(r).partition(": ")[2], r.source) for r in records),
+            self.calls.get(path, 1),
+        )
+
+    def _becomes(self, path: str, module: nn.Module, kind: Kind) -> str:
+        name = type(module).__name__
+        if path in self.plan.blocks:
+            return "Megatron's TransformerLayer"
+        if path in self.plan.attentions:
+            return "Megatron's SelfAttention"
+        if path in self.plan.mixtures:
+            return "Megatron's MoELayer"
+        if path in self.plan.mlps:
+            return "Megatron's MLP"
+        if self.plan.in_block(path):
+            return "in Megatron's layer"
+        if path in self.plan.experts:
+            return f"{name} of one EP rank"
+        if kind == "vocab":
+            return f"VocabParallel{name}"
+        if kind == "features":
+            return f"{name} of one rank's features"
+        if kind == "replicated":
+            heads = self.plan.replicated_heads[path].heads
+            return f"replicated (kv heads {heads} < TP {self.tp}, each rank uses one)"
+        if path in self.plan.te_linears:
+            return f"Transformer Engine's Linear, {kind}"
+        return LOWERED.get(kind, name)
+
+    def _parameter(self, path: str, name: str, held: nn.Parameter) -> ParameterReport:
+        full = f"{path}.{name}" if path else name
+        placement: Placement = self.plan.placement(path, name)
+        canonical = self.plan.canonical[full]
+        return ParameterReport(
+            name,
+            placement.shape,
+            self.plan.local_shape(placement),
+            placement.padded if placement.padded != placement.shape[placement.axis or 0] else None,
+            placement.components,
+            placement.transposed,
+            placement.tp_gradient == "partial" and self.tp > 1 and held.requires_grad,
+            canonical if canonical != full else None,
+        )
+
+    def _notes(self, path: str, module: nn.Module, kind: Kind) -> list[str]:
+        notes = []
+        trained = next(module.parameters(), None) is not None
+        if trained and path in self.calls and not self.calls.keys() & set(_around(path)):
+            notes.append(f"called {self.calls[path]} times in a forward")
+        if path in self.replaced and kind != "whole":
+            notes.append(f"replaced by {type(module).__name__}")
+        if self.plan.layout.pp > 1 and any(
+            self.plan.canonical[f"{path}.{name}" if path else name] in self.tied
+            for name in _own_parameters(module)
+        ):
+            notes.append("tied across stages: gradient summed over the embedding group")
+        others = [other.rpartition(".")[2] for other in self.joint.get(path, ()) if other != path]
+        if others:
+            notes.append(f"by one matrix product with {', '.join(others)}")
+        if path in self.plan.not_blocks:
+            notes.append(f"not Megatron's: {self.plan.not_blocks[path]}")
+        if path in self.plan.experts:
+            notes.append(f"experts shared out over EP {self.plan.layout.ep}, tokens sent to them")
+        notes += self._context_notes(path)
+        if module is self.session.replaced.get_output_embeddings():
+            notes += loss_lines(self.plan)
+        fp8 = self.plan.layout.fp8
+        if fp8 is not None and path in self.plan.by_megatron | self.plan.te_linears:
+            notes.append(f"in 8 bits ({fp8.fp8_recipe})" if self.plan.in_8_bits(path) else "in 16 bits")
+        if self.tp > 1:
+            notes += self._tp_notes(path, module, kind)
+        return notes
+
+    def _context_notes(self, path: str) -> list[str]:
+        sequence, cp = self.plan.sequence, self.plan.layout.cp
+        if sequence is None or self.plan.in_block(path):
+            return []
+        if path in sequence.regions:
+            return [f"whole sequences, on each of {cp} CP ranks, and a rank's part of what comes out"]
+        return [f"queries of a CP rank, keys and values of all {cp}"] if path in sequence.attention else []
+
+    def _tp_notes(self, path: str, module: nn.Module, kind: Kind) -> list[str]:
+        notes = []
+        heads, sharded = self.plan.derived.attention.get(path, (0, False))
+        if sharded:
+            notes.append(f"{heads} query heads, {heads // self.tp} on each rank")
+        attributes = self.session.schedule.roles.local_attributes.get(path, ())
+        if attributes and path not in self.replaced and self.sharded(path):
+            notes.append(f"divided by TP: {', '.join(attributes)}")
+        if path in self.plan.derived.forked:
+            notes.append("each TP rank draws its own random numbers")
+        head = module is self.session.replaced.get_output_embeddings()
+        if head and kind == "column" and path not in self.plan.derived.gather:
+            notes.append("logits stay cut over the vocabulary, up to the loss")
+        structure = self.plan.structure
+        if structure is not None and path == structure.layers and self.plan.layout.sp:
+            first, last = (f"{path.rpartition('.')[2]}.{index}" for index in (0, structure.count - 1))
+            notes.append(f"hidden state cut along the sequence at {first} (backward all_gather)")
+            notes.append(f"whole again after {last} (forward all_gather)")
+            notes.append("each TP rank draws its own random numbers")
+        return notes
+
+
+def _around(path: str) -> list[str]:
+    """Paths of the modules that one lies in."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _own_parameters(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters(recurse=False)]

@@ -1,0 +1,56 @@
+"""``megasched primitives``: what a schedule can be made of."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megasched.errors import ConfigError
+from megasched.language.registry import call_of, document, get_primitive, has_primitive, list_primitives
+
+
+@dataclass(frozen=True)
+class PrimitiveReport:
+    """One primitive.
+
+    Attributes:
+        name: how it is called on a schedule.
+        aliases: other names for the same.
+        call: with its arguments, e.g. ``shard(param, axis)``.
+        summary: what it is for, in one sentence.
+        documentation: all of it, the call and the other names included.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    call: str
+    summary: str
+    documentation: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON."""
+        return asdict(self)
+
+
+def describe_primitives() -> list[PrimitiveReport]:
+    """All of them, by name."""
+    return [describe_primitive(name) for name in list_primitives(name_only=True)]
+
+
+def describe_primitive(name: str) -> PrimitiveReport:
+    """The primitive of this name or alias.
+
+    Raises:
+        ConfigError: there is none; suggests others.
+    """
+    if not has_primitive(name):
+        names = list_primitives(name_only=True)
+        known = [*names, *(alias for other in names for alias in get_primitive(other).aliases)]
+        close = difflib.get_close_matches(name, known, n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ConfigError(f"no primitive {name!r}{hint} There are: {', '.join(names)}")
+    primitive = get_primitive(name)
+    summary = (inspect.getdoc(primitive) or "").partition("\n")[0]
+    return PrimitiveReport(primitive.name, primitive.aliases, call_of(primitive), summary, document(primitive))

@@ -1,0 +1,153 @@
+"""``megasched show``: what a schedule will do to a model, told before any GPU is held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megasched.analysis.known_runs import USUAL_LENGTH, usual_length
+from megasched.cli.show.modules import ModuleReport, describe_modules
+from megasched.cli.show.stages import StageReport, describe_stages, place_modules
+from megasched.definition.build import text_config
+from megasched.errors import ScheduleError
+from megasched.language.parallel_dims import Layout
+from megasched.language.records import Record
+from megasched.trainer.compatibility import load_matrix, unchecked_options, unverified, verify_command
+from megasched.trainer.lora_run import parameter_counts
+from megasched.trainer.session import Session, open_session
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class ShowReport:
+    """All that ``megasched show`` tells.
+
+    Attributes:
+        hf_model: folder or hub id of the definition.
+        model: class of the definition, e.g. ``LlamaForCausalLM``.
+        schedule: as it was named: ``auto``, a file, or a registered name.
+        parameters: of the whole model, tied ones once, padding not counted.
+        trained: how many of them are trained.
+        sequence_length: that the shares of FLOPs are for.
+        layout: how the job is spread.
+        modules: in the order of the module tree, unfolded.
+        stages: in the order in which a batch runs through them.
+        records: the schedule's calls.
+        unverified: why a run would need ``--allow-unverified``; empty where it does not.
+        unchecked_options: fields of the config by which the class may go another way than when it was checked.
+        check: the command that would check it.
+        hidden_size: width of the hidden state; None where the config does not say.
+        layers: path of the list of layers.
+    """
+
+    hf_model: str
+    model: str
+    schedule: str
+    parameters: int
+    trained: int
+    sequence_length: int
+    layout: Layout
+    modules: list[ModuleReport]
+    stages: list[StageReport]
+    records: list[Record]
+    unverified: list[str]
+    unchecked_options: list[str]
+    check: str
+    hidden_size: int | None
+    layers: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON; the records as text."""
+        names = [name for name in vars(self) if name not in ("layout", "modules", "stages", "records")]
+        return {
+            **{name: getattr(self, name) for name in names},
+            "layout": asdict(self.layout),
+            "modules": [asdict(module) for module in self.modules],
+            "stages": [asdict(stage) for stage in self.stages],
+            "records": [{"call": str(record), "source": record.source} for record in self.records],
+        }
+
+
+def inspect_schedule(
+    schedule: str,
+    hf_model: str,
+    layout: Layout,
+    *,
+    sequence_length: int | None = None,
+    overrides: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    objective: str | None = None,
+    make_vocab_size_divisible_by: int = 128,
+) -> ShowReport:
+    """Plans a schedule as a run would, without process groups, devices or weights.
+
+    Args:
+        schedule: what ``--model-schedule`` would say.
+        hf_model: what ``--hf-model`` would say; only its config is read.
+        layout: the layout of the run.
+        sequence_length: ``--seq-length``; by default 4096, or all that the model has positions for.
+        overrides: ``key=value`` for the HF config.
+        trust_remote_code: run Python code that comes with the model.
+        objective: what ``--objective`` would say; None for a causal language model.
+        make_vocab_size_divisible_by: Megatron's flag; vocabularies are padded to a multiple of it times TP.
+
+    Raises:
+        ConfigError, ScheduleError: whatever a run would refuse about model, schedule and layout.
+    """
+    session = open_session(
+        schedule,
+        hf_model,
+        layout,
+        overrides=overrides,
+        trust_remote_code=trust_remote_code,
+        objective=objective,
+        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+    )
+    if sequence_length is not None:
+        session.runs.length = sequence_length  # the plan has to hold for it
+    if schedule == AUTO:
+        _name_sources(session, "--model-schedule auto")
+    structure = session.plan.structure
+    assert structure is not None
+    sequence_length = sequence_length or _default_length(session)
+    stages = describe_stages(session, sequence_length)
+    return ShowReport(
+        hf_model,
+        type(session.definition).__name__,
+        schedule,
+        *parameter_counts(session.replaced),
+        sequence_length,
+        layout,
+        place_modules(session, describe_modules(session), stages),
+        stages,
+        list(session.schedule.records),
+        unverified(session.definition, layout, load_matrix()["types"]),
+        unchecked_options(session.definition),
+        verify_command(schedule, hf_model, layout, overrides=overrides, trust_remote_code=trust_remote_code),
+        _hidden_size(session),
+        structure.layers,
+    )
+
+
+def _default_length(session: Session) -> int:
+    """Tables of positions may be shorter; rotary ones go on."""
+    try:
+        session.forward_flops(USUAL_LENGTH)
+    except ScheduleError:
+        return usual_length(session.definition)
+    return USUAL_LENGTH
+
+
+def _hidden_size(session: Session) -> int | None:
+    config = text_config(session.definition.config)
+    return next(
+        (getattr(config, name) for name in ("hidden_size", "n_embd", "d_model") if hasattr(config, name)), None
+    )
+
+
+def _name_sources(session: Session, source: str) -> None:
+    """No line of the user's asked for what the default schedule does."""
+    records = session.schedule.records
+    records[:] = [replace(record, source=source) for record in records]

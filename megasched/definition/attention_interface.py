@@ -1,0 +1,62 @@
+"""transformers' registry of attention functions, and the names under which a run has its own there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from megasched.definition.mask_interface import of_queries
+from megasched.errors import MegaschedError
+
+NAME = "megasched"
+EAGER_MASK = "megasched_eager_mask"
+NAMES = (NAME, EAGER_MASK)
+# Arguments that say nothing about attention itself; a definition hands on what its forward was called with.
+HARMLESS = frozenset(
+    [
+        *("position_ids", "cache_position", "input_ids", "token_type_ids", "labels", "logits_to_keep"),
+        *("shift_labels", "num_items_in_batch"),  # of losses, and handed on with the rest
+        *("use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+        *("cu_seq_lens_k", "max_length_k"),  # what cu_seq_lens_q and max_length_q are
+    ]
+)
+
+
+def register(function: Callable[..., Any]) -> None:
+    """Makes a function an attention implementation of transformers, with HF's own masks for SDPA or eager
+    attention."""
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+    from transformers.modeling_utils import AttentionInterface
+
+    for name in NAMES:
+        AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(NAME, of_queries(sdpa_mask))
+    AttentionMaskInterface.register(EAGER_MASK, of_queries(eager_mask))
+
+
+def registered() -> Callable[..., Any]:
+    """The function of a run; one that only says so where none was registered."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get(NAME, _missing)
+    return function
+
+
+def _missing(*args: Any, **kwargs: Any) -> NoReturn:
+    raise MegaschedError(f"attention is called by the name {NAME!r}, and no function was registered for it")
+
+
+@contextmanager
+def stand_in(function: Callable[..., Any]) -> Iterator[None]:
+    """Has another function called for attention while a trial lasts."""
+    from transformers.modeling_utils import AttentionInterface
+
+    before = registered()
+    for name in NAMES:
+        AttentionInterface.register(name, function)
+    try:
+        yield
+    finally:
+        for name in NAMES:
+            AttentionInterface.register(name, before)

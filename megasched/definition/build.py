@@ -1,0 +1,268 @@
+"""From an HF model folder (or config) to the definition, unmodified, with its parameters on the meta device."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from packaging.specifiers import SpecifierSet
+
+from megasched.definition.config_check import config_fault, refuse_odd_config
+from megasched.definition.objectives import CAUSAL_LM, Objective, set_objective
+from megasched.definition.overrides import with_overrides
+from megasched.errors import ConfigError, MegaschedError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+SUPPORTED_TRANSFORMERS = ">=5.17,<5.25"
+
+
+@cache
+def check_transformers() -> None:
+    """Definitions change from release to release; only those of a known range are known to run.
+
+    Raises:
+        ConfigError: the installed transformers is outside of it.
+    """
+    found = version("transformers")
+    if not SpecifierSet(SUPPORTED_TRANSFORMERS).contains(found, prereleases=True):
+        raise ConfigError(
+            f"transformers {found} is not supported, megasched works with {SUPPORTED_TRANSFORMERS}: "
+            f"pip install 'transformers{SUPPORTED_TRANSFORMERS}'"
+        )
+
+
+LARGE = 2**30  # bytes
+
+
+@contextmanager
+def init_empty_weights() -> Iterator[None]:
+    """Modules constructed inside hold their parameters on the meta device; buffers stay real.
+
+    Each parameter is moved as it is registered, before its initialisation runs, so that nothing of its
+    size is ever touched. Buffers (rotary frequencies and the like) are computed as the class does it,
+    so that nothing has to be rebuilt afterwards. A parameter registered at two places stays one.
+    What ``torch.empty`` makes above ``LARGE`` bytes is on meta at once: all experts of a layer are one tensor,
+    in DeepSeek-V3 of 28 GiB, which no memory may be there to promise. What is to hold values and is as large is
+    refused: it is a size in the config that no model has.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    factories = {torch.empty, torch.arange, torch.zeros, torch.ones, torch.full, torch.linspace}
+    factories |= {torch.rand, torch.randn, torch.eye}
+
+    class LargeOnMeta(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func in factories and kwargs.get("device") is None:
+                shape = func(*args, **{**kwargs, "device": "meta"})
+                if shape.nbytes > LARGE and func is not torch.empty:
+                    what = f"a buffer of {list(shape.shape)}, {shape.nbytes / 2**30:.1f} GiB"
+                    raise ConfigError(f"the config makes {what}; no model has one so large")
+                if shape.nbytes > LARGE:
+                    return shape
+            return func(*args, **kwargs)
+
+    register = torch.nn.Module.register_parameter
+    moved: Any = WeakIdKeyDictionary()  # what a class holds on to, it may register again
+
+    def register_on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        register(module, name, param)
+        held = module._parameters[name]
+        if held is not None and held.device.type != "meta":
+            if held not in moved:
+                moved[held] = torch.nn.Parameter(held.detach().to("meta"), requires_grad=held.requires_grad)
+                moved[held].__dict__.update(held.__dict__)
+            module._parameters[name] = moved[held]
+
+    torch.nn.Module.register_parameter = register_on_meta
+    try:
+        with LargeOnMeta():
+            yield
+    finally:
+        torch.nn.Module.register_parameter = register
+
+
+def load_config(
+    hf_model: str | Path, overrides: Sequence[str] = (), *, trust_remote_code: bool = False
+) -> PretrainedConfig:
+    """The HF config of a folder, a ``config.json`` file or a hub id, as if ``key=value`` overrides stood in it.
+
+    Args:
+        hf_model: folder that holds ``config.json``, that file itself, or a hub id.
+        overrides: ``key=value`` strings; values are JSON where they parse as such, text otherwise; nested
+            fields are written with dots (``text_config.hidden_size=64``).
+        trust_remote_code: run Python code that comes with the model; off unless the user asks for it.
+
+    Raises:
+        ConfigError: the folder has no config, it can't be read, an override names no field of it, changes nothing
+            or does not fit, or the installed transformers is not supported.
+    """
+    check_transformers()
+    from transformers import AutoConfig, PretrainedConfig
+
+    path = Path(hf_model)
+    there, is_folder = os.path.lexists(path), os.path.isdir(path)
+    if is_folder and not os.path.lexists(path / "config.json"):
+        raise ConfigError(f"--hf-model {hf_model}: the folder has no config.json")
+    if not there and (str(hf_model).startswith((".", "/", "~")) or str(hf_model).endswith(".json")):
+        raise ConfigError(f"--hf-model {hf_model}: no such file or folder")
+    if there:
+        refuse_odd_config(path / "config.json" if is_folder else path)
+    try:
+        config = AutoConfig.from_pretrained(str(hf_model), trust_remote_code=trust_remote_code)
+    except Exception as error:  # each class validates in its own way
+        raise ConfigError(
+            f"--hf-model {hf_model}: can't load the HF config: {config_fault(path, error)}"
+        ) from error
+    if not overrides:
+        return config
+    file, _ = PretrainedConfig.get_config_dict(str(hf_model))
+    return with_overrides(config, file, overrides)
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of the decoder's part of a config; of sizes that differ by layer, the one for all layers."""
+    text = copy.deepcopy(config.get_text_config(decoder=True))
+    if getattr(text, "is_heterogeneous", False):
+        # Megatron has one number for each size, for its bookkeeping.
+        text.allow_global_per_layer_attribute_access = True
+    return text
+
+
+def build_definition(
+    config: PretrainedConfig, objective: Objective = CAUSAL_LM, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The HF model of this config: stock class, parameters on meta (float32), buffers real.
+
+    Args:
+        objective: what it is to be trained for, which says the class.
+
+    Raises:
+        ConfigError: transformers has no such model, or lacks a package for it.
+    """
+    import torch
+    import transformers
+
+    auto_class = getattr(transformers, objective.auto_class)
+    with init_empty_weights():
+        try:
+            model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            reason = str(error).partition("\n")[0]  # all that there are follow
+            raise ConfigError(f"transformers has no {objective.model} for this config: {reason}") from error
+        except ImportError as error:  # transformers says which package, and how to install it
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"transformers can't make this {objective.model}: {reason}") from error
+        except MegaschedError:
+            raise
+        except Exception as error:  # a size or a value that some module in it does not take
+            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.600}"
+            what = f"the class of {type(config).__name__} can't be made of this config"
+            raise ConfigError(f"{what}: {reason} ({_place(error)})") from error
+    for module in model.modules():  # the two stacks of an encoder-decoder have configs of their own
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False
+    set_objective(model, objective)
+    buffers_following_dtype(model)  # notes them, while the model is as its class makes it
+    return model
+
+
+def _place(error: Exception) -> str:
+    """``file:line`` that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno}"
+
+
+def kept_in_float32(definition: PreTrainedModel, dtype: torch.dtype, names: Iterable[str]) -> frozenset[str]:
+    """Which parameters and buffers transformers holds in float32 where a model is loaded in ``dtype``.
+
+    Some in half precision would change what a model does: what corrects a router's choice, the decay of a state.
+    ``PreTrainedModel._keep_in_fp32_modules_strict`` names them, and ``_keep_in_fp32_modules`` what only float16 is
+    too narrow for; a name is kept that one of these patterns is found in (transformers/core_model_loading.py,
+    ``convert_and_load_state_dict_in_model``).
+    """
+    import torch
+
+    patterns: set[str] = set()
+    if dtype in (torch.float16, torch.bfloat16):
+        patterns |= set(getattr(definition, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        patterns |= set(getattr(definition, "_keep_in_fp32_modules", None) or ())
+    found = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
+    return frozenset(name for name in names if any(pattern.search(name) for pattern in found))
+
+
+# Says on a definition which of its buffers transformers makes in the dtype in which it loads the model.
+_FOLLOWING = "_megasched_buffers_following_dtype"
+
+
+def buffers_following_dtype(definition: nn.Module) -> frozenset[str]:
+    """Buffers outside of the state that have the dtype in which transformers loads a model (Gemma's scale of the
+    embedding, GPT's mask). Rotary frequencies are float32 in any."""
+    if not hasattr(definition, _FOLLOWING):
+        setattr(definition, _FOLLOWING, _follow_dtype(definition))
+    found: frozenset[str] = getattr(definition, _FOLLOWING)
+    return found
+
+
+def _follow_dtype(model: nn.Module) -> frozenset[str]:
+    """A model of another dtype tells them; that takes time, so where there are only rotary frequencies, none is
+    made."""
+    import torch
+
+    asked = [
+        name
+        for name, module, own in _buffers(model)
+        if own in module._non_persistent_buffers_set
+        and module._buffers[own].dtype == torch.float32
+        and not own.endswith("inv_freq")
+    ]
+    if not asked or not hasattr(model, "_from_config"):
+        return frozenset()
+    with torch.random.fork_rng(devices=[]), init_empty_weights():
+        other = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
+    made = dict(other.named_buffers())
+    return frozenset(name for name in asked if name in made and made[name].dtype == torch.bfloat16)
+
+
+def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives a copy of a definition the dtypes that a run has in which ``dtype`` is that of the parameters.
+
+    Args:
+        model: may have been cast before.
+    """
+    following = buffers_following_dtype(model)
+    parameters = dict(model.named_parameters())
+    buffers = {
+        name: (module, own)
+        for name, module, own in _buffers(model)
+        if name in following or own not in module._non_persistent_buffers_set
+    }
+    kept = kept_in_float32(model, dtype, [*parameters, *buffers])
+    for name in parameters.keys() - kept:
+        parameters[name].data = parameters[name].data.to(dtype)
+    for module, own in (buffers[name] for name in buffers.keys() - kept):
+        module._buffers[own] = module._buffers[own].to(dtype)
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Those of floating-point numbers: their name, their module, and their name there."""
+    for path, module in model.named_modules():
+        for own, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                yield f"{path}.{own}".lstrip("."), module, own

@@ -1,0 +1,68 @@
+"""Embeddings of which the table can be cut: torch's, and instances of subclasses that only look up in it."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from megasched.definition.instances import calls_forward, real_tensors
+from megasched.definition.undisturbed import undisturbed
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def looks_up(module: nn.Module) -> bool:
+    """Whether all that a module does with its table is ``nn.Embedding``'s lookup, with none of its extras.
+
+    HF subclasses ``nn.Embedding`` to scale or norm what is looked up. An instance of such a class is called
+    without its table: it may read it by ``super().forward`` alone.
+    """
+    from torch import nn
+
+    if not isinstance(module, nn.Embedding) or "forward" in vars(module) or set(module._parameters) != {"weight"}:
+        return False
+    if not calls_forward(module) or module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        return False
+    return type(module).forward is nn.Embedding.forward or _reads_no_table(module)
+
+
+def _reads_no_table(module: nn.Embedding) -> bool:
+    import torch
+    from torch import nn
+
+    class Lookup(nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return torch.empty(*ids.shape, self.embedding_dim, device="meta")
+
+    class Unread(torch.Tensor):
+        """May be asked for its dtype and device, as scales are made of."""
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func not in (torch.Tensor.dtype.__get__, torch.Tensor.device.__get__):
+                raise TypeError("the table is read")
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    cls = type(module)
+    alone = copy.copy(module)
+    alone.__dict__ = {
+        **vars(module),
+        "_parameters": {"weight": torch.empty(0).as_subclass(Unread)},
+        "_buffers": {name: held if held is None else held.to("meta") for name, held in module._buffers.items()},
+        "_modules": {name: copy.deepcopy(child).to("meta") for name, child in module._modules.items()},
+    }
+    alone.__class__ = type(cls.__name__, (cls, Lookup), {"__module__": cls.__module__})
+    try:
+        with (
+            undisturbed(alone),
+            real_tensors(),
+            torch.random.fork_rng(devices=[]),
+            torch.device("meta"),
+            torch.no_grad(),
+        ):
+            found = alone.forward(torch.zeros(2, 3, dtype=torch.long))
+    except Exception:  # of whatever kind: the table is read, or it can't be called so
+        return False
+    return isinstance(found, torch.Tensor) and found.shape == (2, 3, module.embedding_dim)

@@ -1,0 +1,166 @@
+"""Whether the experts that a module holds can be computed apart: tried with numbers on a small copy of it.
+
+Expert parallelism has each rank compute some of the experts on the tokens that were sent to them, each pair of a
+token and an expert by itself, and adds the results up; context parallelism gives a module some of the tokens. Code
+may do otherwise: drop what is over a capacity, have the weights of a token's experts add up to one, add something
+once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megasched.definition.instances import close, real_tensors, tree_state, tried_once
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_SCALES = (1.0, 1e-3, 30.0, 1e4)  # of tokens, so that clamps and branches are met
+_TOLERANCE = 1e-5  # of the largest number; HF's grouped products are of float32 at most
+_MANY = 600  # tokens of one expert, more than a capacity leaves room for
+_TRIED: dict[Any, str] = {}
+
+
+def why_not_apart(module: nn.Module) -> str:
+    """Why the experts of a module in HF's form (``experts.has_form``) can't be computed apart; empty: they can."""
+    state = tree_state(module)
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return tried_once(_TRIED, None if state is None else (state, implementation), partial(_tried, module))
+
+
+def _tried(module: nn.Module) -> str:
+    import torch
+
+    from megasched.definition.undisturbed import undisturbed
+
+    if "forward" in vars(module):
+        return "it has a forward that is not its class's"
+    # A plan must not change what a run draws.
+    with undisturbed(module), real_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        small = _small(module)
+        for training, scale, index in _cases(small.num_experts):
+            vars(small)["training"] = training
+            reason = _why_not(small, scale, index)
+            if reason:
+                return reason
+    return ""
+
+
+def _small(module: Any) -> Any:
+    """A copy with as many experts, of small sizes in real numbers; numbers among its attributes that are sizes are
+    those of the copy."""
+    import torch
+
+    own = {name: held for name, held in module._parameters.items() if held is not None}
+    sizes = _small_sizes({length for held in own.values() for length in held.shape[1:]})
+    generator = torch.Generator().manual_seed(0)
+    made = {
+        name: torch.randn(
+            held.shape[0], *(sizes[n] for n in held.shape[1:]), generator=generator, dtype=torch.float32
+        )
+        for name, held in own.items()
+    }
+    numbers = {
+        name: sizes[value]
+        for name, value in vars(module).items()
+        if type(value) is int and value in sizes and name != "num_experts"
+    }
+    small = copy.copy(module)
+    parameters = {**module._parameters, **{name: held.requires_grad_() for name, held in made.items()}}
+    small.__dict__ = {**vars(module), **numbers, "_parameters": parameters}
+    return small
+
+
+def _small_sizes(lengths: Iterable[int]) -> dict[int, int]:
+    """A size -> that of the copy; what is twice another stays so, as gate and up in one are. Kernels want
+    multiples of 8, where the sizes are."""
+    found: dict[int, int] = {}
+    for length in sorted(lengths):
+        half = found.get(length // 2) if length % 2 == 0 else None
+        found[length] = 2 * half if half is not None else min(length, 8 + 16 * len(found))
+    return found
+
+
+def _cases(experts: int) -> Iterator[tuple[bool, float, torch.Tensor]]:
+    """Whether it trains, the scale of tokens, and the experts of each token [t, k]: all of them, the same for all
+    tokens, one for each."""
+    import torch
+
+    chosen = min(3, experts)
+    tokens = 2 * -(-experts // chosen)
+    in_turn = (torch.arange(tokens * chosen) % experts).view(tokens, chosen)
+    scattered = in_turn[torch.randperm(tokens, generator=torch.Generator().manual_seed(2))][:16]
+    last = torch.arange(experts - 1, experts - 1 - chosen, -1)
+    yield True, 1.0, in_turn
+    for scale in _SCALES:
+        yield True, scale, scattered
+    yield True, 1.0, last.repeat(_MANY, 1)
+    yield True, 1.0, scattered[:, :1]
+    yield False, 1.0, scattered
+
+
+def _why_not(small: Any, scale: float, index: torch.Tensor) -> str:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    width = _width(small)
+    hidden = scale * torch.randn(index.shape[0], width, generator=generator, dtype=torch.float32)
+    weights = 0.2 + torch.rand(index.shape, generator=generator, dtype=torch.float32)  # they add up to anything
+    sources = [hidden.requires_grad_(), weights.requires_grad_()]
+    sources += [held for held in small._parameters.values() if held is not None]
+    try:
+        whole = small.forward(hidden, index, weights)
+        if not isinstance(whole, torch.Tensor) or whole.shape != hidden.shape:
+            return "it returns something else than a hidden state of each token"
+        apart = _apart(small, hidden, index, weights)
+        found, expected = (_gradients(output, sources) for output in (apart, whole))
+    except Exception as error:  # whatever the definition's code raises
+        return f"a small copy of it can't be tried: {type(error).__name__}: {error}"
+    if all(close(one, other, _TOLERANCE) for one, other in zip([apart, *found], [whole, *expected], strict=True)):
+        return ""
+    return "its experts and tokens, each half by itself, do not add up to what it computes of all together"
+
+
+def _width(small: Any) -> int:
+    """Of a token: what the first matrices of experts take."""
+    matrices = next(held for held in small._parameters.values() if held is not None and held.dim() == 3)
+    return matrices.shape[1 if small.is_transposed else 2]
+
+
+def _gradients(output: torch.Tensor, sources: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    import torch
+
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
+    found = torch.autograd.grad((output * weights).sum(), sources, allow_unused=True)
+    return [torch.zeros_like(of) if one is None else one for one, of in zip(found, sources, strict=True)]
+
+
+def _apart(small: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What halves of the experts make of halves of the tokens, each pair of both by itself, added up."""
+    import torch
+
+    tokens, choices = index.shape
+    pairs = torch.arange(tokens * choices)
+    whole = hidden.new_zeros(tokens * choices, hidden.shape[1])
+    for first, end in _halves(small.num_experts):
+        part = copy.copy(small)
+        held = {name: one if one is None else one[first:end] for name, one in small._parameters.items()}
+        part.__dict__ = {**vars(small), "_parameters": held, "num_experts": end - first}
+        for begin, stop in _halves(tokens):
+            own = pairs[begin * choices : stop * choices]
+            chosen = index.flatten()[own]
+            here = (chosen >= first) & (chosen < end)
+            own, local = own[here], chosen[here] - first
+            if own.numel():
+                results = part.forward(hidden[own // choices], local[:, None], weights.flatten()[own][:, None])
+                whole = whole.index_add(0, own, results)
+    return whole.view(tokens, choices, -1).sum(dim=1)
+
+
+def _halves(count: int) -> list[tuple[int, int]]:
+    """Bounds of two parts, or of one that can't be halved."""
+    return [(0, count // 2), (count // 2, count)] if count > 1 else [(0, count)]

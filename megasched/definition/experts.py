@@ -1,0 +1,57 @@
+"""Experts of a mixture: the module of HF's that holds all of a layer's experts in one tensor each.
+
+transformers gives such a class one form (``use_experts_implementation`` in transformers/integrations/moe.py): it
+counts ``num_experts``, each parameter has an entry for each expert along its first axis, and it is called with
+tokens [t, h], their experts [t, k] and the weights of these [t, k]. Modules are known by that form, not by name;
+and of what has it, numbers tell whether experts can be computed apart (``expert_trials.py``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from megasched.definition.expert_trials import why_not_apart
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# What the decorator leaves on every instance, in all supported versions.
+MARKER = "is_transposed"
+# tokens, experts of each, weights of these
+ARGUMENTS = 3
+
+
+def has_form(module: nn.Module) -> bool:
+    """Whether a module has the form of HF's experts, whatever it computes."""
+    own: Any = dict(module.named_parameters(recurse=False))
+    count = getattr(module, "num_experts", None)
+    if not hasattr(module, MARKER) or not own or not isinstance(count, int):
+        return False
+    shared = any(True for child in module.children() for _ in child.parameters())
+    arguments = inspect.signature(type(module).forward).parameters
+    return (
+        not shared
+        and all(parameter.shape[0] == count for parameter in own.values())
+        and any(parameter.dim() == 3 for parameter in own.values())
+        and len(arguments) == 1 + ARGUMENTS
+    )
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether some of a module's experts can be computed by themselves, and each token by itself.
+
+    Where it was not tried yet, it is tried with numbers: not to be asked first while a run is hooked or recorded.
+    """
+    return has_form(module) and not why_not_apart(module)
+
+
+def find_experts(model: nn.Module) -> dict[str, int]:
+    """Path of each module of experts in a model -> how many experts it has."""
+    return {path: module.num_experts for path, module in model.named_modules() if is_experts(module)}  # type: ignore[misc]
+
+
+def not_apart(model: nn.Module) -> dict[str, str]:
+    """Path of each module that has the form of experts alone -> why they can't be computed apart."""
+    formed = ((path, module) for path, module in model.named_modules() if has_form(module))
+    return {path: reason for path, module in formed if (reason := why_not_apart(module))}

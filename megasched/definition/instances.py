@@ -1,0 +1,203 @@
+"""Whether this very instance of a module computes what is to stand in for it: tried with numbers.
+
+A class says little: what an instance was given when it was made, or since, may change what it computes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# Of the values that are tried, so that clamps and branches are met.
+_SCALES = (1.0, 1e-3, 30.0, 1e4)
+_LARGE = 1e3  # parameters, the same
+# Sizes of inputs, but for their features: code may go by how many rows, tokens, heads or dimensions there are.
+_LEADING = ((2, 3), (4,), (5, 67), (2, 3, 2), (1, 4099))
+_LARGEST = 2**20  # elements of an input
+
+# What torch keeps on every module.
+_TORCH = frozenset(["_parameters", "_buffers", "_modules"])
+
+
+class Itself:
+    """An object that is only like itself: a config that all layers share is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """In which tensors have values, on the CPU, and numbers are what they are: plans are made of tensors without
+    values, by modes that answer questions about them and count what is done."""
+    import torch
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), unset_fake_temporarily(), torch.device("cpu"):
+        yield
+
+
+def calls_forward(module: nn.Module) -> bool:
+    """Whether a call of the module is one of its forward, and of its hooks: no class of it has it otherwise."""
+    from torch import nn
+
+    return all(getattr(type(module), name) is getattr(nn.Module, name) for name in ("__call__", "_call_impl"))
+
+
+def own_state(module: nn.Module) -> Any:
+    """What two instances have in common that compute the same, but for the values and sizes of parameters; None
+    where it holds buffers, whose values tell."""
+    if any(held is not None for held in module._buffers.values()):
+        return None
+    plain = []
+    for name, value in vars(module).items():
+        if name in _TORCH or (name.startswith("_") and not value):
+            continue
+        alike = value is None or callable(value) or isinstance(value, bool | int | float | str)
+        plain.append((name, type(value), value if alike else Itself(value)))
+    parameters = tuple((name, held is None) for name, held in module._parameters.items())
+    return type(module), tuple(sorted(plain, key=lambda item: item[0])), parameters
+
+
+def tree_state(module: nn.Module) -> Any:
+    """The same of a module and all in it, for modules of the same sizes."""
+    parts = []
+    for name, part in module.named_modules():
+        state = own_state(part)
+        if state is None:
+            return None
+        parts.append((name, state, tuple(held.shape for held in part.parameters(recurse=False))))
+    return tuple(parts)
+
+
+def tried_once[T](known: dict[Any, T], state: Any, trial: Callable[[], T]) -> T:
+    """What a trial gives; of instances that have the same state, one is tried. Without a state each is."""
+    if state is None:
+        return trial()
+    if state not in known:
+        known[state] = trial()
+    return known[state]
+
+
+def small_copy(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Any:
+    """The same instance with parameters of other shapes and of random values, in float64 on the CPU."""
+    import torch
+    from torch import nn
+
+    generator = torch.Generator().manual_seed(0)
+    with real_tensors():
+        made = {
+            name: nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu"))
+            for name, shape in shapes.items()
+        }
+    small = copy.copy(module)
+    small.__dict__ = {**vars(module), "_parameters": {**module._parameters, **made}}
+    return small
+
+
+def computes(
+    small: nn.Module,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    features: int,
+    scales: Sequence[float] = (),
+    tolerance: float = 1e-9,
+) -> bool:
+    """Whether a module gives what a function gives, forward and backward, in training and not, of inputs of all
+    sizes that it takes.
+
+    Args:
+        small: of real parameters, in float64.
+        function: of the same parameters.
+        features: of the input, its last dimension.
+        scales: of inputs that show something, beside those that are tried of everything.
+        tolerance: relative; what casts to float32 on its way needs a larger one.
+    """
+    import torch
+
+    from megasched.definition.undisturbed import undisturbed
+
+    if not calls_forward(small):  # hooks go where it goes, so its forward is tried
+        return False
+    # A plan must not change what a run draws.
+    with undisturbed(small), real_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        taken = [shape for shape in _shapes(features) if _takes(small, shape)]
+        for vars(small)["training"] in (True, False):
+            for shape in taken:
+                some = (1.0,) if shape is not taken[0] else (*_SCALES, *scales)
+                if not all(_same(small, function, scale, shape, tolerance) for scale in some):
+                    return False
+        for held in small.parameters(recurse=False):
+            held.data.mul_(_LARGE)
+        return bool(taken) and _same(small, function, 1.0, taken[0], tolerance)
+
+
+def _shapes(features: int) -> list[tuple[int, ...]]:
+    """Of inputs; the longest has fewer tokens where they are large."""
+    return [(*sizes[:-1], max(1, min(sizes[-1], _LARGEST // features)), features) for sizes in _LEADING]
+
+
+def _takes(small: Any, shape: Sequence[int]) -> bool:
+    """Whether it can be called so: what it fails for, no run gives it."""
+    import torch
+
+    with suppress(Exception), torch.no_grad():  # of whatever kind, of the definition's code
+        small.forward(torch.ones(*shape, dtype=torch.float64))
+        return True
+    return False
+
+
+def _same(
+    small: Any,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    scale: float,
+    shape: Sequence[int],
+    tolerance: float,
+) -> bool:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    x = scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
+    try:
+        got = small.forward(x.requires_grad_())
+        if not isinstance(got, torch.Tensor):
+            return False
+        found = [got, *_gradients(got, x, small)]
+    except Exception:  # of whatever kind: what can't be called so is something else
+        return False
+    want = function(x)
+    expected = [want, *_gradients(want, x, small)]
+    return all(close(one, other, tolerance) for one, other in zip(found, expected, strict=True))
+
+
+def _gradients(output: torch.Tensor, x: torch.Tensor, small: nn.Module) -> list[torch.Tensor | None]:
+    import torch
+
+    sources = [x, *(held for held in small._parameters.values() if held is not None)]
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
+    return list(torch.autograd.grad((output * weights).sum(), sources, allow_unused=True))
+
+
+def close(one: torch.Tensor | None, other: torch.Tensor | None, tolerance: float) -> bool:
+    """Whether two tensors are finite and equal, relative to the largest element wanted; no gradient is only like
+    none."""
+    import torch
+
+    if one is None or other is None:
+        return one is other
+    if one.shape != other.shape or not torch.isfinite(other).all():
+        return False
+    largest = float(other.detach().abs().max()) if other.numel() else 0.0
+    return torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance * largest)

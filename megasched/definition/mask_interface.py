@@ -1,0 +1,126 @@
+"""Attention masks of one rank's queries under context parallelism: all keys, and the queries' true places.
+
+HF makes a mask of two indices, which it counts from 0 to the length that it sees. Here the index of a query is
+replaced by its place in the whole sequence, and keys run to the end of that. A query and a key in different packed
+sequences are masked besides: HF does so itself only where a definition hands on its position ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from megasched.definition.sequence_split import Zigzag
+from megasched.language.tensor_types import Along
+
+Mask = torch.Tensor | None
+
+
+class _Context(NamedTuple):
+    zigzag: Zigzag
+    gather: Callable[[torch.Tensor, Along], torch.Tensor]
+    watch: Callable[[Callable[..., Any], Callable[[], Mask]], Mask]
+
+
+_active: list[_Context | None] = [None]
+_packed: list[torch.Tensor | None] = [None]
+
+
+def in_context() -> bool:
+    """Whether a definition is running on a part of the sequence now."""
+    return _active[-1] is not None
+
+
+@contextmanager
+def whole_sequence() -> Iterator[None]:
+    """What runs inside has the whole sequence."""
+    _active.append(None)
+    try:
+        yield
+    finally:
+        _active.pop()
+
+
+@contextmanager
+def packed_masks(numbers: torch.Tensor) -> Iterator[None]:
+    """While a definition runs, the masks that it asks for keep packed sequences apart.
+
+    Args:
+        numbers: [b, s], which sequence each token is of.
+    """
+    _packed.append(numbers)
+    try:
+        yield
+    finally:
+        _packed.pop()
+
+
+def _apart(mask_function: Callable[..., Any], numbers: torch.Tensor) -> Callable[..., Any]:
+    def of_sequence(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return mask_function(batch, head, query, key) & (numbers[batch, query] == numbers[batch, key])
+
+    return of_sequence
+
+
+def of_queries(make: Callable[..., Mask]) -> Callable[..., Mask]:
+    """A function of HF's mask interface that makes masks [b, 1, s / cp, s] inside of ``context_masks``, and
+    block-diagonal ones [b, 1, s, s] inside of ``packed_masks``."""
+
+    def mask(*, q_length: int, kv_length: int, mask_function: Callable[..., Any], **options: Any) -> Mask:
+        context, numbers = _active[-1], _packed[-1]
+        if numbers is not None:
+            mask_function = _apart(mask_function, numbers)
+            options["allow_is_causal_skip"] = False
+        if context is None:
+            return make(q_length=q_length, kv_length=kv_length, mask_function=mask_function, **options)
+        zigzag, gather, watch = context
+        length, window, padding = q_length * zigzag.size, options.get("local_size"), options.get("attention_mask")
+        skips = make.__name__ == "sdpa_mask" and options.get("allow_is_causal_skip", True) and padding is None
+        if skips and (window is None or length < window):
+            return None  # plain causal attention
+        if padding is not None:  # of this rank's own tokens
+            options["attention_mask"] = gather(padding.to(torch.uint8), Along(1)).bool()
+        options["allow_is_causal_skip"] = False
+
+        def build() -> Mask:
+            positions = zigzag.positions(q_length, options["device"])
+
+            def of_place(batch: Any, head: Any, query: Any, key: Any) -> Any:
+                return mask_function(batch, head, positions[query], key)
+
+            return make(q_length=q_length, kv_length=length, mask_function=of_place, **options)
+
+        return watch(mask_function, build)
+
+    return mask
+
+
+@contextmanager
+def context_masks(
+    zigzag: Zigzag,
+    gather: Callable[[torch.Tensor, Along], torch.Tensor],
+    watch: Callable[[Callable[..., Any], Callable[[], Mask]], Mask] = lambda function, build: build(),
+) -> Iterator[None]:
+    """While a definition runs on a rank's part of the sequence, the masks it asks for are those of its queries.
+
+    Those of definitions that have attention code of their own, which ask for masks by HF's names, included.
+
+    Args:
+        gather: makes a tensor whole that is split along the sequence: a padding mask of the definition's own.
+        watch: is given HF's function of indices and what builds the mask, and returns the mask.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    kept = {name: ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("sdpa", "eager")}
+    for name, make in kept.items():
+        AttentionMaskInterface.register(name, of_queries(make))
+    _active.append(_Context(zigzag, gather, watch))
+    try:
+        yield
+    finally:
+        _active.pop()
+        for name, make in kept.items():
+            AttentionMaskInterface.register(name, make)

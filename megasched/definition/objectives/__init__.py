@@ -1,0 +1,55 @@
+"""Objectives: which HF class a run trains, what its forward takes, and what its labels are. One a file.
+
+Everything else is told of them by ``objective_of(definition)``; nothing outside of here asks for one by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megasched.definition.objectives.causal_lm import CAUSAL_LM
+from megasched.definition.objectives.image_classification import IMAGE_CLASSIFICATION
+from megasched.definition.objectives.masked_lm import MASKED_LM
+from megasched.definition.objectives.objective import Objective
+from megasched.definition.objectives.seq2seq_lm import SEQ2SEQ_LM
+from megasched.errors import ConfigError
+
+__all__ = [
+    "CAUSAL_LM",
+    "IMAGE_CLASSIFICATION",
+    "MASKED_LM",
+    "OBJECTIVES",
+    "SEQ2SEQ_LM",
+    "Objective",
+    "find_objective",
+    "objective_of",
+    "set_objective",
+]
+
+# Attribute of a definition that holds the name of its objective.
+ATTRIBUTE = "megasched_objective"
+
+OBJECTIVES = {one.name: one for one in (CAUSAL_LM, MASKED_LM, SEQ2SEQ_LM, IMAGE_CLASSIFICATION)}
+
+
+def find_objective(name: str | None) -> Objective:
+    """The objective of that name; of none, a causal language model's.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name is None:
+        return CAUSAL_LM
+    if name not in OBJECTIVES:
+        raise ConfigError(f"--objective {name}: it is one of {', '.join(OBJECTIVES)}")
+    return OBJECTIVES[name]
+
+
+def set_objective(model: Any, objective: Objective) -> None:
+    """Notes on a definition what it was built for; copies of it keep the note."""
+    setattr(model, ATTRIBUTE, objective.name)
+
+
+def objective_of(model: Any) -> Objective:
+    """What a definition was built for; a causal language model where nobody said so."""
+    return OBJECTIVES[getattr(model, ATTRIBUTE, CAUSAL_LM.name)]

@@ -1,0 +1,11 @@
+"""Each token from those before it: GPT, Llama. The batch of ``pretrain_gpt.py``."""
+
+from megasched.definition.objectives.objective import Objective
+
+CAUSAL_LM = Objective(
+    "causal_lm",
+    "AutoModelForCausalLM",
+    "causal language model",
+    {"input_ids": "int64"},
+    constants={"use_cache": False},
+)

@@ -1,0 +1,40 @@
+"""One class for an image: ViT. The batch of ``pretrain_vision_classify.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megasched.definition.objectives.objective import Objective
+
+
+def image_shape(config: Any) -> tuple[int, int, int]:
+    """Channels, height and width that a model takes."""
+    return (config.num_channels, *_pair(config.image_size))
+
+
+def _classes(config: Any) -> tuple[int, str]:
+    return config.num_labels, f"num_labels = {config.num_labels}"
+
+
+def _sequence_length(config: Any) -> tuple[int, str]:
+    (height, width), patch = _pair(config.image_size), _pair(config.patch_size)
+    patches = (height // patch[0]) * (width // patch[1])
+    return patches + 1, f"{patches} patches and the class token"
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    height, width = size if isinstance(size, Iterable) else (size, size)
+    return height, width
+
+
+IMAGE_CLASSIFICATION = Objective(
+    "image_classification",
+    "AutoModelForImageClassification",
+    "classifier of images",
+    {"pixel_values": "float32"},
+    shape=lambda config, batch, length: (batch, *image_shape(config)),
+    label_shape=lambda config, batch, length: (batch,),
+    classes=_classes,
+    sequence_length=_sequence_length,
+)

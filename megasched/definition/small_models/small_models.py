@@ -1,0 +1,98 @@
+"""Small models of architectures: a folder with config and weights, made from the config class alone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megasched.definition.small_models.config_overrides import CHANGES, PART
+from megasched.definition.small_models.shrink import LAYERS, deepen, shrink, shrink_copy
+from megasched.errors import ConfigError
+
+SEED = 1
+# Added to every weight: norms of exactly 1 and biases of exactly 0 would hide mistakes.
+JITTER = 0.05
+
+
+def causal_lm_types() -> list[str]:
+    """Model types that the installed transformers has a causal language model for."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def small_config(model_type: str) -> Any:
+    """The small config of a model type.
+
+    Raises:
+        ConfigError: the installed transformers does not know it.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(f"the installed transformers has no model type {model_type!r}")
+    config_class = CONFIG_MAPPING[model_type]
+    if model_type in PART:
+        config_class = type(getattr(config_class(), PART[model_type]))
+    return shrink(config_class, CHANGES.get(model_type))
+
+
+def copy_code(source: str, target: Path, trust_remote_code: bool) -> None:
+    """Puts a small model's folder together with the Python code that the model itself brings."""
+    if trust_remote_code and Path(source).is_dir():
+        for file in Path(source).glob("*.py"):
+            shutil.copy(file, target)
+
+
+def small_copy(config: Any, layers: int = LAYERS) -> Any:
+    """A small config like a given one, with so many layers; see ``shrink_copy``.
+
+    Raises:
+        ConfigError: its sizes do not go together when they are small.
+    """
+    try:
+        small = shrink_copy(config, CHANGES.get(config.model_type))
+    except Exception as error:  # each class validates in its own way
+        what = f"no small copy of this {type(config).__name__} can be made: {type(error).__name__}: {error}"
+        raise ConfigError(what) from error
+    if layers != LAYERS:
+        deepen(small, layers)
+    # Where transformers finds the classes of a model that brings its own code.
+    vars(small).update(
+        {name: vars(config)[name] for name in ("auto_map", "_name_or_path") if name in vars(config)}
+    )
+    return small
+
+
+def write_small_model(model_type: str, folder: str | Path) -> str:
+    """``write_model`` of the small config of a model type."""
+    return write_model(small_config(model_type), folder)
+
+
+def write_model(config: Any, folder: str | Path, *, trust_remote_code: bool = False) -> str:
+    """Writes ``config.json`` and ``model.safetensors`` (float32, HF's initialisation and noise on top).
+
+    Tensors have the names and shapes of the model's parameters; a tie is written once.
+
+    Returns:
+        The folder.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    noise = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(JITTER * torch.randn(parameter.shape, generator=noise))
+    tensors = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
+    persistent = model.state_dict()
+    buffers = {name: value for name, value in model.named_buffers() if name in persistent}
+    tensors.update({name: value.clone().contiguous() for name, value in buffers.items()})
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)

@@ -1,0 +1,201 @@
+"""The graph of a module while its schedule is written: the definition's, on meta, from one call of the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.analysis.meta_call import DefaultScalars, call_hooks, meta_copy, own_inputs, run_on_meta
+from megasched.errors import Problem, ScheduleError
+from megasched.graph.capture import Graph, capture
+from megasched.graph.intercept import Limits, keeps_weights_of_its_own
+from megasched.language.records import caller_source
+from megasched.language.schedule import matches_glob
+
+Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+class Trial:
+    """A copy of a model on meta, and how each of its modules is called.
+
+    Attributes:
+        model: the copy, in training mode.
+        graphs: path of a traced module -> its graph.
+        decomposed: paths of linears that graphs show as product and bias.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = meta_copy(model)
+        self.graphs: dict[str, Graph] = {}
+        self.decomposed: set[str] = set()
+        self._alike: dict[Any, Graph] = {}
+        self._calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        if hasattr(self.model, "config"):
+            self.model.config.use_cache = False
+        inputs = own_inputs(self.model)
+        if inputs is not None:
+            with call_hooks(self.model, self._note):
+                run_on_meta(self.model, inputs)
+        self.model.train()
+
+    def _note(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._calls.setdefault(path, (args, kwargs))
+
+    def trace(self, path: str, leaves: frozenset[str], inputs: Shapes | None) -> Graph:
+        """Traces the module at ``path``; modules that are alike in everything but their number, once.
+
+        Raises:
+            ScheduleError: it can't be traced, or nothing is known of how it is called.
+        """
+        module = self.model.get_submodule(path)
+        if inputs is not None:
+            given = {
+                name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+                for name, (dtype, shape) in inputs.items()
+            }
+            args, kwargs = (), given
+        elif path in self._calls:
+            args, kwargs = self._calls[path]
+        else:
+            what = "nothing tells how this module is called"
+            remedy = "say it: trace(inputs={parameter: example tensor})"
+            raise ScheduleError(Problem(what, path, caller_source(), remedy))
+        limits = Limits(leaves, self._decomposed(path))
+        key = (_fingerprint(module), leaves, tuple(limits.decomposed), _form((args, kwargs)))
+        if key not in self._alike:
+            with torch.device("meta"):
+                self._alike[key] = capture(
+                    module,
+                    module.forward,
+                    args,
+                    kwargs,
+                    limits,
+                    path=path,
+                    source=caller_source(),
+                    probe=DefaultScalars,
+                )
+        self.graphs[path] = self._alike[key]
+        return self.graphs[path]
+
+    def _decomposed(self, path: str) -> dict[str, bool]:
+        prefix = path + "." if path else ""
+        return {name.removeprefix(prefix): False for name in self.decomposed if name.startswith(prefix)}
+
+
+def _fingerprint(module: nn.Module) -> Any:
+    """Equal for modules of one model that differ in their number (``layer_idx``) and values alone."""
+    return tuple(
+        (
+            path,
+            type(inner),
+            tuple(
+                sorted((k, v) for k, v in vars(inner).items() if isinstance(v, str | bool) and k != "layer_idx")
+            ),
+            tuple(
+                (k, type(v), v)
+                for k, v in vars(inner).items()
+                if isinstance(v, int | float) and k not in ("layer_idx", "layer_id", "layer_number")
+            ),
+            tuple((n, p.shape, p.dtype) for n, p in inner.named_parameters(recurse=False)),
+            tuple((n, b.shape, b.dtype) for n, b in inner.named_buffers(recurse=False)),
+        )
+        for path, inner in module.named_modules()
+    )
+
+
+def _form(value: Any) -> Any:
+    leaves, spec = torch.utils._pytree.tree_flatten(value)
+    return str(spec), tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
+
+
+def trial_of(node: Any) -> Trial:
+    """The trial of a schedule's model, made when first asked for."""
+    memory = node.root.memory
+    if "trial" not in memory:
+        memory["trial"] = Trial(node.root.mod)
+    return memory["trial"]
+
+
+def graph_of(node: Any) -> Graph:
+    """The graph of a module that ``trace`` was called on.
+
+    Raises:
+        ScheduleError: it was not.
+    """
+    trial = node.root.memory.get("trial")
+    if trial is None or node.path not in trial.graphs:
+        remedy = f'call sch["{node.path}"].trace() before'
+        raise ScheduleError(Problem("the module is not traced", node.path, caller_source(), remedy))
+    return trial.graphs[node.path]
+
+
+def standing_leaves(module: nn.Module) -> set[str]:
+    """Submodules that stay calls whatever the user says: a parallel layer may take their place."""
+    return {path for path, inner in module.named_modules() if path and keeps_weights_of_its_own(inner)}
+
+
+def chosen_leaves(module: nn.Module, leaves: Sequence[Any], path: str) -> tuple[str, ...]:
+    """Paths below ``module`` that these leaves mean: names, globs, regular expressions or classes.
+
+    Raises:
+        ScheduleError: one of them means nothing here.
+    """
+    names = [name for name, _ in module.named_modules() if name]
+    found: list[str] = []
+    for leaf in leaves:
+        if isinstance(leaf, type):
+            hits = [name for name, inner in module.named_modules() if name and isinstance(inner, leaf)]
+        else:
+            # As in sch["..."], * is one name of a path; only what is no such glob is a regular expression.
+            hits = [name for name in names if matches_glob(leaf.split("."), name.split("."))]
+            hits = hits or [name for name in names if _full(leaf, name)]
+        if not hits:
+            what = f"leaves: nothing below this module is {leaf!r}"
+            remedy = f"a class, a path or a regular expression; there are: {', '.join(names)}"
+            raise ScheduleError(Problem(what, path, caller_source(), remedy))
+        found += hits
+    outer = list(dict.fromkeys(found))
+    return tuple(name for name in outer if not any(name.startswith(other + ".") for other in outer))
+
+
+def _full(pattern: str, name: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error:
+        return False
+
+
+def shapes_of(inputs: Mapping[str, torch.Tensor] | None) -> dict[str, tuple[str, tuple[int, ...]]] | None:
+    """Example tensors as a record keeps them: types and shapes by name; those of a record stay as they are."""
+    if inputs is None:
+        return None
+    return {
+        name: (str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        if isinstance(value, torch.Tensor)
+        else (value[0], tuple(value[1]))
+        for name, value in inputs.items()
+    }
+
+
+Predicate = Callable[[str, nn.Module], bool]
+
+
+def reached(module: nn.Module, where: str | Predicate, path: str) -> tuple[str, ...]:
+    """Outermost modules below that ``where`` names (a glob) or holds for.
+
+    Raises:
+        ScheduleError: none does.
+    """
+    if isinstance(where, str):
+        return chosen_leaves(module, [where], path)
+    found: list[str] = []
+    for name, inner in module.named_modules():
+        if name and not any(name.startswith(other + ".") for other in found) and where(name, inner):
+            found.append(name)
+    if not found:
+        raise ScheduleError(Problem("trace_until: no module below is to stay a call", path, caller_source()))
+    return tuple(found)

@@ -1,0 +1,47 @@
+"""LoRA (Hu et al., 2021, arXiv 2106.09685): what is added to one linear, in the words of PEFT's ``LoraConfig``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megasched.language.records import Record
+
+# Children of an adapted linear, by PEFT's names.
+A, B, DROPOUT = "lora_A", "lora_B", "lora_dropout"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The output of a linear gets ``scaling * B(A(dropout(x)))`` added.
+
+    Attributes:
+        rank: rows of A [rank, in] and columns of B [out, rank] (PEFT's ``r``).
+        alpha: scale of what is added (``lora_alpha``).
+        dropout: probability, on the input of A (``lora_dropout``).
+        use_rslora: divide alpha by the root of the rank instead of the rank.
+        fan_in_fan_out: the linear keeps its weight as [in, out], as HF's ``Conv1D`` does.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    use_rslora: bool = False
+    fan_in_fan_out: bool = False
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+def adapted(records: Iterable[Record]) -> dict[str, Mapping[str, Any]]:
+    """Path of each linear that the schedule adapts -> arguments of the call."""
+    return {record.path: record.arguments for record in records if record.primitive == "adapt"}
+
+
+def adapter_names(paths: Iterable[str]) -> list[str]:
+    """Names of the parameters that adapters add to the linears at these paths."""
+    return [f"{path}.{part}.weight" for path in paths for part in (A, B)]

@@ -1,0 +1,39 @@
+"""Primitive ``checkpoint``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import Problem
+from megasched.language.primitives._subgraphs import check_edit, record_subgraph
+from megasched.language.registry import Node, Primitive, register_primitive
+
+if TYPE_CHECKING:
+    from megasched.graph.subgraph import Subgraph
+
+
+@register_primitive
+class Checkpoint(Primitive):
+    """Recomputes this module's activations in the backward pass instead of keeping them.
+
+    Random numbers are drawn again as they were, from the default generator, from Megatron's model-parallel one,
+    from Python's and numpy's. What the module's code keeps from call to call, moving averages in buffers and
+    counters in attributes, is as if it had run once. Keyword arguments arrive by name; paths and state-dict keys
+    do not change; a module that is fed integer ids alone still gets its gradients.
+
+    Parameters:
+        subgraph: of a traced module, as ``find`` returns it: only these operations are computed again.
+
+    Example: ``sch["model.layers"][::2].checkpoint()`` recomputes every second layer.
+    """
+
+    name = "checkpoint"
+
+    def record(self, node: Node, subgraph: Subgraph | Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        if subgraph is None:
+            return {}
+        return {"subgraph": record_subgraph(node, subgraph, "checkpoint")}
+
+    def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+        return check_edit(self.name, node, arguments, source)

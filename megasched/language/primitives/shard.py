@@ -1,0 +1,54 @@
+"""Primitive ``shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megasched.errors import Problem
+from megasched.language.primitives._parameters import missing_parameter
+from megasched.language.registry import Node, Primitive, register_primitive
+
+
+@register_primitive
+class Shard(Primitive):
+    """Cuts a parameter over the tensor-parallel group.
+
+    Parameters:
+        param: name of the parameter in this module, e.g. ``weight``. A bias follows its weight.
+        axis: axis of the HF tensor that is cut. A Linear's weight is [out, in]: axis 0 makes it a
+            ``ColumnParallelLinear``, axis 1 a ``RowParallelLinear``. HF's Conv1D is [in, out]: the other way
+            round. An embedding's axis 0 is the vocabulary; along axis 1 each rank has some of the features,
+            e.g. T5's table of position biases, which has a column for each head.
+        components: sizes along ``axis`` of projections packed into the tensor, e.g. ``(q, k, v)``; each is
+            cut on its own. Read from the adapter where it knows them.
+
+    What must be communicated follows from the placement; see ``sync``.
+
+    Example: ``sch["model.layers.*.mlp.up_proj"].shard("weight", axis=0)``
+    """
+
+    name = "shard"
+
+    def record(
+        self, node: Node, param: str, axis: int, components: Sequence[int] | None = None
+    ) -> Mapping[str, Any]:
+        kept: dict[str, Any] = {"param": param, "axis": axis}
+        if components is not None:
+            kept["components"] = tuple(components)
+        return kept
+
+    def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+        problems = missing_parameter(node, arguments["param"], source)
+        if problems:
+            return problems
+        shape = tuple(getattr(node.mod, arguments["param"]).shape)
+        axis = arguments["axis"]
+        if not 0 <= axis < len(shape):
+            remedy = f"an axis from 0 to {len(shape) - 1}"
+            return [Problem(f"{arguments['param']} {list(shape)} has no axis {axis}", node.path, source, remedy)]
+        components = arguments.get("components")
+        if components is not None and sum(components) != shape[axis]:
+            what = f"components {components} add up to {sum(components)}, not to {shape[axis]} along axis {axis}"
+            return [Problem(what, node.path, source, "the sizes of the packed projections, in their order")]
+        return []

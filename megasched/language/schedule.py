@@ -1,0 +1,318 @@
+"""The schedule: a tree that mirrors the module tree, on which primitives are called.
+
+``sch["model.layers.0.self_attn"]`` is the schedule of one module, ``sch["model.layers.*.mlp"]`` and
+``sch["model.layers"][2:4]`` are lists of them, and a primitive called on a list is called on each.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, overload
+
+from megasched.errors import Problem, ScheduleError
+from megasched.language.parallel_dims import Layout
+from megasched.language.records import Record, caller_source
+from megasched.language.registry import get_primitive, has_primitive
+from megasched.language.roles import Roles
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass
+class Root:
+    """What all nodes of one schedule share."""
+
+    model: nn.Module
+    layout: Layout
+    roles: Roles = field(default_factory=Roles)
+    records: list[Record] = field(default_factory=list)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    first_path: dict[int, str] = field(default_factory=dict)
+    renamed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    built: bool = False
+
+    def __post_init__(self) -> None:
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            self.modules[path] = module
+            self.first_path.setdefault(id(module), path)
+
+
+class Schedule:
+    """The schedule of one module.
+
+    Attributes:
+        path: path of the module in the definition; the first one where it is known under several.
+        mod: the module of the definition (not yet lowered).
+        parent: schedule of the module around it; None at the root.
+
+    A schedule is true also where its module has no children, so that ``if "x" in sch`` is how to ask.
+    """
+
+    def __init__(self, root: Root, path: str) -> None:
+        self._root = root
+        self._path = root.first_path[id(root.modules[path])]
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    @property
+    def mod(self) -> nn.Module:
+        return self._root.modules[self.path]
+
+    @property
+    def parent(self) -> Schedule | None:
+        return Schedule(self._root, self.path.rpartition(".")[0]) if self.path else None
+
+    @property
+    def root(self) -> Schedule:
+        return Schedule(self._root, "")
+
+    @property
+    def layout(self) -> Layout:
+        return self._root.layout
+
+    @property
+    def roles(self) -> Roles:
+        return self._root.roles
+
+    @property
+    def records(self) -> list[Record]:
+        """All records of this schedule, in the order of the calls."""
+        return self._root.records
+
+    @property
+    def renamed(self) -> dict[str, tuple[str, ...]]:
+        """Parameter of a replaced module -> parameters of the definition it is made of; filled by the build."""
+        return self._root.renamed
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """What primitives keep in memory beside the records, one for the whole schedule: graphs of modules."""
+        return self._root.memory
+
+    @property
+    def built(self) -> bool:
+        """Whether ``megasched.build`` has carried this schedule out."""
+        return self._root.built
+
+    @built.setter
+    def built(self, value: bool) -> None:
+        self._root.built = value
+
+    def role_of(self, path: str) -> str | None:
+        """Role that the adapter gives the module at this full path, e.g. ``mlp.down``."""
+        return self._root.roles.role.get(path)
+
+    def role(self, name: str) -> ScheduleList:
+        """Every module below this one with the role ``name`` (globs allowed: ``qkv.*``).
+
+        Raises:
+            ScheduleError: no module has the role; lists the roles that exist.
+        """
+        roles = [(node, role) for node in self.below().values() if (role := self.role_of(node.path)) is not None]
+        found = [node for node, role in roles if fnmatch.fnmatchcase(role, name)]
+        if not found:
+            known = ", ".join(sorted({role for _, role in roles})) or "none: no adapter knows this model"
+            self._refuse(f"no module has the role {name!r}", f"roles here: {known}")
+        return ScheduleList(found)
+
+    def children(self) -> ScheduleList:
+        """Schedules of the direct child modules."""
+        return ScheduleList([node for name, node in self.below().items() if "." not in name])
+
+    def below(self) -> dict[str, Schedule]:
+        """Every module of the definition below this one, by its name from here; a shared one by its first."""
+        found: dict[str, Schedule] = {}
+        seen: set[str] = set()
+        for name in self._names_below():
+            node = self._child(name)
+            if node.path not in seen:
+                seen.add(node.path)
+                found[name] = node
+        return found
+
+    def __iter__(self) -> Iterator[Schedule]:
+        return iter(self.children())
+
+    def __len__(self) -> int:
+        return len(self.children())
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __contains__(self, path: str) -> bool:
+        return self._join(path) in self._root.modules
+
+    @overload
+    def __getitem__(self, key: slice) -> ScheduleList: ...
+    @overload
+    def __getitem__(self, key: int) -> Schedule: ...
+    @overload
+    def __getitem__(self, key: str) -> Any: ...
+    def __getitem__(self, key: str | int | slice) -> Schedule | ScheduleList:
+        if isinstance(key, slice):
+            return self.children()[key]
+        if isinstance(key, int):
+            children = self.children()
+            if not -len(children) <= key < len(children):
+                self._refuse(f"no child {key} in {self.path or 'the model'}", f"it has {len(children)}")
+            return children[key]
+        if any(sign in key for sign in "*?["):
+            return self._glob(key)
+        if self._join(key) not in self._root.modules:
+            self._refuse(f"no module {key!r} in {self.path or 'the model'}", self._suggest(key))
+        return self._child(key)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        _must_be_primitive(name)
+        primitive = get_primitive(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            arguments = primitive.record(self, *args, **kwargs)
+            if not primitive.leaves_record:
+                return arguments
+            self.records.append(Record(primitive.name, self.path, arguments, caller_source()))
+            return self
+
+        call.__doc__ = primitive.__doc__
+        call.__name__ = name
+        return call
+
+    def __repr__(self) -> str:
+        return f"Schedule({self.path or '<model>'!r}, {type(self.mod).__name__})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and (self._root, self.path) == (other._root, other.path)
+
+    def __hash__(self) -> int:
+        return hash((id(self._root), self.path))
+
+    def _join(self, path: str) -> str:
+        return f"{self.path}.{path}" if self.path and path else self.path or path
+
+    def _child(self, path: str) -> Schedule:
+        return Schedule(self._root, self._join(path))
+
+    def _names_below(self) -> list[str]:
+        """Every name of every module below this one, seen from here; those of shared modules too."""
+        prefix = self.path + "." if self.path else ""
+        return [p[len(prefix) :] for p in self._root.modules if p and p.startswith(prefix)]
+
+    def _glob(self, pattern: str) -> ScheduleList:
+        """``*`` stands for one name of the path, as in HF's plans, ``**`` for any number of them, none too."""
+        parts = pattern.split(".")
+        nodes = [self._child(name) for name in self._names_below() if matches_glob(parts, name.split("."))]
+        if not nodes:
+            self._refuse(f"no module matches {pattern!r} in {self.path or 'the model'}", self._suggest(pattern))
+        return ScheduleList(list({node.path: node for node in nodes}.values()))
+
+    def _suggest(self, key: str) -> str:
+        names = self._names_below()
+        close = difflib.get_close_matches(key, names, n=3, cutoff=0.6)
+        children = [name for name, _ in self.mod.named_children()]
+        hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+        return f"{hint}its children are: {', '.join(children) or 'none'}"
+
+    def _refuse(self, what: str, remedy: str) -> None:
+        raise ScheduleError(Problem(what, module=self.path, source=caller_source(), remedy=remedy))
+
+
+def matches_glob(pattern: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether a path, split at its dots, matches a glob, split likewise."""
+    if not pattern:
+        return not names
+    if pattern[0] == "**":
+        return any(matches_glob(pattern[1:], names[taken:]) for taken in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and matches_glob(pattern[1:], names[1:])
+
+
+def _must_be_primitive(name: str) -> None:
+    if name.startswith("_") or not has_primitive(name):
+        raise AttributeError(
+            f"{name!r} is no primitive; megasched.list_primitives() lists them. "
+            f'Child modules are items: sch["{name}"]'
+        )
+
+
+class ScheduleList(Sequence[Schedule]):
+    """Several schedules; a primitive or a path applies to each of them."""
+
+    def __init__(self, items: Sequence[Schedule]) -> None:
+        self._items = list(items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Schedule]:
+        return iter(self._items)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            return ScheduleList(self._items[key])
+        if isinstance(key, int):
+            return self._items[key]
+        found: list[Schedule] = []
+        for item in self._items:
+            inner = item[key]
+            found += inner if isinstance(inner, ScheduleList) else [inner]
+        return ScheduleList(found)
+
+    def role(self, name: str) -> ScheduleList:
+        return ScheduleList([found for item in self._items for found in item.role(name)])
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        _must_be_primitive(name)
+        calls = [getattr(item, name) for item in self._items]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            answers = [one(*args, **kwargs) for one in calls]
+            return self if get_primitive(name).leaves_record else [found for answer in answers for found in answer]
+
+        return call
+
+    def __repr__(self) -> str:
+        return f"ScheduleList({[item.path for item in self._items]})"
+
+
+def create_schedule(model: nn.Module, layout: Layout | None = None, roles: Roles | None = None) -> Schedule:
+    """An empty schedule of a model.
+
+    Args:
+        model: any ``nn.Module``; it is not changed before ``build``.
+        layout: how the job is spread; by default what Megatron's process groups say (one rank without them).
+        roles: what an adapter knows of the model; nothing by default.
+    """
+    if layout is None:
+        layout = current_layout()
+    return Schedule(Root(model, layout, roles or Roles()), "")
+
+
+def current_layout() -> Layout:
+    """The layout of Megatron's process groups in this process; one rank when they are not initialised."""
+    import sys
+
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return Layout()
+    return Layout(
+        tensor_model_parallel_size=state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=state.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=state.get_virtual_pipeline_model_parallel_world_size(),
+        context_parallel_size=state.get_context_parallel_world_size(),
+        data_parallel_size=state.get_data_parallel_world_size(),
+    )
+
+
+def replay(records: Sequence[Record], schedule: Schedule) -> None:
+    """Makes the same calls on another schedule (of the same model, or one with the same paths)."""
+    for record in records:
+        node = schedule.root[record.path] if record.path else schedule.root
+        primitive = get_primitive(record.primitive)
+        arguments = primitive.record(node, **record.arguments)
+        schedule.records.append(Record(record.primitive, node.path, arguments, record.source))

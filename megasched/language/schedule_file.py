@@ -1,0 +1,236 @@
+"""A user's schedule: a Python file with ``def schedule(sch, layout)``, or one registered by name.
+
+A file may hold several, each registered with ``@register_schedule("name")`` and chosen as ``FILE:name``.
+Installed packages register theirs through the entry point group ``megasched.schedules``.
+
+A function with more parameters than those two takes options: ``FILE:ratio=0.5,level=block`` or
+``FILE:name:ratio=0.5``. They are a part of the name, so that whoever passes a schedule on passes them on too.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import ConfigError, Problem, ScheduleError
+from megasched.reading.files import MIB, Expected, read_bytes
+from megasched.reading.forms import unsound_text
+from megasched.reading.json_file import NoJson, parse_json
+
+if TYPE_CHECKING:
+    from megasched.language.parallel_dims import Layout
+    from megasched.language.schedule import Schedule
+
+GROUP = "megasched.schedules"
+_SUFFIX = ".py"
+SCHEDULE = Expected("a schedule, a Python file with `def schedule(sch, layout)`", most=16 * MIB)
+ScheduleFunction = Callable[..., None]  # of a Schedule, a Layout, and its options
+_REGISTERED: dict[str, ScheduleFunction] = {}
+
+
+def register_schedule(name: str) -> Callable[[ScheduleFunction], ScheduleFunction]:
+    """Decorator: registers a schedule function under a name."""
+
+    def decorate(function: ScheduleFunction) -> ScheduleFunction:
+        known = _REGISTERED.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (
+            function.__module__,
+            function.__qualname__,
+        ):
+            raise ConfigError(f"schedule {name!r} is registered twice: {_place(known)} and {_place(function)}")
+        _REGISTERED[name] = function
+        return function
+
+    return decorate
+
+
+def find_schedule(name: str) -> ScheduleFunction:
+    """The schedule that ``--model-schedule`` names: ``auto``, a file, ``FILE:name``, or a registered name.
+
+    Options in the name are bound to the function that is returned.
+
+    Raises:
+        ConfigError: there is none, the file can't be read, or it does not take these options.
+        ScheduleError: the file fails when it is imported; names the line.
+    """
+    file, chosen, options = _parts(name)
+    function = _find(chosen) if file is None else _from_file(file, chosen)
+    head = ":".join(filter(None, [str(file or ""), chosen]))
+    return _with_options(function, head, options) if options else function
+
+
+def split_file(name: str) -> tuple[Path | None, str]:
+    """The file that a schedule is named by, and what follows its colon; None and the whole name without one.
+
+    A path may have colons in it: of several ends in ``.py``, the first that is a file counts.
+    """
+    ends = [at + len(_SUFFIX) for at in range(len(name)) if name.startswith(_SUFFIX, at)]
+    ends = [end for end in ends if name[end : end + 1] in ("", ":")]
+    if not ends:
+        return None, name
+    end = next((end for end in ends if Path(name[:end]).is_file()), ends[0])
+    return Path(name[:end]), name[end + 1 :]
+
+
+def add_options(name: str, options: Sequence[str]) -> str:
+    """The name of a schedule with options added to those it has; of one given twice the last counts.
+
+    Args:
+        options: each ``KEY=VALUE``.
+
+    Raises:
+        ConfigError: one is not of this form.
+    """
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not equals or not key.isidentifier() or set(value) & set(",:"):
+            raise ConfigError(f"--schedule-option {option}: write KEY=VALUE; no comma or colon in the value")
+    file, chosen, given = _parts(name)
+    given |= dict(option.split("=", 1) for option in options)
+    told = ",".join(f"{key}={value}" for key, value in given.items())
+    return ":".join(filter(None, [str(file or ""), chosen, told]))
+
+
+def _parts(name: str) -> tuple[Path | None, str, dict[str, str]]:
+    """File, name in it (or the registered one), and options of ``FILE:name:KEY=VALUE,KEY=VALUE``."""
+    file, rest = split_file(name)
+    head, _, last = rest.rpartition(":")
+    if "=" not in last or (file is None and not head):
+        return file, rest, {}
+    options = {}
+    for option in last.split(","):
+        key, equals, value = option.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"--model-schedule {name}: {option!r} is no option; write KEY=VALUE,KEY=VALUE")
+        options[key] = value
+    return file, head, options
+
+
+def _with_options(function: ScheduleFunction, name: str, options: Mapping[str, str]) -> ScheduleFunction:
+    """The function with its options bound; values are JSON where they parse as such."""
+    parameters = list(inspect.signature(function).parameters.values())[2:]
+    known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+    unknown = [key for key in options if key not in known]
+    if unknown and len(known) == len(parameters):
+        takes = f"it takes {', '.join(known)}" if known else "it takes none: it has no parameter after the layout"
+        raise ConfigError(f"--model-schedule {name}: the schedule has no option {', '.join(unknown)}; {takes}")
+    values = {key: _value(key, text) for key, text in options.items()}
+
+    @functools.wraps(function)
+    def bound(sch: Schedule, layout: Layout) -> None:
+        function(sch, layout, **values)
+
+    return bound
+
+
+def _value(key: str, text: str) -> Any:
+    """What an option is: JSON where it is such, else the text.
+
+    Raises:
+        ConfigError: JSON that no program can use: nested too deep, numbers of a thousand digits.
+    """
+    if why := unsound_text(text):
+        raise ConfigError(f"--schedule-option {key}: {why}")
+    try:
+        return parse_json(text)
+    except NoJson:
+        return text
+    except ValueError as error:
+        raise ConfigError(f"--schedule-option {key}={text:.60}: {error}") from error
+
+
+def _find(name: str) -> ScheduleFunction:
+    if name == "auto":
+        from megasched.model_adapters.default_schedule import schedule
+
+        return schedule
+    found = _registered().get(name)
+    if found is None:
+        known = ", ".join(sorted(_registered())) or "none"
+        raise ConfigError(
+            f"--model-schedule {name}: no such file (a schedule file ends in .py), and no schedule is "
+            f"registered under this name; registered: {known}; or `auto`"
+        )
+    return found
+
+
+def apply_schedule(sch: Schedule, function: ScheduleFunction) -> Schedule:
+    """Calls a user's schedule function on a schedule.
+
+    Raises:
+        ScheduleError: what it raises, with the line of the user's file that did.
+    """
+    try:
+        function(sch, sch.layout)
+    except ScheduleError:
+        raise
+    except Exception as error:
+        what = f"the schedule raised {type(error).__name__}: {error}"
+        raise ScheduleError(Problem(what, source=_raised_at(error, function))) from error
+    return sch
+
+
+def _from_file(path: Path, chosen: str) -> ScheduleFunction:
+    if not os.path.lexists(path):
+        raise ConfigError(f"--model-schedule {path}: no such file")
+    module = _import(path)
+    if chosen:
+        found = _REGISTERED.get(chosen) or getattr(module, chosen, None)
+        missing = f'a schedule {chosen!r}: register it with @megasched.register_schedule("{chosen}")'
+    else:
+        found = getattr(module, "schedule", None)
+        missing = "`def schedule(sch, layout)`"
+    if not callable(found):
+        raise ConfigError(f"{path}: the schedule file does not define {missing}")
+    return found
+
+
+def _import(path: Path) -> ModuleType:
+    """Runs the file as a module of its own name; a failure names the line in it."""
+    text = read_bytes(path, SCHEDULE.named_by("--model-schedule"))
+    module = ModuleType(f"megasched_schedule_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look their module up there
+    try:
+        code = compile(text, str(path), "exec", dont_inherit=True)
+        exec(code, module.__dict__)  # the user's own file, named on the command line
+    except SyntaxError as error:
+        what = f"the schedule file has a syntax error: {error.msg}"
+        raise ScheduleError(Problem(what, source=f"{path}:{error.lineno or 1}")) from error
+    except ScheduleError:
+        raise
+    except Exception as error:
+        what = f"the schedule file fails when it is imported: {type(error).__name__}: {error}"
+        raise ScheduleError(Problem(what, source=_line_in(error, str(path)) or str(path))) from error
+    return module
+
+
+def _registered() -> dict[str, ScheduleFunction]:
+    found: dict[str, Any] = {point.name: point.load() for point in entry_points(group=GROUP)}
+    return {**found, **_REGISTERED}
+
+
+def _raised_at(error: Exception, function: ScheduleFunction) -> str:
+    """The line of the user's function that raised; where the function stands if it could not even be called."""
+    place = _place(function)
+    return _line_in(error, place.rpartition(":")[0]) or place
+
+
+def _line_in(error: Exception, filename: str) -> str:
+    """The innermost line of the user's file in a traceback; empty if the file is not in it."""
+    lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == filename]
+    return f"{filename}:{lines[-1].lineno}" if lines else ""
+
+
+def _place(function: ScheduleFunction) -> str:
+    """``file:line`` of a function; what it is for a callable that has no code of its own."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)

@@ -1,0 +1,170 @@
+"""What the lowering of one module needs to know: the TP group, Megatron's config, where values come from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megasched.definition.build import init_empty_weights
+from megasched.layers.tokens import Tokens
+from megasched.plan.param_mapping import Assembly
+from megasched.plan.placement import Placement
+from megasched.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from megatron.core import ModelParallelConfig
+
+    from megasched.layers.context_parallel import ContextParallel
+    from megasched.weights.source import WeightSource
+
+
+@dataclass
+class Context:
+    """The surroundings of one build.
+
+    Attributes:
+        plan: what is to be built.
+        group: Megatron's TP group.
+        config: Megatron's config; linears and embeddings get copies of it.
+        source: where values come from; None takes those that the model holds.
+        device: where parameters are made.
+        expert_group: Megatron's EP group; None where experts are not shared out.
+        megatron_finalizes: Megatron's ``finalize_model_grads`` will run, which sums the gradients of parameters
+            marked ``sequence_parallel`` over TP; otherwise a hook on the parameter does.
+        context_parallel: the ranks that share a sequence; None without context parallelism.
+        process_groups: Megatron's groups for its own modules; None: those of this process.
+        float32: names of what stays in float32 whatever the run's precision
+            (``megasched.definition.build.kept_in_float32``).
+        assemblies: name in the lowered model -> HF tensors, for parameters of blocks.
+        renamed_buffers: name in the lowered model -> name in the definition, for buffers of blocks.
+        made: canonical name -> parameter on this rank, so that ties stay ties.
+        tokens: how they stand in what linears take, where activations are split along the sequence.
+    """
+
+    plan: Plan
+    group: torch.distributed.ProcessGroup
+    config: ModelParallelConfig
+    source: WeightSource | None
+    device: torch.device
+    megatron_finalizes: bool
+    assemblies: dict[str, Assembly] = field(default_factory=dict)
+    renamed_buffers: dict[str, str] = field(default_factory=dict)
+    made: dict[str, nn.Parameter] = field(default_factory=dict)
+    expert_group: Any = None
+    context_parallel: ContextParallel | None = None
+    float32: frozenset[str] = frozenset()
+    tokens: Tokens = field(default_factory=Tokens)
+    process_groups: Any = None
+
+    @property
+    def groups(self) -> Any:
+        """A ``ProcessGroupCollection`` for Megatron's own modules."""
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        return self.process_groups or ProcessGroupCollection.use_mpu_process_groups()
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    def place(self, placement: Placement) -> tuple[int, int]:
+        """(rank, size) in the group that a parameter is cut over."""
+        group = self.expert_group if placement.group == "ep" else self.group
+        return group.rank(), group.size()
+
+    def dtype(self, placement: Placement, held: torch.Tensor) -> torch.dtype:
+        """In which a parameter is made that takes the place of ``held``."""
+        if self.source is None:
+            return held.dtype
+        return torch.float32 if placement.name in self.float32 else self.config.params_dtype
+
+    def config_with(self, **changes: Any) -> ModelParallelConfig:
+        """A copy of Megatron's config for one layer; values are filled in by us, so it initialises nothing."""
+        found = copy.copy(self.config)
+        found.perform_initialization = False
+        found.use_cpu_initialization = self.device.type == "cpu"
+        for name, value in changes.items():
+            setattr(found, name, value)
+        return found
+
+    def making(self, held: torch.Tensor) -> AbstractContextManager[None]:
+        """Surrounds the making of a layer: without values to fill in, its parameters stay deferred, on meta."""
+        deferred = self.source is None and held.device.type == "meta"
+        return init_empty_weights() if deferred else nullcontext()
+
+    def adopt_assembled(self, parameter: nn.Parameter, assembly: Assembly, held: Sequence[nn.Parameter]) -> None:
+        """The same as ``adopt`` for a parameter that is made of several HF tensors."""
+        parameter.requires_grad_(held[0].requires_grad)
+        self._fill(parameter, assembly, held)
+        reduce_partial_gradient(parameter, assembly.parts[0], self)
+
+    def _local(self, placement: Placement, held: torch.Tensor, rank: int, size: int) -> torch.Tensor | None:
+        """A piece of an HF tensor; None while there is nothing to take values from."""
+        if self.source is not None:
+            return self.source.local(placement, rank, size)
+        if held.device.type != "meta":
+            return placement.shard(held, rank, size)
+        return None  # deferred by init_empty_weights
+
+    def _fill(self, parameter: nn.Parameter, assembly: Assembly, held: Sequence[torch.Tensor]) -> None:
+        """Gives a parameter of this rank its values, from the source or from the tensors the model held."""
+        device, dtype = parameter.device, parameter.dtype
+        if self.source is not None:
+            parameter.data = torch.empty(0, dtype=dtype, device=device)  # a large one is not held twice
+        cut = assembly.cut(*self.place(assembly.parts[0]))
+        pieces = [self._local(part, tensor, *cut) for part, tensor in zip(assembly.parts, held, strict=True)]
+        found = [piece for piece in pieces if piece is not None]
+        if len(found) == len(pieces):
+            with torch.no_grad():
+                values = assembly.join(found, cut[1])
+                if self.source is None:
+                    parameter.copy_(values)
+                else:
+                    parameter.data = values.to(device=device, dtype=dtype).contiguous()
+
+    def settle(self, owner: nn.Module, name: str, placement: Placement, held: nn.Parameter) -> None:
+        """Adopts a parameter that a layer just made, or puts in its place the one that it is tied to."""
+        tied = self.made.get(placement.name)
+        if tied is not None:
+            setattr(owner, name, tied)
+        else:
+            self.adopt(getattr(owner, name), placement, held)
+
+    def adopt(self, parameter: nn.Parameter, placement: Placement, held: nn.Parameter) -> None:
+        """Values, ``requires_grad``, annotations and gradient reduction of a parameter just made."""
+        own = dict(parameter.__dict__)
+        parameter.__dict__.update(held.__dict__)
+        parameter.__dict__.update(own)
+        parameter.requires_grad_(held.requires_grad)
+        self._fill(parameter, Assembly((placement,)), [held.detach()])
+        self.made[placement.name] = parameter
+        reduce_partial_gradient(parameter, placement, self)
+
+
+def reduce_partial_gradient(parameter: nn.Parameter, placement: Placement, context: Context) -> None:
+    """Has the gradient of a replicated parameter summed over TP where each rank computes a part of it."""
+    if placement.tp_gradient == "complete" or context.size == 1 or not parameter.requires_grad:
+        if hasattr(parameter, "sequence_parallel"):
+            parameter.sequence_parallel = False
+        return
+    by_megatron = context.megatron_finalizes and context.plan.layout.sp
+    parameter.sequence_parallel = by_megatron
+    if by_megatron:
+        return
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.contiguous().clone()
+        torch.distributed.all_reduce(total, group=context.group)
+        return total
+
+    parameter.register_hook(summed)

@@ -1,0 +1,139 @@
+"""Context parallelism at run time: whole sequences where a module needs them, and a rank's own part again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from megatron.core.parallel_state import get_hierarchical_context_parallel_groups
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import nn
+
+from megasched.analysis.recorded import LeafPath, change_leaves
+from megasched.analysis.sequence_plan import SequenceRegion
+from megasched.definition.mask_interface import whole_sequence
+from megasched.definition.sequence_split import Zigzag
+from megasched.errors import MegaschedError
+from megasched.graph import opaque
+from megasched.language.tensor_types import Along
+from megasched.layers.te.attention import TeContext
+from megasched.layers.wrap import Forward, wrap_forward
+
+
+class ContextParallel:
+    """The ranks that share a sequence, and what they exchange.
+
+    Attributes:
+        group: Megatron's CP group.
+        zigzag: which part of the sequence is this rank's.
+        batch: sequences in the batch that runs, which some definitions flatten with the tokens; set by whoever
+            runs it.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.zigzag = Zigzag(group.size(), group.rank())
+        self.batch = 1
+
+    def gather(self, part: torch.Tensor, along: Along) -> torch.Tensor:
+        """The whole of a tensor that is split along the sequence, in the order of the sequence.
+
+        Each rank's gradient of the whole is a part of it, so they are summed and split again (reduce-scatter).
+        """
+        first = self.zigzag.sequence_first(part, along)
+        gathered = gather_from_sequence_parallel_region(first, tensor_parallel_output_grad=True, group=self.group)
+        return self.zigzag.sequence_back(self.zigzag.in_order(gathered), along)
+
+    def gather_together(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [b, heads, s, d] of the whole sequence, of parts of it; one collective."""
+        together = self.gather(torch.cat([key, value], dim=-1), Along(2))
+        return together.split([key.shape[-1], value.shape[-1]], dim=-1)
+
+    def for_te(self, config: Any, layer: int | None) -> TeContext:
+        """What Transformer Engine's attention is told, as Megatron's ``TEDotProductAttention`` tells it
+        (megatron/core/extensions/transformer_engine.py).
+
+        Args:
+            config: Megatron's, for ``cp_comm_type``.
+            layer: number of the layer, for which Megatron may name a type of its own.
+        """
+        kind = comm_type(config, layer or 0)
+        group = get_hierarchical_context_parallel_groups() if kind == "a2a+p2p" else self.group
+        ranks = torch.distributed.get_process_group_ranks(self.group)
+        return TeContext(group, ranks, _stream(), kind, self.zigzag.size)
+
+
+def comm_type(config: Any, layer: int) -> str:
+    """How Transformer Engine exchanges keys and values in a layer, by Megatron's config (``--cp-comm-type``)."""
+    kind = config.cp_comm_type
+    return (kind[layer] if isinstance(kind, list) else kind) or "p2p"
+
+
+@cache
+def _stream() -> Any:
+    """The one stream on which Transformer Engine exchanges keys and values."""
+    return torch.cuda.Stream()
+
+
+def enter_sequence_region(path: str, module: nn.Module, region: SequenceRegion, context: ContextParallel) -> None:
+    """Has a module compute whole sequences, the same on every CP rank, of which each then takes its own part.
+
+    A rank's gradient inside is that of its own part of the output; summed over data parallelism, which includes
+    context parallelism, the gradients of parameters are complete.
+    """
+
+    def wrapper(forward: Forward) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            inputs, outputs = (_in_batch(places, context.batch) for places in region)
+            args, kwargs = _mapped((args, kwargs), inputs, context.gather, path)
+            with whole_sequence():
+                output = forward(*args, **kwargs)
+            return _mapped(output, outputs, context.zigzag.own_part, path)
+
+        return functools.partial(opaque.call, "sequence_region", run)
+
+    wrap_forward(module, wrapper)
+
+
+def gather_recorded(
+    path: str, module: nn.Module, places: Mapping[LeafPath, Along], context: ContextParallel
+) -> None:
+    """Hands out of whole sequences what HF's hooks recorded inside of layers.
+
+    Args:
+        module: the one around the layers that returns it.
+        places: where the sequence is in those leaves of what it returns.
+    """
+
+    def wrapper(forward: Forward) -> Forward:
+        def gathered(*args: Any, **kwargs: Any) -> Any:
+            inside = _in_batch(places, context.batch)
+            changes = {leaf: functools.partial(context.gather, along=along) for leaf, along in inside.items()}
+            return change_leaves(path, forward(*args, **kwargs), changes)
+
+        return gathered
+
+    wrap_forward(module, wrapper)
+
+
+def _in_batch[Leaf](places: Mapping[Leaf, Along], batch: int) -> dict[Leaf, Along]:
+    """The trial call's batch was another one."""
+    return {index: replace(along, outer=batch if along.outer > 1 else 1) for index, along in places.items()}
+
+
+def _mapped(value: Any, places: Mapping[int, Along], function: Any, path: str) -> Any:
+    """The same structure with ``function`` of the tensors that are split, which the trial call has found."""
+    leaves, structure = torch.utils._pytree.tree_flatten(value)
+    for index, along in places.items():
+        if index >= len(leaves) or not isinstance(leaves[index], torch.Tensor):
+            raise MegaschedError(
+                f"{path} is called, or returns, otherwise than in the trial call: context parallelism looks for a "
+                f"tensor that is split along the sequence at place {index}, and there is none. Run it without "
+                "--context-parallel-size"
+            )
+        leaves[index] = function(leaves[index], along)
+    return torch.utils._pytree.tree_unflatten(leaves, structure)

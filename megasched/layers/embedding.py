@@ -1,0 +1,92 @@
+"""Token embeddings cut along the vocabulary: Megatron's ``VocabParallelEmbedding`` under HF's module; and tables
+that are cut along their features.
+
+HF subclasses ``nn.Embedding`` to scale or norm what is looked up; such a subclass keeps its forward, and only
+the lookup below it is Megatron's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import VocabParallelEmbedding, set_tensor_model_parallel_attributes
+from torch import nn
+
+from megasched.layers.build_context import Context
+from megasched.layers.ids import refuse_ids
+from megasched.layers.linear import make_parameter
+
+
+class VocabEmbedding(VocabParallelEmbedding):
+    """``VocabParallelEmbedding`` that gives the padding id no gradient, as ``nn.Embedding`` does."""
+
+    padding_idx: int | None = None
+    overwritten: bool = False  # the definition changes what is looked up in place
+    checked: tuple[str, int] | None = None  # name and vocabulary of ids that nobody else checks
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """[b, s] int64 -> [b, s, h], the same on all TP ranks."""
+        return _lookup(self, ids)
+
+
+class ShardedLookup(nn.Embedding):
+    """Stands between an HF subclass of ``nn.Embedding`` and its base: ``super().forward`` looks up a shard."""
+
+    overwritten: bool = False
+    checked: tuple[str, int] | None = None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return _lookup(self, ids)
+
+
+def _lookup(module: Any, ids: torch.Tensor) -> torch.Tensor:
+    if module.checked is not None:
+        name, vocabulary = module.checked
+        refuse_ids(name, ids, vocabulary, below_zero=True)
+    found = VocabParallelEmbedding.forward(module, ids)
+    if module.overwritten:  # autograd allows it of no view that a custom function made
+        found = found.clone()
+    if module.padding_idx is None:
+        return found
+    return torch.where((ids == module.padding_idx).unsqueeze(-1), found.detach(), found)
+
+
+def lower_features(path: str, module: nn.Embedding, context: Context) -> nn.Module:
+    """This rank's columns of a table, its values filled in: ids [...] -> [..., features / tp]. Nothing is sent."""
+    held = module.weight
+    parallel = nn.Embedding(1, 1, device="meta")
+    weight = make_parameter(parallel, "weight", context.plan.placement(path, "weight"), held, context)
+    set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=1, stride=1)  # Megatron's norm counts by it
+    parallel.num_embeddings, parallel.embedding_dim = weight.shape
+    parallel.padding_idx = module.padding_idx
+    return parallel
+
+
+def lower_embedding(path: str, module: nn.Embedding, context: Context) -> nn.Module:
+    """The vocabulary-parallel embedding that takes the place of an HF one, its values filled in."""
+    placement = context.plan.placement(path, "weight")
+    held = module.weight
+    dtype = context.dtype(placement, held)
+    with context.making(held):
+        parallel = VocabEmbedding(
+            placement.padded or module.num_embeddings,
+            module.embedding_dim,
+            init_method=nn.init.zeros_,
+            config=context.config_with(params_dtype=dtype),
+            tp_group=context.group,
+        )
+    parallel.padding_idx = module.padding_idx
+    parallel.overwritten = path in context.plan.derived.overwritten
+    if not context.megatron_finalizes:  # the trainer checks a batch as it comes
+        parallel.checked = f"the ids of {path}", placement.shape[0]
+    context.settle(parallel, "weight", placement, held)
+    if type(module) is nn.Embedding:
+        return parallel
+    cls = type(module)
+    module.__class__ = type(f"VocabParallel{cls.__name__}", (cls, ShardedLookup), {"__module__": cls.__module__})
+    module.weight = parallel.weight
+    for name, value in parallel.__dict__.items():
+        if not name.startswith("_") and name not in ("training", "padding_idx"):
+            module.__dict__[name] = value
+    return module

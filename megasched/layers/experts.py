@@ -1,0 +1,167 @@
+"""Experts over the EP group: each rank holds some of them, and pairs of token and expert travel to where they are.
+
+HF's router decides, HF's experts compute. Between them stand Megatron's all-to-all collectives. Megatron's own
+``MoEAlltoAllTokenDispatcher`` takes a map [tokens, experts] in the routing's place (megatron/core/transformer/moe/
+token_dispatcher.py), which forgets the order in which a token's experts were chosen and adds its results up in
+another; here every pair stays by itself until it is back, and a token's pairs are summed in HF's order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    all_to_all,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from megasched.graph import opaque
+from megasched.layers.build_context import Context
+from megasched.layers.linear import make_parameter
+from megasched.layers.wrap import wrap_forward
+
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def lower_experts(path: str, module: nn.Module, context: Context) -> None:
+    """Leaves a module of experts (``megasched.definition.experts``) with those of this EP rank, and has pairs sent
+    to them.
+
+    Their gradients are complete once they are summed over the ranks that hold the same experts, which is what
+    ``allreduce = False`` tells Megatron's DDP and optimizers.
+    """
+    group, plan = context.expert_group, context.plan
+    for name, held in list(module.named_parameters(recurse=False)):
+        parameter = make_parameter(module, name, plan.placement(path, name), held, context)
+        parameter.allreduce = False
+    total: Any = module.num_experts
+    module.num_experts = total // group.size()
+    # Where the TP ranks have the same tokens, each sends its share of them: each pair is computed once.
+    region = plan.derived.experts.get(path, "R")
+    same = context.size > 1 and region in "RP"
+    signature = inspect.signature(type(module).forward)
+
+    def wrapper(forward: Callable[..., Any]) -> Callable[..., Any]:
+        dispatch = partial(_dispatch, forward, total, group)
+        if same:
+            dispatch = partial(_share_tokens, dispatch, region, context.group)
+
+        def dispatched(*args: Any, **kwargs: Any) -> torch.Tensor:
+            hidden, index, weights = list(signature.bind(module, *args, **kwargs).arguments.values())[1:]
+            flat = (hidden.reshape(-1, hidden.shape[-1]), *(x.reshape(-1, x.shape[-1]) for x in (index, weights)))
+            return dispatch(*flat).view_as(hidden)
+
+        return partial(opaque.call, "experts", dispatched)  # a graph of a module around it would lose its backward
+
+    wrap_forward(module, wrapper)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How many pairs this rank sends to each EP rank and gets from it."""
+
+    group: Any
+    sent: list[int]
+    received: list[int]
+
+    def there(self, x: torch.Tensor) -> torch.Tensor:
+        """What is sorted by the rank it goes to; the gradient comes back."""
+        return all_to_all(self.group, x, self.received, self.sent)
+
+    def back(self, x: torch.Tensor) -> torch.Tensor:
+        """The other way."""
+        return all_to_all(self.group, x, self.sent, self.received)
+
+
+def _dispatch(
+    experts: Experts, total: int, group: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """What all experts make of this rank's tokens.
+
+    Args:
+        experts: the definition's forward, of this rank's experts alone.
+        total: experts of all EP ranks.
+        hidden: [t, h].
+        index: [t, k], the experts of each token; what is no expert (``total`` or more) adds nothing.
+        weights: [t, k].
+
+    Returns:
+        [t, h], each token the sum of its weighted results.
+    """
+    tokens, choices = index.shape
+    chosen = index.flatten()
+    exchange, local = routed(chosen, total, group)
+    order = chosen.argsort(stable=True)[: sum(exchange.sent)]  # ranks hold consecutive experts
+    states = exchange.there(hidden[order // choices])
+    shares = exchange.there(weights.flatten()[order])
+    results = _compute(experts, states, local, shares)
+    pairs = exchange.back(results)
+    whole = pairs.new_zeros(tokens * choices, hidden.shape[-1]).index_copy(0, order, pairs)
+    return whole.view(tokens, choices, -1).sum(dim=1).to(hidden.dtype)
+
+
+def routed(chosen: torch.Tensor, total: int, group: Any) -> tuple[Exchange, torch.Tensor]:
+    """How many pairs go where, and which of this rank's experts each pair that comes is for.
+
+    Args:
+        chosen: the experts of this rank's pairs; what is no expert goes nowhere.
+    """
+    counts = torch.bincount(chosen, minlength=total)[:total].view(group.size(), -1)
+    received = torch.empty_like(counts)
+    torch.distributed.all_to_all_single(received, counts, group=group)  # [EP, experts of this rank]
+    local = torch.arange(counts.shape[1], device=chosen.device).repeat(group.size())
+    exchange = Exchange(group, counts.sum(1).tolist(), received.sum(1).tolist())
+    return exchange, local.repeat_interleave(received.flatten())
+
+
+def routed_evenly(chosen: torch.Tensor, total: int, group: Any) -> tuple[Exchange, torch.Tensor]:
+    """The same where tensors have no values: every expert gets as many pairs."""
+    ranks = group.size()
+    sent = [(chosen.numel() + rank) // ranks for rank in range(ranks)]
+    local = torch.arange(chosen.numel(), device=chosen.device) % (total // ranks)
+    return Exchange(group, sent, sent), local
+
+
+def _compute(experts: Experts, states: torch.Tensor, index: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Weighted results of pairs [p, h]. Where none came, one of weight zero keeps the parameters in the graph:
+    Megatron's overlapped reduction waits for the gradient of each."""
+    none = states.shape[0] == 0
+    if none:
+        states, index, shares = (F.pad(states, (0, 0, 0, 1)), F.pad(index, (0, 1)), F.pad(shares, (0, 1)))
+    results = experts(states, index[:, None], shares[:, None])
+    return results[:0] if none else results
+
+
+def _share_tokens(
+    dispatch: Experts,
+    region: str,
+    group: Any,
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """``dispatch`` of this TP rank's share of tokens that all TP ranks have, and the results of all shares.
+
+    Args:
+        region: ``R``: all ranks have the whole gradient of the results, and are to have that of the tokens; ``P``:
+            each has a part of both.
+    """
+    tokens, size = hidden.shape[0], group.size()
+    padded = [F.pad(x, (0, 0, 0, -tokens % size)) for x in (hidden, index, weights)]
+    if region == "R":
+        own = [scatter_to_sequence_parallel_region(x, group=group) for x in padded]
+    else:
+        own = [x.chunk(size)[group.rank()] for x in padded]
+    results = dispatch(*own)
+    partial_gradient = region == "P"
+    return gather_from_sequence_parallel_region(
+        results, tensor_parallel_output_grad=partial_gradient, group=group
+    )[:tokens]

@@ -1,0 +1,222 @@
+"""Linears over the TP group: Megatron's own layers, in HF's calling convention.
+
+HF hands over [b, s, h] and expects a tensor; Megatron's layers take [s, b, h] where they communicate along
+the sequence and return a tuple. Only sequence parallelism cares which of the two comes first, and there
+the transposes are views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    all_gather_last_dim_from_tensor_parallel_region,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from megasched.definition.linears import output_axis
+from megasched.layers.build_context import Context
+from megasched.layers.fused_columns import JointColumns
+from megasched.layers.regions import sum_gradient
+from megasched.layers.tokens import Tokens
+from megasched.plan.placement import Placement
+
+
+class ColumnLinear(ColumnParallelLinear):
+    """``ColumnParallelLinear`` that takes [b, s, in] and returns [b, s, out / tp] (or [b, s, out] gathered).
+
+    Attributes:
+        real_features: output features without padding; what is gathered is cut to them.
+        inside: what is gathered stays inside a TP region, so that its gradient is summed over the ranks.
+        overwritten: the definition changes the output in place, which autograd allows of no view that a custom
+            function made.
+        joint: the columns that are computed by one matrix product with this one, if there are any.
+        tokens: how they stand in what it takes.
+    """
+
+    real_features: int | None = None
+    inside: bool = False
+    overwritten: bool = False
+    joint: JointColumns | None = None
+    tokens: Tokens
+    # Megatron's has an empty entry for Transformer Engine in its state dict; the definition's has none.
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self._computed(x)
+        return output.clone() if self.overwritten else output
+
+    def _computed(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() not in (2, 3) and not self.sequence_parallel:  # Megatron's backward takes no other
+            return _as_before(x, self._computed(x.reshape(-1, x.shape[-1])))
+        if self.joint is not None:
+            output = self.joint.part(self, x)
+            if output is not None:
+                return output
+        if self.sequence_parallel:
+            return self.tokens.as_before(super().forward(self.tokens.sequence_first(x).contiguous())[0], x)
+        output = super().forward(x)[0]
+        if self.inside:
+            return all_gather_last_dim_from_tensor_parallel_region(output, group=self.tp_group)
+        if self.gather_output and self.real_features is not None:
+            output = output[..., : self.real_features]
+        return output
+
+
+class RowLinear(RowParallelLinear):
+    """``RowParallelLinear`` that takes [b, s, in / tp] and returns [b, s, out] ([b, s / tp, out] under SP).
+
+    Attributes:
+        takes_part: the input is whole inside a TP region; this rank takes its part of it.
+        overwritten: as above.
+        inside: the output stays inside a TP region, so that its gradient is summed over the ranks, too.
+        tokens: as above.
+    """
+
+    takes_part: bool = False
+    overwritten: bool = False
+    inside: bool = False
+    tokens: Tokens
+
+    get_extra_state = nn.Module.get_extra_state  # as above
+    set_extra_state = nn.Module.set_extra_state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() not in (2, 3) and not self.sequence_parallel:  # as above
+            return _as_before(x, self.forward(x.reshape(-1, x.shape[-1])))
+        if self.takes_part:
+            x = x.chunk(self.tp_group.size(), dim=-1)[self.tp_group.rank()]
+        if self.sequence_parallel:
+            output = self.tokens.as_before(super().forward(self.tokens.sequence_first(x))[0], x)
+        else:
+            output = super().forward(x)[0]
+        if self.inside:
+            output = sum_gradient(output, self.tp_group)
+        return output.clone() if self.overwritten else output
+
+
+class ReplicatedHeadsLinear(nn.Module):
+    """A projection to k or v (or to q, k and v) that is whole on every rank, which uses some rows of it.
+
+    See ``replicated_heads.py``.
+
+    Attributes:
+        rows: half-open ranges of output features that this rank computes.
+        entered: a region around it has taken the input over to TP already.
+        split: how tokens stand in what it takes, where activations around it are split along the sequence.
+    """
+
+    def __init__(
+        self, rows: Sequence[tuple[int, int]], group: Any, *, entered: bool, split: Tokens | None
+    ) -> None:
+        super().__init__()
+        self.rows, self.group, self.entered, self.split = tuple(rows), group, entered, split
+        self.weight: nn.Parameter
+        self.bias: nn.Parameter | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, s, in] ([b, s / tp, in] where it gathers the sequence) -> [b, s, rows]."""
+        if not self.entered and self.split is None:
+            x = copy_to_tensor_model_parallel_region(x, group=self.group)
+        elif not self.entered:
+            part = self.split.sequence_first(x).contiguous()
+            whole = gather_from_sequence_parallel_region(part, tensor_parallel_output_grad=True, group=self.group)
+            x = self.split.as_before(whole, x)
+        return F.linear(x, self._used(self.weight), None if self.bias is None else self._used(self.bias))
+
+    def _used(self, whole: torch.Tensor) -> torch.Tensor:
+        pieces = [whole[start:stop] for start, stop in self.rows]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def lower_linear(path: str, module: nn.Module, context: Context, *, entered: bool) -> nn.Module:
+    """The layer of Megatron's that takes the place of an HF linear, its values filled in.
+
+    Args:
+        path: of the module in the definition.
+        module: ``nn.Linear`` or HF ``Conv1D``, real or on meta.
+        entered: a region around it already takes the input over to TP (see ``region.py``).
+    """
+    plan = context.plan
+    weight = plan.placement(path, "weight")
+    out_features, in_features = _sizes(module)
+    bias = getattr(module, "bias", None) is not None
+    split = plan.splits_sequence(path)
+    if path in plan.replicated_heads:
+        rows = plan.replicated_heads[path].rows(context.rank, context.size, out_features)
+        tokens = context.tokens if split else None
+        lowered: nn.Module = ReplicatedHeadsLinear(rows, context.group, entered=entered, split=tokens)
+        for name, held in module.named_parameters(recurse=False):
+            make_parameter(lowered, name, plan.placement(path, name), held, context)
+        if not bias:
+            lowered.register_parameter("bias", None)
+        return lowered
+    tied = weight.name in context.made
+    gathered, inside = path in plan.derived.gather, path in plan.derived.inside
+    dtype = context.dtype(weight, module.weight)
+    with context.making(module.weight):
+        if plan.cuts[path] == "column":
+            lowered = ColumnLinear(
+                in_features,
+                weight.padded or out_features,
+                config=context.config_with(sequence_parallel=split and not entered, params_dtype=dtype),
+                init_method=nn.init.zeros_,
+                bias=bias,
+                gather_output=gathered and not inside,
+                disable_grad_reduce=entered,
+                skip_weight_param_allocation=tied,
+                tp_group=context.group,
+            )
+            lowered.inside = gathered and inside
+            lowered.overwritten = path in plan.derived.overwritten
+            lowered.real_features = out_features if weight.padded else None
+        else:
+            stays = path in plan.derived.rows_inside
+            lowered = RowLinear(
+                in_features,
+                out_features,
+                config=context.config_with(sequence_parallel=split and not stays, params_dtype=dtype),
+                init_method=nn.init.zeros_,
+                bias=bias,
+                input_is_parallel=inside or path not in plan.derived.scatter,
+                skip_bias_add=False,
+                tp_group=context.group,
+            )
+            lowered.takes_part, lowered.inside = inside, stays
+            lowered.overwritten = path in plan.derived.overwritten
+    lowered.tokens = context.tokens
+    for name, held in module.named_parameters(recurse=False):
+        context.settle(lowered, name, plan.placement(path, name), held)
+    return lowered
+
+
+def _as_before(x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Features [tokens, out] of tokens that stood [..., in]: [..., out]."""
+    return output.view(*x.shape[:-1], output.shape[-1])
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    """(out_features, in_features) of a Linear or Conv1D."""
+    axis = output_axis(module)
+    return module.weight.shape[axis], module.weight.shape[1 - axis]
+
+
+def make_parameter(
+    owner: nn.Module, name: str, placement: Placement, held: nn.Parameter, context: Context
+) -> nn.Parameter:
+    """Registers this rank's part of an HF parameter, its values filled in."""
+    dtype = context.dtype(placement, held)
+    shape = context.plan.local_shape(placement)
+    with context.making(held):
+        owner.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=context.device)))
+    context.settle(owner, name, placement, held)
+    made: nn.Parameter = getattr(owner, name)
+    return made

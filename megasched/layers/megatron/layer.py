@@ -1,0 +1,121 @@
+"""A decoder layer computed by Megatron's own ``TransformerLayer``, filled with the definition's weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from megasched.analysis.slot import Slot
+from megasched.language.roles import Block, Roles
+from megasched.layers.build_context import Context
+from megasched.layers.megatron.attention import (
+    attention_config,
+    refuse_in_context,
+    sequence_first,
+    sequence_parts,
+    settle_attention,
+    settle_latent,
+)
+from megasched.layers.megatron.fill import fill_module
+from megasched.layers.megatron.layer_spec import layer_submodules
+from megasched.layers.megatron.mlp import mlp_config
+from megasched.layers.megatron.moe import mixture_config, note_correction, settle_mixture
+from megasched.layers.megatron.rotary import LayerAngles, OwnAngles
+from megasched.layers.te.attention import uses_transformer_engine
+from megasched.plan.megatron_params import assemblies, has_bias, mixture_in
+
+
+class MegatronLayer(nn.Module):
+    """Takes a decoder layer's place: its call and what it returns are the definition's.
+
+    Args:
+        layer: Megatron's, which takes and returns [s (/ tp under SP), b, h].
+        slot: where the hidden state stands in the definition's call.
+        angles: (device, length) -> rotary angles [s, 1, 1, head_dim] of this rank, float32; None where the layer
+            is given none.
+        parts: in how many parts the hidden state is split along the sequence by sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        layer: TransformerLayer,
+        slot: Slot,
+        angles: OwnAngles | None,
+        parts: int,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.slot, self.angles, self.parts = slot, angles, parts
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The hidden state [b, s (/ tp), h] among the arguments goes through the layer. Of the others, the bounds
+        of packed sequences count; masks and positions say nothing that Megatron's causal layer does not know."""
+        given = self.slot.get(args, kwargs)
+        hidden, packed = sequence_first(given, kwargs)
+        length = hidden.shape[0] * self.parts
+        # Of packed sequences, attention sees the distance of two tokens alone, wherever Megatron counts from.
+        angles = None if self.angles is None else self.angles(hidden.device, length)
+        try:
+            output, _ = self.layer(hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed)
+        finally:
+            # A recompute ends within the layer, as soon as all is there again. Megatron's layer would keep its
+            # hidden state then, and with it all that was recomputed, until it is called again.
+            self.layer.mlp_norm_manager = None
+        return self.slot.wrap(output.transpose(0, 1).reshape(given.shape))
+
+
+def lower_block(
+    path: str, old: nn.Module, model: nn.Module, roles: Roles, angles: LayerAngles, context: Context
+) -> MegatronLayer:
+    """Megatron's layer in the place of the definition's layer at ``path``, its values filled in.
+
+    Args:
+        angles: of ``rotary_angles``.
+
+    Raises:
+        RuntimeError: Megatron's layer has a parameter that no HF tensor is known for, or the other way round.
+    """
+    plan, structure, block = context.plan, context.plan.structure, roles.block
+    assert structure is not None
+    assert isinstance(block, Block)
+    index = structure.index_of(path)
+    assert index is not None
+    config, groups = _config(path, index, roles, context), context.groups
+    own = angles(index)
+    mixture, te = mixture_in(plan, path, roles), uses_transformer_engine(context.device)
+    mlp_bias = has_bias(plan, path, block.mlp.down) if mixture is None else mixture.expert.biased
+    refuse_in_context(path, index, config, context)
+    layer = TransformerLayer(
+        config,
+        layer_submodules(block, config, context, mlp_bias, te),
+        layer_number=index + 1,
+        pg_collection=groups,
+        add_layer_offset=False,
+    )
+    settle_latent(layer.self_attention, block.attention, own, context)
+    fill_module(path, layer, assemblies(plan, path, roles, groups.ep.rank()), model, context)
+    settle_attention(layer.self_attention, block.attention)
+    if mixture is not None:
+        settle_mixture(layer.mlp, mixture, te)
+        note_correction(f"{path}.layer.mlp", path, mixture, context)
+    given = own if block.attention.latent is None else None
+    new = MegatronLayer(layer, structure.slot, given, sequence_parts(context))
+    for name, value in vars(old).items():  # the model may read them off its layers (attention_type)
+        if isinstance(value, str | int | float) and name not in vars(new):
+            setattr(new, name, value)
+    return new
+
+
+def _config(path: str, index: int, roles: Roles, context: Context) -> TransformerConfig:
+    """The trainer's config with what the definition says of layer number ``index``."""
+    block, mixture = roles.block, mixture_in(context.plan, path, roles)
+    assert isinstance(block, Block)
+    mlp = mlp_config(path, block.mlp, context) if mixture is None else mixture_config(path, mixture, context)
+    # Without what a run on a GPU alone can do, the flags of the trainer count (fusions, recompute, precision).
+    config = context.config_with(**mlp | attention_config(path, index, block.attention, context))
+    config.hidden_dropout = block.hidden_dropout
+    assert isinstance(config, TransformerConfig)
+    return config

@@ -1,0 +1,58 @@
+"""Rotary angles of Megatron's attention, by the definition's own frequencies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+import torch
+from torch import nn
+
+from megasched.language.roles import Attention
+from megasched.language.tensor_types import Along
+from megasched.layers.context_parallel import ContextParallel
+
+# (length, device) -> rotary angles [s, 1, 1, d], float32
+Angles = Callable[[int, torch.device], torch.Tensor]
+# (device, length) -> those of the part of the sequence that a rank has
+OwnAngles = Callable[[torch.device, int], torch.Tensor]
+# a layer's number -> its angles; None where it has no positions
+LayerAngles = Callable[[int], OwnAngles | None]
+
+
+def rotary_angles(model: nn.Module, attention: Attention, ranks: ContextParallel | None) -> LayerAngles:
+    """Of a definition's layers; those with the same frequencies have the same angles."""
+    known: dict[str, Angles] = {}
+
+    def of_layer(index: int) -> OwnAngles | None:
+        if not attention.rotary or (attention.rotated and not attention.rotated[index]):
+            return None
+        name = attention.frequencies[index] if attention.frequencies else "inv_freq"
+        if name not in known:
+            frequencies = model.get_submodule(attention.rotary).get_buffer(name)
+            known[name] = _angles(frequencies, attention.interleaved)
+        return partial(_own_angles, known[name], ranks)
+
+    return of_layer
+
+
+def _angles(frequencies: torch.Tensor, interleaved: bool) -> Angles:
+    """Angles of every position; computed once for a length."""
+
+    @lru_cache(maxsize=2)
+    def angles(length: int, device: torch.device) -> torch.Tensor:
+        positions = torch.arange(length, device=device, dtype=torch.float32)
+        half = torch.outer(positions, frequencies.to(device, torch.float32))
+        # Each angle stands where the two features are that it rotates.
+        both = half.repeat_interleave(2, dim=-1) if interleaved else torch.cat((half, half), dim=-1)
+        return both[:, None, None, :]
+
+    return angles
+
+
+def _own_angles(angles: Angles, ranks: ContextParallel | None, device: torch.device, length: int) -> torch.Tensor:
+    """Those of the part of the sequence that this rank has, of so many tokens; all of it without context
+    parallelism."""
+    if ranks is None:
+        return angles(length, device)
+    return ranks.zigzag.own_part(angles(length * ranks.zigzag.size, device), Along(0))

@@ -1,0 +1,144 @@
+"""Trials of all modules of a definition that Megatron's are to stand for: one for those that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from megasched.definition.instances import Itself
+from megasched.language.roles import Attention, Roles
+from megasched.plan.megatron_params import mixture_in
+from megasched.plan.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# A definition -> what was found of it: a plan is made anew for each layout that a search looks at.
+_KNOWN: WeakKeyDictionary[Any, dict[Hashable, str]] = WeakKeyDictionary()
+_OF_MODULES = frozenset(["_parameters", "_buffers", "_modules"])
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is tried.
+
+    Attributes:
+        kind: layer, attention or mixture.
+        path: of the module.
+        layer: of the layer that it is or is in.
+    """
+
+    kind: str
+    path: str
+    layer: str
+
+
+class Trials:
+    """Why Megatron's modules do not compute what those of one definition do; empty where they do.
+
+    Args:
+        subjects: all that may be asked for.
+    """
+
+    def __init__(self, plan: Plan, model: nn.Module, roles: Roles, subjects: Iterable[Subject]) -> None:
+        self.plan, self.model, self.roles = plan, model, roles
+        self.subjects = list(subjects)
+        self.known = _KNOWN.setdefault(model, {})
+        self._keys: dict[Subject, Hashable] = {}
+
+    def __call__(self, subject: Subject) -> str:
+        key = self._key(subject)
+        if key not in self.known:
+            alike = [other for other in self.subjects if other.kind == subject.kind and self._key(other) == key]
+            self.known[key] = self._try(dict.fromkeys([subject, *alike[-1:]]))
+        return self.known[key]
+
+    def _try(self, subjects: Iterable[Subject]) -> str:
+        """Of the first and the last of those that are alike but for their numbers: code may scale by depth."""
+        from megasched.layers.megatron.trial import why_another  # with which Megatron is imported
+
+        for subject in subjects:
+            if reason := why_another(self.plan, self.model, self.roles, subject):
+                return f"it computes something else than Megatron's: {reason}"
+        return ""
+
+    def _key(self, subject: Subject) -> Hashable:
+        if subject not in self._keys:
+            self._keys[subject] = self._found(subject)
+        return self._keys[subject]
+
+    def _found(self, subject: Subject) -> Hashable:
+        """What modules have in common that compute the same, but for their layer's number."""
+        structure, roles = self.plan.structure, self.roles
+        assert structure is not None
+        index = structure.index_of(subject.path)
+        if subject.kind == "layer":
+            mixture = mixture_in(self.plan, subject.layer, roles)
+            assert not isinstance(roles.block, str)
+            attention: Attention | None = roles.block.attention
+            said: Any = (replace(roles.block, attention=_of_layer(roles.block.attention, index)), mixture)
+        elif subject.kind == "attention":
+            assert isinstance(roles.attention, Attention)
+            attention = roles.attention
+            said = _of_layer(attention, index)
+        else:
+            attention, said = None, roles.mixture
+        state = _state(self.model.get_submodule(subject.path), index)
+        rotary = self.model.get_submodule(attention.rotary) if attention is not None and attention.rotary else None
+        return subject.kind, said, state, rotary and _state(rotary, None)
+
+
+def _of_layer(attention: Attention, index: int | None) -> Attention:
+    """What is said of one layer's."""
+    assert index is not None
+
+    def own(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return values[index : index + 1]
+
+    return replace(
+        attention,
+        windows=own(attention.windows),
+        rotated=own(attention.rotated),
+        frequencies=own(attention.frequencies),
+    )
+
+
+def _state(module: nn.Module, index: int | None) -> Hashable:
+    """Of a module and all in it: types, attributes, shapes of parameters, values of buffers.
+
+    Args:
+        index: attributes that are called after a layer and have this number do not count.
+    """
+    found = []
+    for path, part in module.named_modules():
+        plain = tuple(
+            (name, _alike(value))
+            for name, value in sorted(vars(part).items())
+            if name not in _OF_MODULES
+            and not (name.startswith("_") and not value)
+            and not ("layer" in name and type(value) is int and value == index)
+        )
+        shapes = tuple((name, held is not None and tuple(held.shape)) for name, held in part._parameters.items())
+        values = tuple((name, held is not None and _value(held)) for name, held in part._buffers.items())
+        found.append((path, type(part), plain, shapes, values))
+    return tuple(found)
+
+
+def _alike(value: Any) -> Hashable:
+    if value is None or isinstance(value, bool | int | float | str):
+        return type(value), value
+    if isinstance(value, list | tuple):
+        return type(value), tuple(_alike(one) for one in value)
+    if isinstance(value, dict):
+        return type(value), tuple((_alike(key), _alike(one)) for key, one in value.items())
+    if hasattr(value, "__func__"):  # a method of an instance
+        return Itself(value.__self__), Itself(value.__func__)
+    return Itself(value)
+
+
+def _value(buffer: torch.Tensor) -> Hashable:
+    shape = tuple(buffer.shape), buffer.dtype
+    return shape if buffer.is_meta else (shape, buffer.detach().cpu().contiguous().flatten().tolist().__repr__())

@@ -1,0 +1,228 @@
+"""Where activations change hands between whole, split along the sequence, and taken over to TP.
+
+Everything here wraps ``module.forward`` (``wrap.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from torch import nn
+
+from megasched.analysis.recorded import LeafPath, change_leaves
+from megasched.analysis.slot import Slot
+from megasched.graph import opaque
+from megasched.language.tensor_types import Along
+from megasched.layers.wrap import Forward, wrap_forward
+
+
+def enter_region(
+    module: nn.Module,
+    slots: Sequence[int | str],
+    group: Any,
+    split: bool,
+    *,
+    needed: bool = False,
+    whole: Collection[int | str] = (),
+) -> None:
+    """Takes the arguments at ``slots`` over to TP once, for all column linears inside.
+
+    Forward: identity, or all-gather along the sequence. Backward: all-reduce, or reduce-scatter. The
+    columns inside then reduce nothing themselves.
+
+    Args:
+        needed: others than linears read it, which may view it as no transposed tensor can be.
+        whole: those of a needed region's slots that are not split.
+    """
+    if needed:
+        transfer = functools.partial(_gather_contiguous if split else sum_gradient, group=group)
+    else:
+        transfer = functools.partial(
+            gather_for_region if split else copy_to_tensor_model_parallel_region, group=group
+        )
+    # In a graph of a module around this one it stays a call: a trace would lose its backward.
+    take = functools.partial(opaque.call, "enter_region", transfer)
+    take_whole = functools.partial(opaque.call, "enter_region", functools.partial(sum_gradient, group=group))
+
+    def wrapper(forward: Forward) -> Forward:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            found = dict([*enumerate(args), *kwargs.items()])
+            given = {id(found[slot]): slot for slot in slots}  # one tensor may stand in several
+            taken = {key: (take_whole if slot in whole else take)(found[slot]) for key, slot in given.items()}
+            found.update({slot: taken[id(found[slot])] for slot in slots})
+            return forward(*(found[index] for index in range(len(args))), **{name: found[name] for name in kwargs})
+
+        return entered
+
+    wrap_forward(module, wrapper)
+
+
+def leave_region(module: nn.Module, slot: int | str, leaves: Mapping[int, Along | None], group: Any) -> None:
+    """Hands out whole what is whole inside a region, or this rank's part of the sequence.
+
+    Each rank then has a part of the gradient inside, as a region needs it: of its part of the sequence, or its
+    share of the whole.
+
+    Args:
+        slot: an argument [b, s, ...] that the region takes over.
+        leaves: which of the tensors that the module returns are whole inside -> how they are cut: [b, s, ...] or
+            flattened [b*s, ...]; None for those that stay whole.
+    """
+    share = functools.partial(opaque.call, "leave_region", functools.partial(_Share.apply, group.size()))
+
+    def wrapper(forward: Forward) -> Forward:
+        def left(*args: Any, **kwargs: Any) -> Any:
+            returned, structure = torch.utils._pytree.tree_flatten(forward(*args, **kwargs))
+            batch = (args[slot] if isinstance(slot, int) else kwargs[slot]).shape[0]
+            for index, along in leaves.items():
+                whole = returned[index]
+                returned[index] = share(whole) if along is None else _part(whole, along.dim, batch, group)
+            return torch.utils._pytree.tree_unflatten(returned, structure)
+
+        return left
+
+    wrap_forward(module, wrapper)
+
+
+def share_recorded(path: str, module: nn.Module, leaves: Sequence[LeafPath], group: Any) -> None:
+    """Hands out whole what HF's hooks recorded inside of regions; each rank has its share of the gradient there.
+
+    Args:
+        module: the one around the layers that returns it.
+        leaves: which of the tensors that it returns.
+    """
+    share = functools.partial(_Share.apply, group.size())
+
+    def wrapper(forward: Forward) -> Forward:
+        def shared(*args: Any, **kwargs: Any) -> Any:
+            return change_leaves(path, forward(*args, **kwargs), dict.fromkeys(leaves, share))
+
+        return shared
+
+    wrap_forward(module, wrapper)
+
+
+def _part(x: torch.Tensor, dim: int, batch: int, group: Any) -> torch.Tensor:
+    """[b, s, ...] -> [b, s / tp, ...] (``dim`` 1) or [b*s, ...] -> [b*s / tp, ...] (0), of this rank."""
+    tokens = x if dim == 1 else x.unflatten(0, (batch, -1))
+    size = tokens.shape[1] // group.size()
+    part = tokens.narrow(1, size * group.rank(), size)
+    return part if dim == 1 else part.flatten(0, 1)
+
+
+def take_own_sequence(module: nn.Module, group: Any) -> None:
+    """The module inside of a region gets this rank's part of the sequence: [b, s, ...] -> [b, s / tp, ...]."""
+
+    def wrapper(forward: Forward) -> Forward:
+        return lambda x: forward(_part(x, 1, x.shape[0], group))
+
+    wrap_forward(module, wrapper)
+
+
+def sum_gradient(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """Identity; the gradient is summed over TP.
+
+    Unlike Megatron's ``copy_to_tensor_model_parallel_region``, which sums in the very tensor it is handed: that
+    of an addition's result is handed to the other operand, too.
+    """
+    return _SumGradient.apply(x, group)
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].contiguous().clone()
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Share(torch.autograd.Function):
+    """Identity; of the gradient, which all ranks have whole, each takes an equal share."""
+
+    @staticmethod
+    def forward(ctx: Any, size: int, x: torch.Tensor) -> torch.Tensor:
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradients[0] / ctx.size
+
+
+def gather_for_region(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """[b, s / tp, h] -> [b, s, h]; the gradient is summed over TP and split again."""
+    whole = gather_from_sequence_parallel_region(
+        x.transpose(0, 1).contiguous(), tensor_parallel_output_grad=True, group=group
+    )
+    return whole.transpose(0, 1)
+
+
+def _gather_contiguous(x: torch.Tensor, group: Any) -> torch.Tensor:
+    return gather_for_region(x, group).contiguous()
+
+
+def split_sequence(layer: nn.Module, slot: Slot, group: Any) -> None:
+    """The hidden state is split along the sequence as it enters this (first) layer, to [b, s / tp, h]."""
+
+    def wrapper(forward: Forward) -> Forward:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = slot.put(_split(slot.get(args, kwargs), group), args, kwargs)
+            return forward(*args, **kwargs)
+
+        return entered
+
+    wrap_forward(layer, wrapper)
+
+
+def split_arguments(layer: nn.Module, slots: Collection[int | str], group: Any) -> None:
+    """What else was made of the whole sequence before the layers is split as it enters this one, too."""
+
+    def wrapper(forward: Forward) -> Forward:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(_split(value, group) if index in slots else value for index, value in enumerate(args))
+            kwargs = {name: _split(value, group) if name in slots else value for name, value in kwargs.items()}
+            return forward(*args, **kwargs)
+
+        return entered
+
+    if slots:
+        wrap_forward(layer, wrapper)
+
+
+def _split(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """[b, s, ...] -> [b, s / tp, ...]; the gradient is gathered."""
+    return scatter_to_sequence_parallel_region(x.transpose(0, 1).contiguous(), group=group).transpose(0, 1)
+
+
+def join_sequence(layer: nn.Module, slot: Slot, group: Any) -> None:
+    """The hidden state is whole again as it leaves this (last) layer: [b, s / tp, h] -> [b, s, h].
+
+    What follows is the same on all TP ranks, so the gradient is only split again, not summed.
+    """
+
+    def wrapper(forward: Forward) -> Forward:
+        def left(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            hidden = gather_from_sequence_parallel_region(
+                slot.result(output).transpose(0, 1).contiguous(),
+                tensor_parallel_output_grad=False,
+                group=group,
+            )
+            return slot.rewrap(output, hidden.transpose(0, 1))
+
+        return left
+
+    wrap_forward(layer, wrapper)

@@ -1,0 +1,205 @@
+"""Linears over the TP group whose matrix product is Transformer Engine's, for 8-bit training.
+
+``te.Linear`` computes what is local to a rank; the communication is Megatron's own functions, in the places where
+it is in 16 bits too (``linear.py``). So a region around several columns may have taken their input over already,
+which Megatron's ``TEColumnParallelLinear`` does not allow for. What that leaves out: gathering along the sequence
+in 8 bits, and overlap of communication with the products. Megatron's own layers (level ``block``) have both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import nn
+
+from megasched.layers.build_context import Context
+from megasched.layers.fused_columns import HandingOut, lay_side_by_side
+from megasched.layers.linear import make_parameter
+from megasched.layers.tokens import Tokens
+
+
+def te_linear() -> Any:
+    """Transformer Engine's linear; imported by who needs it alone."""
+    from transformer_engine.pytorch import Linear
+
+    return Linear
+
+
+class TeProduct(HandingOut):
+    """One matrix product of Transformer Engine's, for a linear or for several columns that read one tensor.
+
+    ``te.Linear`` takes a weight in several parameters (``parameters_split``), which it reads as one matrix without
+    a copy where they lie side by side in memory. These are the members' own parameters, so that the module tree
+    and its names stay the definition's; nothing of the 8-bit state is in it.
+
+    Args:
+        members: ``TeLinear``, in the order of their calls.
+
+    Attributes:
+        first: the weights have changed since the last call, so that they are quantized again.
+    """
+
+    def __init__(self, members: Sequence[TeLinear]) -> None:
+        super().__init__()
+        self.members = tuple(members)
+        self.first = True
+        one, biased = members[0], members[0].adds_bias and members[0].bias is not None
+        lay_side_by_side([member.weight for member in members])
+        if biased:
+            lay_side_by_side([member.bias for member in members])
+        self._order = tuple(reversed(self.members))  # in which their weights lie in memory
+        self._sizes = [member.weight.shape[0] for member in self._order]
+        names = [f"part{number}" for number in range(len(members))]
+        self._linear = te_linear()(
+            one.weight.shape[1],
+            sum(self._sizes),
+            bias=biased,
+            parameters_split=dict(zip(names, self._sizes, strict=True)),
+            params_dtype=one.weight.dtype,
+            device=one.weight.device,
+            init_method=nn.init.zeros_,
+        )
+        for name, member in zip(names, self._order, strict=True):
+            setattr(self._linear, f"{name}_weight", member.weight)
+            if biased:
+                setattr(self._linear, f"{name}_bias", member.bias)
+
+    def _compute(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Id of each member -> its output [..., out / tp]."""
+        one = self.members[0]
+        self._linear.train(one.training)
+        output = self._linear(one.take(x), is_first_microbatch=self.first)
+        self.first = False
+        if len(self.members) == 1:
+            return {id(one): output}
+        parts = output.split(self._sizes, dim=-1)
+        return {id(member): part for member, part in zip(self._order, parts, strict=True)}
+
+
+class TeLinear(nn.Module):
+    """What columns and rows share.
+
+    Attributes:
+        weight: [out, in] of this rank.
+        joint: computes the product, perhaps with that of other columns.
+        adds_bias: the product adds the bias.
+        group: the TP group.
+        split: activations around it are split along the sequence.
+        tokens: how they stand in what it takes.
+    """
+
+    adds_bias = False
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    joint: TeProduct
+
+    def __init__(self, group: Any, split: bool) -> None:
+        super().__init__()
+        self.group, self.split, self.tokens = group, split, Tokens()
+        self.register_parameter("bias", None)
+
+    @property
+    def is_first_microbatch(self) -> bool:
+        """Megatron says so before the first micro-batch of a step (``set_is_first_microbatch`` in
+        megatron/core/transformer/module.py)."""
+        return self.joint.first
+
+    @is_first_microbatch.setter
+    def is_first_microbatch(self, first: bool) -> None:
+        self.joint.first = first
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """The input of the local product."""
+        raise NotImplementedError
+
+
+class TeColumnLinear(TeLinear):
+    """Takes [b, s, in] ([b, s / tp, in] where it gathers the sequence), returns [b, s, out / tp], or
+    [b, s, out] gathered.
+
+    Attributes:
+        entered: a region around it has taken the input over to TP already.
+        gather_output: return the whole output.
+    """
+
+    adds_bias = True
+
+    def __init__(self, group: Any, split: bool, entered: bool, gather_output: bool) -> None:
+        super().__init__(group, split)
+        self.entered, self.gather_output = entered, gather_output
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        if self.entered:
+            return x
+        if not self.split:
+            return copy_to_tensor_model_parallel_region(x, group=self.group)
+        whole = gather_from_sequence_parallel_region(
+            self.tokens.sequence_first(x).contiguous(), tensor_parallel_output_grad=True, group=self.group
+        )
+        return self.tokens.as_before(whole, x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.joint.part(self, x)
+        return gather_from_tensor_model_parallel_region(output, group=self.group) if self.gather_output else output
+
+
+class TeRowLinear(TeLinear):
+    """Takes [b, s, in / tp] (or [b, s, in], of which it takes its part), returns [b, s, out], or
+    [b, s / tp, out] under sequence parallelism.
+
+    Attributes:
+        input_is_parallel: the input is this rank's part already.
+    """
+
+    def __init__(self, group: Any, split: bool, input_is_parallel: bool) -> None:
+        super().__init__(group, split)
+        self.input_is_parallel = input_is_parallel
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.input_is_parallel else scatter_to_tensor_model_parallel_region(x, group=self.group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = self.joint.part(self, x)
+        if self.split:
+            first = self.tokens.sequence_first(part).contiguous()
+            output = reduce_scatter_to_sequence_parallel_region(first, group=self.group)
+            output = self.tokens.as_before(output, part)
+        else:
+            output = reduce_from_tensor_model_parallel_region(part, group=self.group)
+        return output if self.bias is None else output + self.bias
+
+
+def lower_te_linear(path: str, module: nn.Module, context: Context, *, entered: bool) -> TeLinear:
+    """The layer that takes the place of an HF linear in 8-bit training, its values filled in; its product
+    (``joint``) is made later, when it is known which others belong to it.
+
+    Args:
+        path: of the module in the definition.
+        module: ``nn.Linear`` or HF ``Conv1D``, on meta.
+        entered: a region around it already takes the input over to TP (see ``region.py``).
+    """
+    plan = context.plan
+    column, split = plan.cuts[path] == "column", plan.splits_sequence(path)
+    lowered: TeLinear
+    if column:
+        lowered = TeColumnLinear(context.group, split, entered, path in plan.derived.gather)
+    else:
+        lowered = TeRowLinear(context.group, split, path not in plan.derived.scatter)
+    lowered.tokens = context.tokens
+    for name, held in module.named_parameters(recurse=False):
+        parameter = make_parameter(lowered, name, plan.placement(path, name), held, context)
+        parameter.allreduce = True
+        if name == "weight" or column:
+            set_tensor_model_parallel_attributes(parameter, True, 0 if column else 1, 1)
+    return lowered

@@ -1,0 +1,67 @@
+"""Wraps of ``module.forward`` on the instance: paths, classes and state-dict keys stay.
+
+Nothing here imports Megatron: a plan is made without it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.graph import opaque
+from megasched.layers.recompute import recompute_call
+from megasched.layers.rng import fork_rng
+from megasched.layers.state_again import KeptState
+
+Forward = Callable[..., Any]
+
+
+def wrap_forward(module: nn.Module, wrapper: Callable[[Forward], Forward]) -> None:
+    """Puts ``wrapper(forward)`` in the place of the module's forward, keeping its name and signature."""
+    inner = module.forward
+    module.forward = functools.wraps(inner)(wrapper(inner))
+
+
+def draw_forked(module: nn.Module) -> None:
+    """Random numbers inside come from Megatron's model-parallel RNG state."""
+
+    def wrapper(forward: Forward) -> Forward:
+        def within(*args: Any, **kwargs: Any) -> Any:
+            with fork_rng():
+                return forward(*args, **kwargs)
+
+        def forked(*args: Any, **kwargs: Any) -> Any:
+            return opaque.call("fork_rng", within, *args, **kwargs)  # one call in the graph of a module around it
+
+        return forked
+
+    wrap_forward(module, wrapper)
+
+
+def recompute_module(module: nn.Module, path: str) -> None:
+    """The module's activations are computed again in the backward pass while training; asked twice is once.
+
+    Args:
+        path: of the module, for messages.
+    """
+    if getattr(module, "megasched_recomputed", False):
+        return
+    module.megasched_recomputed = True
+    kept = KeptState(module, path)
+
+    def wrapper(forward: Forward) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not (module.training and torch.is_grad_enabled()):
+                return forward(*args, **kwargs)
+            return recompute_call(kept, forward, args, kwargs)
+
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            return opaque.call("recompute", run, *args, **kwargs)  # as above
+
+        return recomputed
+
+    wrap_forward(module, wrapper)

@@ -1,0 +1,143 @@
+"""LoRA in the definition: adapted linears get two more linears as children, and everything else is frozen.
+
+Made before anything is planned, so that how adapters are cut and what is communicated for them is derived with the
+rest. What they add is added by a hook on the linear: it stays, whatever layer takes the linear's place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megasched.definition.linears import is_conv1d, output_axis
+from megasched.errors import Problem, ScheduleError
+from megasched.language.lora import DROPOUT, A, B, Lora
+from megasched.weights.lora_init import initial_value
+
+if TYPE_CHECKING:
+    from megasched.language.records import Record
+    from megasched.language.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class AddLora:
+    """The forward hook of an adapted linear."""
+
+    lora: Lora
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: torch.Tensor
+    ) -> torch.Tensor:
+        """``output`` [..., out] and what the adapter makes of the linear's input [..., in]."""
+        x = args[0] if args else next(iter(kwargs.values()))
+        return output + module.lora_B(module.lora_A(module.lora_dropout(x))) * self.lora.scaling
+
+
+def adapt_modules(schedule: Schedule, model: nn.Module, undo: ExitStack | None = None) -> bool:
+    """Adds the adapters that the schedule asks for to the model, and freezes the rest of it.
+
+    Args:
+        schedule: the records.
+        model: the definition after replacements, or a copy of it; on meta adapters are there, too.
+        undo: gets what takes them back.
+
+    Returns:
+        Whether there are any.
+
+    Raises:
+        ScheduleError: with every linear that can't be adapted; the model is unchanged then.
+    """
+    records = [record for record in schedule.records if record.primitive == "adapt"]
+    if not records:
+        return False
+    unfrozen = [record for record in schedule.records if record.primitive == "unfreeze"]
+    names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    problems = [problem for record in records for problem in _check(model, record, names)]
+    problems += [problem for record in unfrozen for problem in _check_unfrozen(model, record, names)]
+    problems = problems or _unlike(schedule, records)
+    if problems:
+        raise ScheduleError(problems)
+    steps = ExitStack() if undo is None else undo
+    for parameter in model.parameters():
+        steps.callback(parameter.requires_grad_, parameter.requires_grad)
+        parameter.requires_grad_(False)
+    for record in unfrozen:
+        model.get_submodule(record.path).requires_grad_(True)
+    for record in records:
+        _adapt(model.get_submodule(record.path), record, steps)
+    return True
+
+
+def _check(model: nn.Module, record: Record, names: Mapping[int, int]) -> list[Problem]:
+    try:
+        module: Any = model.get_submodule(record.path)
+    except AttributeError:
+        what = "adapt: there is no such module any more after the replacements"
+        return [Problem(what, record.path, record.source, "adapt a module that stays")]
+    if not (isinstance(module, nn.Linear) or is_conv1d(module)):
+        what = f"adapt: after the replacements this is a {type(module).__name__}"
+        return [Problem(what, record.path, record.source, "replace it by an nn.Linear, or do not adapt it")]
+    if names[id(module.weight)] > 1:
+        what = "adapt: the weight is tied to another module's, which a merged adapter would change, too"
+        return [Problem(what, record.path, record.source, "leave it out, or untie them (tie_word_embeddings)")]
+    return []
+
+
+def _check_unfrozen(model: nn.Module, record: Record, names: Mapping[int, int]) -> list[Problem]:
+    """PEFT keeps a copy of what it trains whole, which a tie would not survive."""
+    try:
+        inside = Counter(
+            id(p) for _, p in model.get_submodule(record.path).named_parameters(remove_duplicate=False)
+        )
+    except AttributeError:
+        what = "unfreeze: there is no such module any more after the replacements"
+        return [Problem(what, record.path, record.source, "unfreeze a module that stays")]
+    if all(names[parameter] == count for parameter, count in inside.items()):
+        return []
+    what = "unfreeze: a parameter is tied to one outside of the module, and a PEFT adapter does not keep the tie"
+    return [Problem(what, record.path, record.source, "leave it frozen, or untie them (tie_word_embeddings)")]
+
+
+def _unlike(schedule: Schedule, records: Sequence[Record]) -> list[Problem]:
+    """What a PEFT adapter has once for all of its linears; rank and alpha may differ."""
+    first = records[0]
+    for record in records[1:]:
+        for name in ("dropout", "use_rslora"):
+            one, other = first.arguments[name], record.arguments[name]
+            if one != other:
+                what = f"adapt: {name}={other!r} here and {name}={one!r} at {first.source}, and a PEFT adapter "
+                return [Problem(f"{what}has one for all", record.path, record.source, f"one {name} for all")]
+        if is_conv1d(schedule[record.path].mod) != is_conv1d(schedule[first.path].mod):
+            what = f"adapt: of Linear and HF's Conv1D ({first.path}) a PEFT adapter has one (fan_in_fan_out)"
+            return [Problem(what, record.path, record.source, "adapt one of the two kinds")]
+    return []
+
+
+def make_dropout(lora: Lora) -> nn.Module:
+    """What ``lora_A`` reads through."""
+    return nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
+
+
+def _adapt(module: Any, record: Record, undo: ExitStack) -> None:
+    weight, axis = module.weight, output_axis(module)
+    out_features, in_features = weight.shape[axis], weight.shape[1 - axis]
+    lora = Lora(**record.arguments, fan_in_fan_out=is_conv1d(module))
+    like: dict[str, Any] = {"bias": False, "device": "meta", "dtype": weight.dtype}
+    children: dict[str, nn.Module] = {
+        A: nn.Linear(in_features, lora.rank, **like),
+        B: nn.Linear(lora.rank, out_features, **like),
+        DROPOUT: make_dropout(lora),
+    }
+    for name, child in children.items():
+        if isinstance(child, nn.Linear) and not weight.is_meta:
+            value = initial_value(f"{record.path}.{name}.weight", tuple(child.weight.shape))
+            child.weight = nn.Parameter(value.to(weight.device, weight.dtype))
+        module.add_module(name, child.train(module.training))
+        undo.callback(module.__delattr__, name)
+    undo.callback(module.register_forward_hook(AddLora(lora), with_kwargs=True).remove)

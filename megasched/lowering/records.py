@@ -1,0 +1,157 @@
+"""How single records are carried out on lowered modules; one function a primitive, third parties' likewise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.errors import ConfigError
+from megasched.graph import opaque
+from megasched.language.records import Record
+from megasched.layers.build_context import Context
+from megasched.layers.wrap import draw_forked, recompute_module, wrap_forward
+
+RecordLowering = Callable[[nn.Module, Record, Context], None]
+_RECORD_LOWERINGS: dict[str, RecordLowering] = {}
+
+
+def register_lowering(primitive: str) -> Callable[[RecordLowering], RecordLowering]:
+    """Decorator: says how a record of this primitive is carried out on the lowered module.
+
+    The function gets (module, record, context) after all parallel layers are in place; records are carried
+    out in the order of the calls. A file that is run again (a schedule file) may register its function again.
+
+    Raises:
+        ConfigError: another function is registered for the primitive, or megasched plans it as a whole.
+    """
+
+    def decorate(function: RecordLowering) -> RecordLowering:
+        known = _RECORD_LOWERINGS.get(primitive, function)
+        same = (known.__module__, known.__qualname__) == (function.__module__, function.__qualname__)
+        if primitive in PLANNED or not same:
+            raise ConfigError(f"a lowering of {primitive!r} is registered already, by {known.__module__}")
+        _RECORD_LOWERINGS[primitive] = function
+        return function
+
+    return decorate
+
+
+def is_lowered(primitive: str) -> bool:
+    """Whether there is a lowering of this primitive."""
+    return primitive in PLANNED or primitive in _RECORD_LOWERINGS
+
+
+# Planned as a whole before anything is lowered; nothing is left to do for the single record.
+PLANNED = frozenset(
+    {
+        "shard",
+        "replace",
+        "replace_all",
+        "cut_pipeline_stage",
+        "level",
+        "trace",
+        "trace_until",
+        "fuse",
+        "decompose",
+        "adapt",
+        "unfreeze",
+    }
+)
+
+
+def carry_out_record(module: nn.Module, record: Record, context: Context) -> None:
+    """Does what a record asks for; its primitive must not be one that is planned as a whole."""
+    _RECORD_LOWERINGS[record.primitive](module, record, context)
+
+
+@register_lowering("checkpoint")
+def _checkpoint(module: nn.Module, record: Record, context: Context) -> None:
+    if "subgraph" not in record.arguments:  # a part of a module is done in its graph (graphs.py)
+        recompute_module(module, record.path)
+
+
+@register_lowering("fork_rng")
+def _fork_rng(module: nn.Module, record: Record, context: Context) -> None:
+    draw_forked(module)
+
+
+@register_lowering("annotate")
+def _annotate(module: nn.Module, record: Record, context: Context) -> None:
+    setattr(getattr(module, record.arguments["param"]), record.arguments["key"], record.arguments["value"])
+
+
+@register_lowering("hook")
+def _hook(module: nn.Module, record: Record, context: Context) -> None:
+    register = {
+        "fw_pre": module.register_forward_pre_hook,
+        "fw_post": module.register_forward_hook,
+        "bw_post": module.register_full_backward_hook,
+    }[record.arguments["mode"]]
+    register(record.arguments["fn"])
+
+
+@register_lowering("sync")
+def _sync(module: nn.Module, record: Record, context: Context) -> None:
+    """On a sharded module the plan has checked it and the layer does it; elsewhere it is done as written."""
+    if record.path in context.plan.cuts or context.size == 1:
+        return
+    mode, operation = record.arguments["mode"], _operation(record, context)
+
+    def wrapper(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def synced(*args: Any, **kwargs: Any) -> Any:
+            if mode == "fwd_post":
+                output = forward(*args, **kwargs)
+                return (
+                    operation(output) if isinstance(output, torch.Tensor) else (operation(output[0]), *output[1:])
+                )
+            if args:
+                return forward(operation(args[0]), *args[1:], **kwargs)
+            first = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
+            return forward(**{**kwargs, first: operation(kwargs[first])})
+
+        return partial(opaque.call, "sync", synced)  # a graph of a module around it would lose its backward
+
+    wrap_forward(module, wrapper)
+
+
+def _operation(record: Record, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
+    from megatron.core import tensor_parallel as tp
+
+    op = record.arguments["op"]
+    if record.arguments["mode"] == "bwd_post":
+        if callable(op):
+            return partial(_with_gradient, op)
+        if op == "all_reduce":  # Megatron's works in place, on a gradient that others may use
+            return lambda x: _with_gradient(
+                torch.clone, tp.copy_to_tensor_model_parallel_region(x, group=context.group)
+            )
+        # the gradient's shape changes, so the input's does too, the other way: each is the backward of its pair
+        table = {
+            "all_gather": tp.scatter_to_tensor_model_parallel_region,
+            "reduce_scatter": tp.all_gather_last_dim_from_tensor_parallel_region,
+            "scatter": tp.gather_from_tensor_model_parallel_region,
+        }
+    elif callable(op):
+        return op
+    elif op == "all_reduce":  # Megatron's works in place, on a tensor that others may use
+        return lambda x: tp.reduce_from_tensor_model_parallel_region(x.clone(), group=context.group)
+    else:
+        table = {
+            "all_gather": tp.gather_from_tensor_model_parallel_region,
+            "reduce_scatter": tp.reduce_scatter_last_dim_to_tensor_parallel_region,
+            "scatter": tp.scatter_to_tensor_model_parallel_region,
+        }
+    return partial(table[op], group=context.group)
+
+
+def _with_gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """``x``, whose gradient goes through ``function`` on its way back."""
+    if not x.requires_grad:
+        return x
+    same = x.view_as(x)
+    same.register_hook(function)
+    return same

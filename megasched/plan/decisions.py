@@ -1,0 +1,136 @@
+"""For each parameter of a run, what decided how it lies, and what of it is communicated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megasched.language.roles import Roles
+from megasched.plan.indices import label_indices
+from megasched.plan.placement import Placement
+from megasched.plan.plan import Plan
+from megasched.trainer.session import Session
+
+NOBODY = "nothing asks for a cut"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is done with one parameter, or with the same one of several layers.
+
+    Attributes:
+        parameter: HF name; indices of layers that are decided alike are folded: ``model.layers.0-3.mlp...``.
+        shape: in the HF checkpoint.
+        local_shape: on one rank, padding included.
+        placement: in words: cut along an axis, or whole.
+        decided_by: the schedule's line, the adapter's glob, the entry of HF's plan, or what was inferred.
+        gradient: how it comes about on a rank.
+        declined: what was asked for, or looked for, and is not done, with the reason; or empty.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    placement: str
+    decided_by: str
+    gradient: str
+    declined: str = ""
+
+
+def decisions_of(session: Session, *, by_user: bool) -> list[Decision]:
+    """A decision for every parameter, layers folded.
+
+    Args:
+        by_user: whether the schedule's lines are the user's, and so decide by themselves.
+    """
+    plan, roles = session.plan, session.schedule.roles
+    lines = {record.path: record.source for record in plan.records_of("shard")} if by_user else {}
+    made = []
+    for name, canonical in plan.canonical.items():
+        placement = plan.placements[canonical]
+        module = name.rpartition(".")[0]
+        tied = f"tied to {canonical}" if canonical != name else ""
+        asked = f"schedule, {lines[module]}" if module in lines else roles.origin.get(module, "")
+        decided = tied or (asked if placement.sharded or module in plan.cuts else "") or NOBODY
+        # A bias that a row linear keeps whole was decided on with its weight; nothing of it is declined.
+        done = module in plan.cuts or module in plan.experts
+        declined = plan.left_whole.get(module, "") or ("" if done else _declined(roles, module))
+        made.append(
+            Decision(
+                name,
+                placement.shape,
+                plan.local_shape(placement),
+                _words(placement),
+                decided,
+                _gradient(placement),
+                declined,
+            )
+        )
+    return fold_decisions(made)
+
+
+def _declined(roles: Roles, module: str) -> str:
+    """What was declined of a module, or of one around it."""
+    while module:
+        if module in roles.declined:
+            return roles.declined[module]
+        module = module.rpartition(".")[0]
+    return ""
+
+
+def _words(placement: Placement) -> str:
+    if placement.axis is None:
+        return "whole"
+    if placement.group == "ep":
+        return f"experts along axis {placement.axis} shared out over EP"
+    words = f"cut along axis {placement.axis}"
+    if placement.components:
+        words += f", {' + '.join(map(str, placement.components))} each on its own"
+    return words + (f", padded to {placement.padded}" if placement.padded else "")
+
+
+def _gradient(placement: Placement) -> str:
+    if placement.group == "ep":
+        return "of its experts, by the tokens of all ranks"
+    if placement.sharded:
+        return "of its part"
+    return "partial, summed over TP" if placement.tp_gradient == "partial" else "the same on every TP rank"
+
+
+def fold_decisions(decisions: Iterable[Decision]) -> list[Decision]:
+    """Parameters that differ in the index of their layer alone, and are decided alike, as one."""
+    groups: dict[Any, list[int]] = {}
+    for decision in decisions:
+        index = re.search(r"\.(\d+)\.", decision.parameter)
+        pattern = decision.parameter
+        if index is not None:
+            pattern = f"{pattern[: index.start()]}.*.{pattern[index.end() :]}"
+        groups.setdefault(replace(decision, parameter=pattern), []).append(int(index[1]) if index else -1)
+    return [
+        replace(decision, parameter=decision.parameter.replace("*", label_indices(indices), 1))
+        for decision, indices in groups.items()
+    ]
+
+
+def without_rule(plan: Plan) -> list[str]:
+    """Operators that took whole what could have been a part, since nothing is known of them: a line for each."""
+    lines = []
+    for operator, paths in sorted(plan.derived.without_rule.items()):
+        where = ", ".join(fold_paths(paths)) or "the model's own code"
+        lines.append(
+            f"{operator} has no rule, so what it takes is whole (in {where}); a rule is registered by "
+            f"@megasched.register_op_rule(torch.ops.{operator})"
+        )
+    return lines
+
+
+def fold_paths(paths: Iterable[str]) -> list[str]:
+    """Paths, as one where they differ in the index of their layer alone."""
+    groups: dict[str, list[int]] = {}
+    for path in sorted(paths):
+        index = re.search(r"\.(\d+)(?=\.|$)", path)
+        pattern = path if index is None else f"{path[: index.start()]}.*{path[index.end() :]}"
+        groups.setdefault(pattern, []).append(int(index[1]) if index else -1)
+    return [pattern.replace("*", label_indices(indices), 1) for pattern, indices in groups.items() if pattern]

@@ -1,0 +1,176 @@
+"""8-bit training by Transformer Engine: which layers it covers, their sizes, and Megatron's context around them.
+
+The recipes and what they do are Megatron's and Transformer Engine's. A context is entered where Megatron's
+``TransformerBlock`` enters it (megatron/core/transformer/transformer_block.py:600): for delayed scaling once
+around all layers, because leaving it updates the scales; for the other recipes around each layer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from megasched.definition.linears import is_linear
+from megasched.errors import Problem
+from megasched.language.lora import adapted, adapter_names
+from megasched.language.roles import Attention, Mixture, Roles
+from megasched.layers.wrap import Forward, wrap_forward
+from megasched.plan.megatron_params import (
+    ROUTER,
+    SHARED_GATE,
+    assemblies,
+    attention_assemblies,
+    mixture_assemblies,
+    mlp_assemblies,
+)
+from megasched.plan.param_mapping import Assembly
+from megasched.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def choose_fp8(plan: Plan, roles: Roles) -> list[Problem]:
+    """Fills ``plan.te_linears`` and ``plan.weights_in_8_bits`` where 8-bit training was asked for; a problem for
+    each layer that can't be.
+
+    Args:
+        plan: complete but for this.
+        roles: how the definition's layers and mixtures are put together.
+    """
+    fp8, structure = plan.layout.fp8, plan.structure
+    if fp8 is None:
+        return []
+    if structure is None:
+        return [Problem("8-bit training is for Megatron's trainer", remedy="a layout without fp8")]
+    problems, mlps = [], defaultdict(list)
+    for path, mlp in plan.mlps.items():
+        mlps[structure.index_of(path)].append(mlp)
+    for index in range(structure.count):
+        layer = structure.layer_path(index)
+        if not plan.in_8_bits(layer):
+            continue
+        if layer in plan.blocks:
+            products = _weights(plan, assemblies(plan, layer, roles))
+        else:
+            linears = _linears(plan, index)
+            plan.te_linears.update(linears)
+            products = _products(plan, linears)
+            if isinstance(roles.mixture, Mixture) and f"{layer}.{roles.mixture.module}" in plan.mixtures:
+                products += _weights(plan, mixture_assemblies(plan, layer, roles.mixture))
+            if isinstance(roles.attention, Attention) and f"{layer}.{roles.attention.module}" in plan.attentions:
+                products += _weights(plan, attention_assemblies(plan, layer, roles.attention))
+            for mlp in mlps[index]:
+                products += _weights(plan, mlp_assemblies(plan, layer, mlp))
+        if not products:
+            what = "none of its linears is sharded, so that none would run in 8 bits"
+            remedy = "shard them, at one TP rank too, or call level('block') on the layer"
+            problems.append(Problem(what, layer, remedy=remedy))
+        problems += _misfits(plan, layer, products)
+        plan.weights_in_8_bits.update(part.name for product in products for part in product.parts)
+    return problems
+
+
+def _weights(plan: Plan, made: dict[str, Assembly]) -> list[Assembly]:
+    """What Megatron's modules multiply with in 8 bits; experts are alike."""
+    found = {product.name: product for name, product in made.items() if not name.endswith((ROUTER, SHARED_GATE))}
+    return [product for product in found.values() if len(product.local_shape(plan.layout.tp)) == 2]
+
+
+def left_in_16_bits(plan: Plan, model: nn.Module) -> list[str]:
+    """Linears of layers in 8 bits that stay in 16: those that are not sharded, and k and v that have fewer heads
+    than there are TP ranks."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if is_linear(module) and plan.in_8_bits(path) and not plan.in_block(path) and path not in plan.te_linears
+    ]
+
+
+def _linears(plan: Plan, index: int) -> list[str]:
+    """Linears of a layer that Transformer Engine computes: those that are cut. The few that stay whole (k and v
+    with fewer heads than ranks), those that hand whole tensors on inside a region, and adapters, stay in 16
+    bits."""
+    assert plan.structure is not None
+    derived = plan.derived
+    whole_inside = (
+        derived.rows_inside | derived.overwritten | (derived.inside & (derived.gather | derived.scatter))
+    )
+    adapters = {name.removesuffix(".weight") for name in adapter_names(adapted(plan.records))}
+    apart = whole_inside.union(plan.replicated_heads, adapters)
+    return [
+        path
+        for path, cut in plan.cuts.items()
+        if cut in ("column", "row")
+        and path not in apart
+        and plan.structure.index_of(path) == index
+        and not plan.in_block(path)
+    ]
+
+
+def _products(plan: Plan, linears: list[str]) -> list[Assembly]:
+    """The weights of linears, those that are computed by one product together."""
+    groups = {paths[0]: paths for paths in plan.joint if paths[0] in linears}
+    later = {path for paths in groups.values() for path in paths[1:]}
+    return [
+        Assembly(tuple(plan.placement(member, "weight") for member in groups.get(path, (path,))))
+        for path in linears
+        if path not in later
+    ]
+
+
+def _misfits(plan: Plan, layer: str, products: list[Assembly]) -> list[Problem]:
+    """Weights whose sizes on one rank no 8-bit matrix product takes."""
+    fp8 = plan.layout.fp8
+    assert fp8 is not None
+    problems = []
+    for product in products:
+        shape = product.local_shape(plan.layout.tp)
+        if any(size % fp8.multiple for size in shape):
+            names = " + ".join(part.name.removeprefix(f"{layer}.") for part in product.parts)
+            what = f"{names} is {list(shape)} on each of {plan.layout.tp} TP ranks, and an 8-bit matrix product "
+            what += f"({fp8.fp8_recipe}) takes multiples of {fp8.multiple}"
+            remedy = "a smaller tensor parallel size, other sizes, or training in bf16"
+            problems.append(Problem(what, layer, remedy=remedy))
+    return problems
+
+
+def enter_fp8(model: nn.Module, plan: Plan, config: TransformerConfig, here: Callable[[str], bool]) -> None:
+    """Puts Megatron's 8-bit context around the layers for which ``here`` holds; delayed scaling has it around the
+    whole pass (``fp8_pass``).
+
+    It stands outside of recompute, which must know that it recomputes in 8 bits.
+    """
+    structure = plan.structure
+    if not config.fp8 or config.fp8_recipe == "delayed" or structure is None:
+        return
+    for index in range(structure.count):
+        path = structure.layer_path(index)
+        if here(path):
+            _enter_layer(model.get_submodule(path), config, index)
+
+
+def _enter_layer(layer: nn.Module, config: TransformerConfig, index: int) -> None:
+    from megatron.core.fp8_utils import get_fp8_context
+
+    def wrapper(forward: Forward) -> Forward:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            with get_fp8_context(config, index):
+                return forward(*args, **kwargs)
+
+        return entered
+
+    wrap_forward(layer, wrapper)
+
+
+def fp8_pass(config: TransformerConfig) -> AbstractContextManager[Any]:
+    """Around one forward pass of all layers on a stage: the context of delayed scaling."""
+    if not config.fp8 or config.fp8_recipe != "delayed":
+        return nullcontext()
+    from megatron.core.fp8_utils import get_fp8_context
+
+    return get_fp8_context(config)

@@ -1,0 +1,266 @@
+"""Why Megatron's own modules can't stand for a definition's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megasched.language.records import Record
+from megasched.language.roles import Attention, Block, Cut, Mixture, Mlp, Roles
+from megasched.layers.megatron.trials import Subject, Trials
+from megasched.plan.megatron_params import (
+    assemblies,
+    attention_assemblies,
+    attention_parameter_names,
+    has_bias,
+    mixture_assemblies,
+    mixture_in,
+    mixture_parameter_names,
+    mlp_assemblies,
+    mlp_of,
+    mlp_parameter_names,
+    parameter_names,
+    whole_of_mixture,
+)
+from megasched.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megasched.plan.param_mapping import Assembly
+
+# Calls on a module itself are carried out on what takes its place; nothing inside it is left to call.
+_INSIDE = ("shard", "level")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module that one of Megatron's may stand for.
+
+    Attributes:
+        layer: the layer that it is or is in.
+        around: the others that it is in; where one of them is Megatron's, this is gone.
+        mlp: how it is put together, or why Megatron's can't be; of an MLP alone.
+    """
+
+    kind: Literal["layer", "attention", "mixture", "MLP"]
+    layer: str
+    around: tuple[str, ...] = ()
+    mlp: Mlp | str = ""
+
+
+class _Inside:
+    """Layer -> names of the parameters in it, and the calls on modules in it."""
+
+    def __init__(self, plan: Plan) -> None:
+        structure = plan.structure
+        assert structure is not None
+        self.names: dict[str, list[str]] = defaultdict(list)
+        self.records: dict[str, list[Record]] = defaultdict(list)
+        for name in plan.canonical:
+            index = structure.index_of(name)
+            if index is not None:
+                self.names[structure.layer_path(index)].append(name)
+        for record in plan.records:
+            index = structure.index_of(record.path)
+            layer = "" if index is None else structure.layer_path(index)
+            self.records[layer].append(record)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What Megatron's module would stand for.
+
+    Attributes:
+        path: of the module.
+        layer: the layer that it is or is in; other paths are relative to it.
+        cuts: linear -> how it must be cut.
+        known: names of parameters that there may be.
+        whole: linears that every TP rank must have whole.
+    """
+
+    path: str
+    layer: str
+    cuts: Mapping[str, Cut]
+    known: Iterable[str]
+    whole: Iterable[str]
+
+
+class WhyNot:
+    """Why Megatron's modules can't stand for those of one plan; empty where they can."""
+
+    def __init__(self, plan: Plan, model: nn.Module, roles: Roles, parts: Mapping[str, Part]) -> None:
+        self.plan, self.roles = plan, roles
+        self.subjects = {
+            path: Subject(part.kind, path, part.layer)
+            for path, part in parts.items()
+            if self._is_described(path, part)
+        }
+        self.trials = Trials(plan, model, roles, self.subjects.values())
+        self.trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        self.inside = _Inside(plan)
+
+    def __call__(self, path: str, part: Part) -> str:
+        reason = self._by_description(path, part)
+        if reason or part.kind == "MLP":  # which was tried when it was described
+            return reason
+        return self.trials(self.subjects[path])
+
+    def _is_described(self, path: str, part: Part) -> bool:
+        """Whether it is known how a layer, attention or mixture would be Megatron's."""
+        roles = self.roles
+        if part.kind == "layer":
+            described = isinstance(roles.block, Block)
+            return described and self.plan.holds_parameters(f"{path}.{roles.block.attention.out}")
+        if part.kind == "attention":
+            return isinstance(roles.attention, Attention) and path == f"{part.layer}.{roles.attention.module}"
+        return part.kind == "mixture" and isinstance(roles.mixture, Mixture)
+
+    def _by_description(self, path: str, part: Part) -> str:
+        if part.kind == "layer":
+            return self._why_not_layer(path)
+        if part.kind == "attention":
+            return self._why_not_attention(path, part)
+        return self._why_not_mixture(path, part) if part.kind == "mixture" else self._why_not_mlp(path, part)
+
+    def _why_not_layer(self, layer: str) -> str:
+        plan, block = self.plan, self.roles.block
+        if isinstance(block, str):
+            return block
+        mixture = mixture_in(plan, layer, self.roles)
+        if mixture is None and f"{layer}.{block.mlp.down}.weight" not in plan.canonical:
+            return str(self.roles.mixture)
+        if mixture is not None and plan.layout.tp > 1 and not plan.layout.sp:
+            return "its mixture of experts wants sequence parallelism where there are TP ranks"
+        attention, (inputs, outputs) = block.attention, mlp_of(block, mixture)
+        cuts = _cuts((*attention.inputs, *inputs), (attention.out, *outputs))
+        whole = [*attention.whole, *(whole_of_mixture(mixture) if mixture is not None else ())]
+        content = _Content(layer, layer, cuts, parameter_names(block, mixture), whole)
+        return (
+            self._attention_wants(attention)
+            or self._why_not_lowered(content)
+            or self._biases_of_attention(layer, attention)
+            or self._uneven_biases(layer, (*inputs, *outputs))
+            or self._unlike(content, assemblies(plan, layer, self.roles))
+        )
+
+    def _why_not_attention(self, path: str, part: Part) -> str:
+        plan, attention = self.plan, self.roles.attention
+        if isinstance(attention, str):
+            return attention
+        if path != f"{part.layer}.{attention.module}":
+            return "nothing is known of it"
+        if attention.out_dropout:
+            return "it drops out what it returns, and Megatron's does not"
+        cuts = _cuts(attention.inputs, (attention.out,))
+        content = _Content(path, part.layer, cuts, attention_parameter_names(attention), attention.whole)
+        return (
+            self._attention_wants(attention)
+            or self._handed_whole(path, part)
+            or self._why_not_lowered(content)
+            or self._biases_of_attention(part.layer, attention)
+            or self._unlike(content, attention_assemblies(plan, part.layer, attention))
+        )
+
+    def _attention_wants(self, attention: Attention) -> str:
+        layout = self.plan.layout
+        if attention.latent is not None and layout.tp > 1 and not layout.sp:
+            return "its latent attention wants sequence parallelism where there are TP ranks"
+        packed = bool(attention.sinks) and layout.packed_sequences
+        return "Transformer Engine has no sinks for packed sequences" if packed else ""
+
+    def _why_not_mixture(self, path: str, part: Part) -> str:
+        plan, mixture = self.plan, self.roles.mixture
+        if isinstance(mixture, str):
+            return mixture
+        if mixture_in(plan, part.layer, self.roles) is None or path != f"{part.layer}.{mixture.module}":
+            return "nothing is known of it"
+        if plan.layout.tp > 1 and not plan.layout.sp:
+            return "it wants sequence parallelism where there are TP ranks"
+        cuts = _cuts(mixture.shared_inputs, mixture.shared_outputs)
+        content = _Content(path, part.layer, cuts, mixture_parameter_names(mixture), whole_of_mixture(mixture))
+        return (
+            self._handed_whole(path, part)
+            or self._why_not_lowered(content)
+            or self._unlike(content, mixture_assemblies(plan, part.layer, mixture))
+        )
+
+    def _why_not_mlp(self, path: str, part: Part) -> str:
+        plan, mlp = self.plan, part.mlp
+        if isinstance(mlp, str):
+            return mlp
+        linears = (*mlp.inputs, mlp.down)
+        content = _Content(path, part.layer, _cuts(mlp.inputs, (mlp.down,)), mlp_parameter_names(mlp), ())
+        return (
+            self._handed_whole(path, part)
+            or self._why_not_lowered(content)
+            or self._uneven_biases(part.layer, linears)
+            or self._unlike(content, mlp_assemblies(plan, part.layer, mlp))
+        )
+
+    def _handed_whole(self, path: str, part: Part) -> str:
+        """Whether a module in a layer is handed what was sent already, or more than its part of a sequence."""
+        plan, layer = self.plan, part.layer
+        around = {layer, *(path[:end] for end in range(len(layer), len(path)) if path[end] == ".")}
+        if plan.layout.tp > 1 and not around.isdisjoint(plan.derived.regions):
+            return "what is around it communicates for it"
+        if plan.layout.sp and plan.derived.whole_slots.get(path):
+            return "it is handed whole tensors, and not its part of the sequence"
+        sequence = plan.sequence
+        if sequence is not None and not {path, *around}.isdisjoint(sequence.regions):
+            return "it is handed whole sequences, and not its part of them"
+        return ""
+
+    def _why_not_lowered(self, content: _Content) -> str:
+        """What of a part is cut, called or there otherwise than Megatron's module has it."""
+        plan = self.plan
+        for name, cut in content.cuts.items():
+            path = f"{content.layer}.{name}"
+            if plan.cuts.get(path) != cut or path in plan.derived.gather or path in plan.derived.scatter:
+                return f"{name} is not sharded as a {cut}"
+            if path in plan.replicated_heads:
+                return f"there are more TP ranks than heads of {name}"
+        for record in self.inside.records[content.layer]:
+            own = record.path == content.path
+            if (own and record.primitive not in ("trace", "trace_until")) or record.primitive in _INSIDE:
+                continue
+            if own or record.path.startswith(f"{content.path}."):
+                what = record.path[len(content.layer) + 1 :] or "the layer"
+                return f"the schedule calls {record.primitive} on {what}, which is gone then"
+        known = {f"{content.layer}.{name}" for name in content.known}
+        strange = [name[len(content.layer) + 1 :] for name in self._names(content) if name not in known]
+        if strange:
+            return f"nothing is known of {', '.join(strange)}"
+        for name in content.whole:
+            if plan.placement(f"{content.layer}.{name}", "weight").sharded:
+                return f"{name} is sharded"
+        return ""
+
+    def _unlike(self, content: _Content, made: Mapping[str, Assembly]) -> str:
+        """What of a part's parameters is not its own, or not trained as the others."""
+        if any(self.plan.canonical[name] != name for name in self._names(content)):
+            return "a parameter is tied to one of another layer"
+        for parts in made.values():
+            if len({self.trained[part.name] for part in parts.parts}) > 1:
+                return f"only some of {parts.name} are trained"
+        return ""
+
+    def _names(self, content: _Content) -> list[str]:
+        return [name for name in self.inside.names[content.layer] if name.startswith(f"{content.path}.")]
+
+    def _uneven_biases(self, layer: str, names: Sequence[str]) -> str:
+        """Whether some of these linears have a bias, and Megatron's flag would give one to all or none."""
+        uneven = len({has_bias(self.plan, layer, name) for name in names}) > 1
+        return f"only some of {', '.join(names)} have a bias" if uneven else ""
+
+    def _biases_of_attention(self, layer: str, attention: Attention) -> str:
+        first, out = attention.inputs[0], attention.out
+        lone = has_bias(self.plan, layer, out) and not has_bias(self.plan, layer, first)
+        uneven = self._uneven_biases(layer, attention.inputs)
+        return uneven or (f"{out} has a bias and {first} has none" if lone else "")
+
+
+def _cuts(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, Cut]:
+    return {**dict.fromkeys(inputs, "column"), **dict.fromkeys(outputs, "row")}

@@ -1,0 +1,167 @@
+"""Which decoder layers Megatron's own ``TransformerLayer`` computes, and in the others which attention its
+``SelfAttention``, which mixtures of experts its ``MoELayer`` and which MLPs its ``MLP``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megasched.definition.experts import find_experts
+from megasched.errors import Problem
+from megasched.language.records import Record
+from megasched.language.roles import Attention, Block, Mixture, Mlp, Roles
+from megasched.plan.fused_columns import level_at, levels_asked, required
+from megasched.plan.megatron_fit import Part, WhyNot
+from megasched.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def choose_blocks(plan: Plan, model: nn.Module, roles: Roles, by_trainer: bool) -> list[Problem]:
+    """Fills ``plan.blocks``, ``plan.attentions``, ``plan.mixtures`` and ``plan.mlps`` with what is at level
+    ``block``; a problem for each module that can't be and must.
+
+    Args:
+        by_trainer: the model is built for Megatron's trainer, whose config its layers need.
+    """
+    levels = levels_asked(plan)
+    asked = {path: record for path, record in levels.items() if record.arguments["name"] == "block"}
+    if not asked:
+        return []
+    structure = plan.structure
+    if structure is None or not by_trainer:
+        what = "Megatron's layers need the config of its trainer"
+        remedy = "train through `python -m megasched pretrain_gpt.py`, or use level('fused')"
+        return [Problem(what, path, r.source, remedy) for path, r in asked.items() if required(r)]
+    parts = _parts(plan, model, roles)
+    why_not = WhyNot(plan, model, roles, parts)
+    problems = []
+    for path, record in asked.items():
+        if structure.index_of(path) is not None and path not in parts:
+            what = "a block is a whole decoder layer, its attention, its mixture of experts or its MLP"
+            problems.append(Problem(what, path, record.source, "call level('block') on one of them"))
+    for path, part in parts.items():
+        record = level_at(levels, path)
+        if record is None or record.arguments["name"] != "block" or _settled(plan, path, part, record):
+            continue
+        reason = why_not(path, part)
+        if not reason:
+            _take(plan, path, part, roles)
+        elif required(record):
+            what = f"Megatron's {part.kind} can't stand for this one: {reason}"
+            problems.append(Problem(what, path, record.source, "use level('fused') here"))
+        else:
+            plan.not_blocks[path] = reason
+    return problems
+
+
+def _parts(plan: Plan, model: nn.Module, roles: Roles) -> dict[str, Part]:
+    """By their paths; what is in another comes after it."""
+    assert plan.structure is not None
+    layers = plan.structure.layer_paths()
+    found = {layer: Part("layer", layer) for layer in layers}
+    for path, layer in _attention_modules(plan, roles).items():
+        found[path] = Part("attention", layer, (layer,))
+    for path, layer in _mixture_modules(plan, model).items():
+        found[path] = Part("mixture", layer, (layer,))
+    for path, mlp in roles.mlps.items():
+        index = plan.structure.index_of(path)
+        if index is not None and path not in found:
+            layer = plan.structure.layer_path(index)
+            outer = (path[:end] for end in range(len(layer) + 1, len(path)) if path[end] == ".")
+            found[path] = Part("MLP", layer, (layer, *(path for path in outer if path in found)), mlp)
+    return found
+
+
+def _attention_modules(plan: Plan, roles: Roles) -> dict[str, str]:
+    """Modules that are as the adapter says of attention, or were seen to compute it -> their layers."""
+    structure = plan.structure
+    assert structure is not None
+    found = {}
+    if isinstance(roles.attention, Attention):
+        for layer in structure.layer_paths():
+            if f"{layer}.{roles.attention.out}.weight" in plan.canonical:
+                found[f"{layer}.{roles.attention.module}"] = layer
+    for path in plan.derived.attention:
+        index = structure.index_of(path)
+        if index is not None and path != structure.layer_path(index):
+            found.setdefault(path, structure.layer_path(index))
+    return found
+
+
+def _take(plan: Plan, path: str, part: Part, roles: Roles) -> None:
+    """Has a module be Megatron's, which can stand for it."""
+    if part.kind == "layer":
+        plan.blocks.add(path)
+        assert isinstance(roles.block, Block)
+        _share_sinks(plan, path, roles.block.attention)
+    elif part.kind == "attention":
+        plan.attentions.add(path)
+        assert isinstance(roles.attention, Attention)
+        _share_sinks(plan, part.layer, roles.attention)
+    elif part.kind == "mixture":
+        plan.mixtures.add(path)
+    else:
+        assert isinstance(part.mlp, Mlp)
+        plan.mlps[path] = part.mlp
+
+
+def _share_sinks(plan: Plan, layer: str, attention: Attention) -> None:
+    """Sinks are whole on each rank at other levels; in Megatron's attention a rank has those of its heads."""
+    if attention.sinks:
+        whole = plan.placement(*f"{layer}.{attention.sinks}".rsplit(".", 1))
+        plan.placements[whole.name] = replace(whole, axis=0, tp_gradient="complete")
+
+
+def _settled(plan: Plan, path: str, part: Part, record: Record) -> bool:
+    """Whether a module around is Megatron's, or was to be by the same call, and a problem says why it can't."""
+    asked = f"{record.path}." if record.path else ""
+    by_same = required(record) and any(f"{outer}.".startswith(asked) for outer in part.around)
+    return by_same or plan.in_block(path)
+
+
+def _mixture_modules(plan: Plan, model: nn.Module) -> dict[str, str]:
+    """Modules in which experts are -> their layers."""
+    structure = plan.structure
+    assert structure is not None
+    found = {}
+    for experts in find_experts(model):
+        path, index = experts.rpartition(".")[0], structure.index_of(experts)
+        if index is not None and path != structure.layer_path(index):
+            found[path] = structure.layer_path(index)
+    return found
+
+
+def overlap_problems(plan: Plan) -> list[Problem]:
+    """A problem for each layer that does not overlap its communication as ``--tp-comm-overlap`` asks."""
+    structure = plan.structure
+    if not plan.layout.tp_comm_overlap or structure is None:
+        return []
+    layers = structure.layer_paths()
+    what = "--tp-comm-overlap: only Megatron's own layers overlap communication with their products"
+    remedy = "call level('block') on the layer, where the model has it, or leave the flag out"
+    return [Problem(what, layer, remedy=remedy) for layer in layers if layer not in plan.blocks]
+
+
+def mixture_problems(plan: Plan, model: nn.Module, roles: Roles) -> list[Problem]:
+    """A problem for each mixture that is not Megatron's own where its flags ask for that."""
+    flags = plan.layout.mixture_flags
+    if not flags or plan.structure is None:
+        return []
+    what = f"{', '.join(flags)}: Megatron's own mixtures of experts do that"
+    mixtures = _mixture_modules(plan, model)
+    if not mixtures:
+        none = f"{what}, and the model has none of the form that HF gives experts"
+        return [Problem(none, remedy="leave it out")]
+    remedy = "leave it out, or call level('block') on the mixture, where the model has it"
+    problems = []
+    for path, layer in mixtures.items():
+        if path not in plan.mixtures and layer not in plan.blocks:
+            reason = plan.not_blocks.get(path, "") or plan.not_blocks.get(layer, "")
+            problems.append(Problem(f"{what}, and not this one{reason and f': {reason}'}", path, remedy=remedy))
+    corrected = isinstance(roles.mixture, Mixture) and bool(roles.mixture.correction)
+    bias = "--moe-router-enable-expert-bias"
+    if bias in flags and not problems and not corrected:
+        problems.append(Problem(f"{bias}: the definition's routers choose without a bias", remedy="leave it out"))
+    return problems

@@ -1,0 +1,58 @@
+"""Without example inputs nothing is derived: only pairs of a column and a row linear that speak for themselves."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import nn
+
+from megasched.errors import Problem
+from megasched.language.records import Record
+from megasched.plan.plan import Plan
+
+_REMEDY = "pass build(..., inputs={...}) to have it derived, or call "
+
+
+def take_pairs(plan: Plan, model: nn.Module) -> list[Problem]:
+    """Takes columns and rows that stand in one module, and what ``sync`` states; a problem for each other one."""
+    families: dict[str, dict[str, list[Record]]] = defaultdict(lambda: {"column": [], "row": []})
+    for record in plan.records_of("shard"):
+        cut = plan.cuts.get(record.path)
+        if record.arguments["param"] == "weight" and cut in ("column", "row") and not _stated(plan, record, cut):
+            families[record.path.rpartition(".")[0]][cut].append(record)
+    problems = []
+    for parent, family in families.items():
+        between = _between(plan, model.get_submodule(parent), parent)
+        for record in family["column"]:
+            what = "nothing tells where the sharded output goes: no row-parallel linear stands beside it"
+            if family["row"]:
+                what = f"{between} stands beside it, and nothing tells whether it meets the sharded output"
+            if not family["row"] or between:
+                remedy = _REMEDY + '.sync("fwd_post", "all_gather")'
+                problems.append(Problem(what, record.path, record.source, remedy))
+        for record in family["row"] if not family["column"] else ():
+            what = "nothing tells whether its input is sharded: no column-parallel linear stands beside it"
+            problems.append(Problem(what, record.path, record.source, _REMEDY + '.sync("fwd_pre", "scatter")'))
+    return problems
+
+
+def _stated(plan: Plan, record: Record, cut: str) -> bool:
+    """Whether the user says that a column's output is gathered, or a row's input cut."""
+    syncs = {(r.arguments["mode"], r.arguments["op"]) for r in plan.records_of("sync") if r.path == record.path}
+    if cut == "column" and ("fwd_post", "all_gather") in syncs:
+        plan.derived.gather.add(record.path)
+        return True
+    if cut == "row" and ("fwd_pre", "scatter") in syncs:
+        plan.derived.scatter.add(record.path)
+        return True
+    return False
+
+
+def _between(plan: Plan, parent: nn.Module, path: str) -> str:
+    """A module inside ``parent`` that has weights or draws random numbers, beside those that are cut."""
+    for name, module in parent.named_modules():
+        full = f"{path}.{name}" if path and name else path or name
+        draws = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        if full not in plan.cuts and (draws or next(module.parameters(recurse=False), None) is not None):
+            return f"{type(module).__name__} {name!r}" if name else f"a parameter of {type(module).__name__}"
+    return ""

@@ -1,0 +1,134 @@
+"""How one parameter of a block is put together from HF tensors: the rest of the truth that ``placement`` begins.
+
+A placement says what a rank holds of each HF tensor; an assembly, how these pieces make the parameter of a
+module that has another layout than HF's (Megatron's ``linear_qkv`` and ``linear_fc1``). It can be taken apart
+again, so that checkpoints and weights keep HF's names and shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megasched.plan.placement import Placement
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """One parameter of a rank, made of its pieces of HF tensors that lie one after the other along axis 0.
+
+    Attributes:
+        parts: placements of the HF tensors, in their order.
+        groups: in how many groups each part (each component of a packed one) is cut, which then take turns:
+            Megatron keeps, for each head of k and v, the heads of q that use it, then k, then v
+            (megatron/core/transformer/attention.py). Counted over all TP ranks; 1: whole parts follow each other.
+        paired: blocks of so many rows take turns in the first part, a head's q and its gate; in the parameter each
+            group has all of the one, then all of the other. 0: they don't.
+        entry: the parameter is this entry alone, along axis 0 of the one HF tensor: HF keeps all experts of a
+            layer in one, Megatron each in its own. Counted over all ranks.
+        transposed: HF keeps the entry, a matrix, [in, out], and Megatron [out, in].
+        interleaved: the two halves of the parameter take turns in the entry, row by row: gate and up.
+    """
+
+    parts: tuple[Placement, ...]
+    groups: int = 1
+    paired: int = 0
+    entry: int | None = None
+    transposed: bool = False
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.entry is not None and (len(self.parts) > 1 or self.groups > 1 or self.parts[0].axis != 0):
+            raise ValueError(f"{self.name}: only one tensor that is cut along axis 0 has entries")
+        if self.entry is None and self.rearranged:
+            raise ValueError(f"{self.name}: only an entry is rearranged")
+        if self.paired and self.parts[0].shape[0] % (2 * self.paired * self.groups):
+            what = f"{list(self.parts[0].shape)} is not made of pairs of {self.paired} in {self.groups} groups"
+            raise ValueError(f"{self.parts[0].name}: {what}")
+        for part in self.parts if self.groups > 1 else ():
+            if any(length % self.groups for length in _components(part)):
+                raise ValueError(f"{part.name}: {list(part.shape)} is not made of {self.groups} groups")
+
+    @property
+    def rearranged(self) -> bool:
+        """Whether an entry lies otherwise in HF's tensor than in the parameter."""
+        return self.transposed or self.interleaved
+
+    @property
+    def name(self) -> str:
+        """Of the HF tensors, for messages."""
+        return " + ".join(part.name for part in self.parts)
+
+    def cut(self, rank: int, size: int) -> tuple[int, int]:
+        """Which piece of the parts, of how many, the parameter is made of on a rank; an entry is a piece by
+        itself."""
+        return (rank, size) if self.entry is None else (self.entry, self.parts[0].shape[0])
+
+    def local_shape(self, size: int) -> tuple[int, ...]:
+        """Shape of what each of ``size`` TP ranks holds; ValueError when a part does not divide."""
+        if self.entry is not None:
+            shape = self.parts[0].shape[1:]
+            return tuple(reversed(shape)) if self.transposed else shape
+        shapes = [part.local_shape(size) for part in self.parts]
+        if len(shapes) == 1:
+            return shapes[0]  # perhaps of no dimension
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def join(self, pieces: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+        """The parameter of a rank from its pieces of the parts, as their placements cut them."""
+        import torch
+
+        if self.entry is not None:
+            own = pieces[0][0].t() if self.transposed else pieces[0][0]
+            return torch.cat([own[::2], own[1::2]]) if self.interleaved else own
+        if self.groups == 1 and not self.paired:
+            return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+        groups = self._local_groups(size)
+        rows = [
+            component.unflatten(0, (groups, -1))
+            for piece, lengths in zip(pieces, self._lengths(size), strict=True)
+            for component in piece.split(lengths)
+        ]
+        if self.paired:
+            rows[0] = rows[0].unflatten(1, (-1, 2, self.paired)).transpose(1, 2).flatten(1, 3)
+        return torch.cat(rows, dim=1).flatten(0, 1)
+
+    def split(self, local: torch.Tensor, size: int) -> list[torch.Tensor]:
+        """The pieces of the parts from the parameter of a rank, or anything laid out like it; the inverse of
+        ``join`` (views where that is possible)."""
+        import torch
+
+        if self.entry is not None:
+            own = torch.stack(local.chunk(2), dim=1).flatten(0, 1) if self.interleaved else local
+            return [(own.t() if self.transposed else own)[None]]
+        lengths = self._lengths(size)
+        if self.groups == 1 and not self.paired:
+            return [local] if len(self.parts) == 1 else list(local.split([sum(of_part) for of_part in lengths]))
+        groups = self._local_groups(size)
+        widths = [length // groups for of_part in lengths for length in of_part]
+        rows = list(local.unflatten(0, (groups, -1)).split(widths, dim=1))
+        if self.paired:
+            rows[0] = rows[0].unflatten(1, (2, -1, self.paired)).transpose(1, 2).flatten(1, 3)
+        left = iter(rows)
+        pieces = [[next(left).flatten(0, 1) for _ in of_part] for of_part in lengths]
+        return [piece[0] if len(piece) == 1 else torch.cat(piece) for piece in pieces]
+
+    def _lengths(self, size: int) -> list[list[int]]:
+        """Of the components of each part, on one rank."""
+        return [
+            [length // size for length in part.components] or list(part.local_shape(size)[:1])
+            for part in self.parts
+        ]
+
+    def _local_groups(self, size: int) -> int:
+        if self.groups % size:
+            raise ValueError(f"{self.name}: {self.groups} groups do not divide by TP {size}")
+        return self.groups // size
+
+
+def _components(part: Placement) -> tuple[int, ...]:
+    return part.components or (part.shape[-1 if part.transposed else 0],)

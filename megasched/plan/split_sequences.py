@@ -1,0 +1,109 @@
+"""What a plan says of sequences that ranks share, and of rows that hold several: context parallelism, sequence
+parallelism, ``--sft``."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from functools import partial
+
+from torch import nn
+
+from megasched.analysis.known_runs import KnownRuns
+from megasched.analysis.packed_plan import one_sequence_a_row, plan_packed
+from megasched.analysis.sequence_plan import SequencePlan
+from megasched.definition.experts import find_experts
+from megasched.errors import Problem, ScheduleError
+from megasched.plan.plan import Plan
+
+
+def plan_context(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]:
+    """What context parallelism does; who trains a part of the sequence must be Megatron's trainer."""
+    if plan.layout.cp == 1:
+        return []
+    if plan.structure is None:
+        remedy = "run it through `python -m megasched pretrain_gpt.py`, or without context parallelism"
+        return [Problem("context parallelism is for causal language models in Megatron's trainer", remedy=remedy)]
+    refuse = partial(why_not_sequence_region, plan)
+    plan.sequence = runs.plan_sequence(model, plan.structure, plan.layout.cp, refuse)
+    if plan.sequence.problems:
+        return plan.sequence.problems
+    in_region = partial(_is_in, {*plan.sequence.regions, *find_experts(model)})  # which take tokens one by one
+    recorded = plan.sequence.recorded
+    by_length = runs.goes_by_length(
+        model, plan.structure, plan.layout.cp, in_region, places=False, gathered=recorded
+    )
+    if by_length is None:
+        return []
+    path, operation = by_length
+    what = f"context parallelism: {operation} goes by the length of the sequence, of which a rank sees a part"
+    return [Problem(what, path, remedy="run it without --context-parallel-size")]
+
+
+def _is_in(regions: Container[str], path: str) -> bool:
+    while path and path not in regions:
+        path = path.rpartition(".")[0]
+    return bool(path)
+
+
+def refuse_by_length(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]:
+    """Under sequence parallelism the code of layers, and that between them, sees a part of the sequence, but for
+    what is a region."""
+    structure = plan.structure
+    if structure is None or not plan.layout.sp:
+        return []
+    derived = plan.derived
+    of_heads = {path for path, of in derived.regions.items() if not derived.by_heads.isdisjoint(of.columns)}
+    regions = derived.needed_regions | of_heads | set(find_experts(model))  # which take tokens one by one
+
+    def is_outside(path: str) -> bool:
+        return structure.index_of(path) is None
+
+    found = runs.goes_by_length(
+        model, structure, plan.layout.tp, partial(_is_in, regions), is_outside, places=True
+    )
+    if found is None:
+        return []
+    path, operation = found
+    what = f"sequence parallelism: {operation} goes by the length of the sequence, of which a rank sees a part"
+    return [Problem(what, path, remedy="run it without --sequence-parallel")]
+
+
+def plan_packed_rows(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]:
+    """Whether rows can hold several sequences. That they can't is no problem before one does."""
+    if not plan.layout.packed_sequences or plan.structure is None:
+        return []
+    try:
+        with one_sequence_a_row():
+            sequence = runs.plan_sequence(model, plan.structure, 2, lambda path: "")
+    except ScheduleError as error:  # it does not run on meta, so nothing is known of it
+        sequence = SequencePlan(problems=error.problems)
+    plan.packed = plan_packed(model, plan.structure, sequence)
+    by_megatron = plan.blocks | plan.attentions
+    if not by_megatron or plan.packed.problems:
+        return []
+    what, remedy = "", "use level('fused')"
+    if not plan.packed.hands_on_bounds:
+        what = "the definition does not tell its layers where sequences begin (cu_seq_lens_q)"
+    elif plan.layout.sp and plan.layout.micro_batch_size > 1:
+        what = "Megatron's attention takes packed sequences as one row, and sequence parallelism has split several"
+        remedy = "--micro-batch-size 1 (and a longer --seq-length), or level('fused')"
+    return [Problem(f"level block under --sft: {what}", min(by_megatron), remedy=remedy)] if what else []
+
+
+def why_not_sequence_region(plan: Plan, path: str) -> str:
+    """Why a module can't be run on the whole sequence under context parallelism; empty where it can.
+
+    Under sequence parallelism a row-parallel linear hands each TP rank a part of what it sees: of the whole
+    sequence that would be another part than of a context parallel rank's own.
+    """
+    structure, derived = plan.structure, plan.derived
+    if structure is None or structure.index_of(path) is None:
+        elsewhere = plan.layout.pp > 1 and plan.holds_parameters(path)
+        return "its parameters are on one pipeline stage, and others run it, too" if elsewhere else ""
+    if not plan.layout.sp:
+        return ""
+    rows = [row for row, cut in plan.cuts.items() if cut == "row" and row.startswith(f"{path}.")]
+    split = [row for row in rows if row not in derived.rows_inside]
+    if path not in derived.needed_regions or split:
+        return "it can't have it under sequence parallelism too"
+    return ""

@@ -1,0 +1,155 @@
+"""What the links between GPUs reach of their peaks: collective operations timed, and turned into a ``Link``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from megasched.errors import ConfigError
+from megasched.planner.hardware.calibrate import Sizes, Timer, believable, efficiency_for, significant
+from megasched.planner.hardware.hardware import Group, Hardware, Link
+from megasched.planner.measure.work import Work
+
+# An operation takes this long at least, in microseconds; noise may make a fit say less.
+_LEAST_LATENCY = 0.1
+_GROUP = "calibrated"
+_OPERATIONS = ("allgather_base", "reduce_scatter_base")
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that measure together, one a GPU, as torchrun starts them.
+
+    Attributes:
+        rank: of this one.
+        size: of all.
+        local_rank: of this one in its node.
+        local_size: of a node.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+
+def read_world(environment: Mapping[str, str]) -> World:
+    """What torchrun says; one process without it.
+
+    Raises:
+        ConfigError: nodes with different numbers of ranks.
+    """
+    names = ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)
+    found = World(*(int(environment.get(name, default)) for name, default in names))
+    if found.size % found.local_size:
+        raise ConfigError(
+            f"--calibrate: {found.size} ranks, {found.local_size} of them on this node: start as many on each node"
+        )
+    return found
+
+
+def link_groups(world: World) -> dict[str, list[list[int]]]:
+    """Links that can be measured -> groups of ranks that reach each other by it.
+
+    All groups of a link are busy at a time, as they are in training.
+    """
+    found = {
+        "node": [list(range(first, first + world.local_size)) for first in range(0, world.size, world.local_size)],
+        "network": [list(range(first, world.size, world.local_size)) for first in range(world.local_size)],
+    }
+    return {name: groups for name, groups in found.items() if len(groups[0]) > 1}
+
+
+def slowest(timer: Timer, device: torch.device) -> Timer:
+    """On every rank the seconds of the slowest, for which a step waits. All ranks so find the same figures."""
+
+    def time(run: Callable[[], object]) -> float:
+        seconds = torch.tensor(timer(run), dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX)
+        return seconds.item()
+
+    return time
+
+
+def measure_links(
+    hardware: Hardware,
+    world: World,
+    device: torch.device,
+    timer: Timer,
+    sizes: Sizes,
+    on_step: Callable[[str], None] = lambda name: None,
+) -> dict[str, Link]:
+    """``node`` or ``network``, as far as these ranks use it -> the link as measured. To be called on all ranks.
+
+    Args:
+        hardware: gives the peaks.
+        on_step: called with a link before it is measured.
+
+    Raises:
+        ConfigError: a link is faster than its peak.
+    """
+    found = {}
+    for name, groups in link_groups(world).items():
+        on_step(name)
+        group, _ = torch.distributed.new_subgroups_by_enumeration(groups)
+        ranks = len(groups[0])
+        large, tiny = (_timed(size, ranks, group, device, timer) for size in sizes.message)
+        found[name] = fit_link(hardware, name, ranks, large, tiny)
+    return found
+
+
+def exchanged(part: int, ranks: int) -> Work:
+    """Of an all-gather and a reduce-scatter to which each rank brings, or of which it keeps, so many bytes."""
+    keys = [(operation, _GROUP, False) for operation in _OPERATIONS]
+    return Work(sent=Counter(dict.fromkeys(keys, part * ranks)), calls=Counter(keys))
+
+
+def _timed(
+    size: int, ranks: int, group: torch.distributed.ProcessGroup, device: torch.device, timer: Timer
+) -> tuple[Work, float]:
+    """What is sent once, and its seconds.
+
+    Args:
+        size: bytes of one rank's part.
+    """
+    part = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+    whole = torch.zeros(ranks * part.numel(), dtype=torch.bfloat16, device=device)
+
+    def run() -> None:
+        torch.distributed.all_gather_into_tensor(whole, part, group=group)
+        torch.distributed.reduce_scatter_tensor(part, whole, group=group)
+
+    return exchanged(part.nbytes, ranks), timer(run)
+
+
+def fit_link(
+    hardware: Hardware, name: str, ranks: int, large: tuple[Work, float], tiny: tuple[Work, float]
+) -> Link:
+    """The link at which ``Hardware.send_seconds`` gives what was measured.
+
+    Args:
+        name: ``node`` or ``network``.
+        ranks: that exchanged.
+        large: what was sent in large messages, and its seconds.
+        tiny: the same operations with tiny messages.
+
+    Raises:
+        ConfigError: it is faster than its peak.
+    """
+    link: Link = getattr(hardware, name)
+    span = hardware.gpus_per_node if name == "node" else hardware.gpus_per_node + 1
+
+    def seconds(work: Work, efficiency: float) -> float:
+        without_latency = replace(link, efficiency=efficiency, latency_us=0.0)
+        changed = replace(hardware, **{name: without_latency})
+        return changed.send_seconds(work, {_GROUP: Group(ranks, span)})[0]
+
+    # Latency is in both, so what the large messages take longer is of their bytes.
+    more, longer = large[0] - tiny[0], large[1] - tiny[1]
+    efficiency = significant(efficiency_for(lambda value: seconds(more, value), longer))
+    believable(efficiency, f"efficiency of [{name}]", f"gbytes_per_s = {link.gbytes_per_s}")
+    latency = (tiny[1] - seconds(tiny[0], efficiency)) / sum(tiny[0].calls.values())
+    return replace(link, efficiency=efficiency, latency_us=significant(max(latency * 1e6, _LEAST_LATENCY)))

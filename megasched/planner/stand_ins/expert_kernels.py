@@ -1,0 +1,82 @@
+"""What Transformer Engine's grouped linears keep, read and write on a GPU: experts of Megatron's mixtures.
+
+See ``kernels.py``. Every expert has as many tokens (``even_routing.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megasched.planner.stand_ins.kernels import EIGHT_BITS, add_product, kernel, like, product, quantize
+
+
+class _Weighted(torch.autograd.Function):
+    """Gate and up multiplied, times a weight of each token, by Megatron's fused kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weights)
+        return kernel([x, weights], ((*x.shape[:-1], x.shape[-1] // 2), x.dtype))[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weights = ctx.saved_tensors
+        return tuple(kernel([gradient, x, weights], like(x), like(weights)))
+
+
+class _Grouped(torch.autograd.Function):
+    """A linear for each expert, as Transformer Engine's ``GroupedLinear``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, recipe: str | None, *weights: torch.Tensor) -> torch.Tensor:
+        used, kept = (x, x) if recipe is None else quantize(x, recipe)
+        ctx.save_for_backward(kept)
+        ctx.weights, ctx.recipe = weights, recipe
+        shape = (x.shape[0], weights[0].shape[0])
+        return product(used, weights[0], shape, x.shape[1], x.dtype, batch=len(weights))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (kept,) = ctx.saved_tensors
+        count, (tokens, features) = len(ctx.weights), gradient.shape
+        used, again = (gradient, gradient) if ctx.recipe is None else quantize(gradient, ctx.recipe)
+        of_input = product(used, ctx.weights[0], kept.shape, features, gradient.dtype, batch=count)
+        add_product(again, kept, (count * features, kept.shape[1]), tokens // count, batch=count)
+        return of_input, None, *(None for _ in ctx.weights)
+
+
+def experts(
+    mlps: Any, tokens: torch.Tensor, weights: torch.Tensor, recipe: str | None
+) -> tuple[torch.Tensor, None]:
+    """For ``SequentialMLP.forward`` of megatron/core/transformer/moe/experts.py, as its ``TEGroupedMLP``.
+
+    Args:
+        recipe: of weights that are in 8 bits.
+    """
+    config = mlps.config
+    first, second = (
+        [getattr(expert, name).weight for expert in mlps.local_experts] for name in ("linear_fc1", "linear_fc2")
+    )
+    eight = recipe if getattr(first[0], EIGHT_BITS, False) else None
+    hidden = _Grouped.apply(tokens, eight, *first)
+    if config.gated_linear_unit:
+        hidden = _Weighted.apply(hidden, weights[:, None])
+    else:  # Megatron's fused kernel for this one has a flag of its own
+        hidden = (config.activation_func(hidden) * weights[:, None]).to(hidden.dtype)
+    return _Grouped.apply(hidden, eight, *second), None
+
+
+def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
+    """What to replace -> what stands in its place.
+
+    Args:
+        recipe: of 8-bit training, as Megatron's ``--fp8-recipe`` names it.
+    """
+
+    def grouped(mlps: Any, tokens: torch.Tensor, counts: Any, weights: torch.Tensor) -> Any:
+        return experts(mlps, tokens, weights, recipe)
+
+    return {"megatron.core.transformer.moe.experts:SequentialMLP.forward": grouped}

@@ -1,0 +1,369 @@
+"""What Transformer Engine's modules and Megatron's fused kernels keep, read, write and send on a GPU.
+
+A plan runs stages on fake tensors of a CPU, where other kernels are: norms and activations spelled out, keys of
+all context parallel ranks gathered, no 8 bits. These stand in their places. They compute nothing; what they keep
+for the backward pass is what the kernels keep, and each reads and writes what the kernel does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+
+from megasched.analysis.attention_flops import attended, attention_flops
+from megasched.planner.measure.work import behind_products
+
+Shape = Sequence[int]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+_library = torch.library.Library("megasched_planner", "DEF")
+_library.define("kernel(Tensor[] read, int[] sizes, int[] dims, int[] dtypes, float flops) -> Tensor[]")
+_library.define(
+    "product(Tensor left, Tensor right, int[] shape, int k, int dtype, bool added, int batch) -> Tensor"
+)
+
+
+@torch.library.register_fake("megasched_planner::kernel", lib=_library)
+def _make(read: list[torch.Tensor], sizes: list[int], dims: list[int], dtypes: list[int], flops: float) -> Any:
+    left = iter(sizes)
+    shapes = [[next(left) for _ in range(count)] for count in dims]
+    return [
+        torch.empty(shape, dtype=_DTYPES[dtype], device="cpu") for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+
+
+@torch.library.register_fake("megasched_planner::product", lib=_library)
+def _multiply(
+    left: torch.Tensor, right: torch.Tensor, shape: list[int], k: int, dtype: int, added: bool, batch: int
+) -> torch.Tensor:
+    return torch.empty([0] if added else shape, dtype=_DTYPES[dtype], device="cpu")
+
+
+def kernel(
+    read: Sequence[torch.Tensor], *made: tuple[Shape, torch.dtype], flops: float = 0.0
+) -> list[torch.Tensor]:
+    """One kernel that reads tensors (one that it reads twice is there twice) and makes others.
+
+    Args:
+        flops: of fused attention.
+    """
+    sizes = [size for shape, _ in made for size in shape]
+    dtypes = [_DTYPES.index(dtype) for _, dtype in made]
+    found: list[torch.Tensor] = torch.ops.megasched_planner.kernel(
+        list(read), sizes, [len(shape) for shape, _ in made], dtypes, flops
+    )
+    return found
+
+
+def like(tensor: torch.Tensor) -> tuple[Shape, torch.dtype]:
+    """What a kernel makes that has the form of a tensor."""
+    return tensor.shape, tensor.dtype
+
+
+def product(
+    left: torch.Tensor, right: torch.Tensor, shape: Shape, k: int, dtype: torch.dtype, batch: int = 1
+) -> torch.Tensor:
+    """A matrix product over ``k``; ``left`` tells in how many bits.
+
+    Args:
+        batch: of how many products, each with other rows, the result is put together.
+    """
+    found: torch.Tensor = torch.ops.megasched_planner.product(
+        left, right, list(shape), k, _DTYPES.index(dtype), False, batch
+    )
+    return found
+
+
+def add_product(left: torch.Tensor, right: torch.Tensor, shape: Shape, k: int, batch: int = 1) -> None:
+    """A matrix product that is added to a gradient that is there (``--gradient-accumulation-fusion``)."""
+    torch.ops.megasched_planner.product(left, right, list(shape), k, _DTYPES.index(torch.float32), True, batch)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        normed, scale = kernel([x, weight], like(x), (x.shape[:-1], torch.float32))
+        ctx.save_for_backward(x, weight, scale)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight, scale = ctx.saved_tensors
+        return tuple(kernel([gradient, x, weight, scale], like(x), like(weight)))
+
+
+def rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None) -> Any:
+    """For ``F.rms_norm``."""
+    if weight is None or not isinstance(x, FakeTensor):
+        return torch.rms_norm(x, shape, weight, eps)
+    return _Norm.apply(x, weight)
+
+
+def zero_centered_rms_norm(self: Any, x: torch.Tensor) -> Any:
+    """For ``layer_modules.ZeroCenteredRMSNorm.forward``: Transformer Engine's kernel adds the 1."""
+    return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+def zero_centered_layer_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """The same for ``ZeroCenteredLayerNorm``."""
+    return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class _Pointwise(torch.autograd.Function):
+    """One kernel each way; keeps its input, or nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shape: Shape, keeps: bool) -> torch.Tensor:
+        ctx.made = like(x)
+        ctx.save_for_backward(*([x] if keeps else []))
+        return kernel([x], (shape, x.dtype))[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return kernel([gradient, *ctx.saved_tensors], ctx.made)[0], None, None
+
+
+def swiglu(x: torch.Tensor, bias: torch.Tensor | None, *args: Any) -> Any:
+    """For ``bias_swiglu_impl`` of megatron/core/fusions/fused_bias_swiglu.py, and its like for GELU."""
+    return _Pointwise.apply(x, (*x.shape[:-1], x.shape[-1] // 2), True)
+
+
+def gelu(x: torch.Tensor, bias: torch.Tensor) -> Any:
+    """For ``bias_gelu_impl`` of megatron/core/fusions/fused_bias_gelu.py."""
+    return _Pointwise.apply(x, x.shape, True)
+
+
+def rotary(t: torch.Tensor, freqs: torch.Tensor, **options: Any) -> Any:
+    """For Transformer Engine's fused rotary embedding."""
+    return _Pointwise.apply(t, t.shape, False)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps its inputs, its output and a number for each query. Keys and values of other context parallel ranks
+    pass while it computes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pairs: float, group: Any
+    ) -> torch.Tensor:
+        exchange([key, value], group)
+        shape = (*query.shape[:-1], value.shape[-1])
+        output, sums = kernel(
+            [query, key, value],
+            (shape, query.dtype),
+            (query.shape[:-1], torch.float32),
+            flops=attention_flops(pairs, query.shape[-1], value.shape[-1]),
+        )
+        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.pairs, ctx.group = pairs, group
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        query, key, value, output, sums = ctx.saved_tensors
+        exchange([key, value, key, value], ctx.group)
+        flops = attention_flops(ctx.pairs, query.shape[-1], value.shape[-1], backward=True)
+        made = kernel(
+            [gradient, query, key, value, output, sums], like(query), like(key), like(value), flops=flops
+        )
+        return *made, None, None
+
+
+def exchange(tensors: Sequence[torch.Tensor], group: Any) -> None:
+    """Tensors that pass all ranks of a group while something else is computed."""
+    if group is None or group.size() == 1:
+        return
+    for tensor in tensors:
+        whole = tensor.new_empty((tensor.shape[0] * group.size(), *tensor.shape[1:]))
+        with behind_products():
+            torch.distributed.all_gather_into_tensor(whole, tensor.contiguous(), group=group)
+
+
+def attended_on_rank(queries: int, keys: int, causal: bool, window: int | None, parts: int) -> float:
+    """Pairs of a query and a key that it attends to, in one head; both are of a ``parts``-th of the sequence, of
+    which each rank has as much work as any other."""
+    return attended(queries * parts, keys * parts, causal, window) / parts
+
+
+def te_core(
+    core: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    causal: bool,
+    window: tuple[int, int],
+    **options: Any,
+) -> Any:
+    """For ``TeCore.__call__`` of megasched/layers/te/attention.py; [b, heads, s, d] each."""
+    group = None if core.context is None else core.context.cp_group
+    seen = None if window[0] < 0 else window[0] + 1
+    pairs = attended_on_rank(query.shape[2], key.shape[2], causal, seen, 1 if group is None else core.context.size)
+    return _Attention.apply(query, key, value, query.shape[0] * query.shape[1] * pairs, group)
+
+
+def block_core(
+    core: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+) -> Any:
+    """For ``CoreAttention.forward`` of megasched/layers/megatron/layer.py; [s, b, heads, d] each."""
+    group, parts = (None, 1) if core.ranks is None else (core.ranks.group, core.ranks.zigzag.size)
+    pairs = attended_on_rank(query.shape[0], key.shape[0], True, core.window, parts)
+    output = _Attention.apply(query, key, value, query.shape[1] * query.shape[2] * pairs, group)
+    return output.flatten(2)
+
+
+class _Linear(torch.autograd.Function):
+    """A linear over TP, as Megatron's own do it; with a recipe, products in 8 bits as Transformer Engine's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        split: bool,
+        reduces: bool,
+        group: Any,
+        recipe: str | None,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        used, kept = (x, x) if recipe is None else quantize(x, recipe)
+        ctx.save_for_backward(kept)
+        ctx.weights, ctx.biased = weights, bias is not None
+        ctx.split, ctx.reduces, ctx.group, ctx.recipe = split, reduces, group, recipe
+        whole = gather(used, group) if split else used
+        features = sum(weight.shape[0] for weight in weights)
+        output = product(whole, weights[0], (*whole.shape[:-1], features), whole.shape[-1], x.dtype)
+        return output if bias is None else kernel([output, bias], like(output))[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (kept,) = ctx.saved_tensors
+        weight, features = ctx.weights[0], gradient.shape[-1]
+        used, again = (gradient, gradient) if ctx.recipe is None else quantize(gradient, ctx.recipe)
+        with behind_products():
+            whole = gather(kept, ctx.group) if ctx.split else kept
+        of_input = product(used, weight, whole.shape, features, gradient.dtype)
+        tokens = math.prod(whole.shape[:-1])
+        with behind_products():
+            if ctx.split:
+                of_input = scatter(of_input, ctx.group)
+            elif ctx.reduces:
+                torch.distributed.all_reduce(of_input, group=ctx.group)
+        add_product(again, whole, (features, whole.shape[-1]), tokens)
+        of_bias = kernel([gradient], ((features,), gradient.dtype))[0] if ctx.biased else None
+        return of_input, of_bias, None, None, None, None, *(None for _ in ctx.weights)
+
+
+def quantize(x: torch.Tensor, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor in 8 bits by rows and by columns, of which a product along either takes one. The scale of the whole
+    tensor is found before (tensorwise), is known (delayed), or is that of a block."""
+    reads = 2 if recipe == "tensorwise" else 1
+    rows, columns = kernel([x] * reads, (x.shape, torch.uint8), (x.shape, torch.uint8))
+    return rows, columns
+
+
+def gather(part: torch.Tensor, group: Any) -> torch.Tensor:
+    """[s / tp, ...] -> [s, ...]."""
+    whole = part.new_empty((part.shape[0] * group.size(), *part.shape[1:]))
+    torch.distributed.all_gather_into_tensor(whole, part.contiguous(), group=group)
+    return whole
+
+
+def scatter(whole: torch.Tensor, group: Any) -> torch.Tensor:
+    """[s, ...] -> the sum's [s / tp, ...]."""
+    part = whole.new_empty((whole.shape[0] // group.size(), *whole.shape[1:]))
+    torch.distributed.reduce_scatter_tensor(part, whole, group=group)
+    return part
+
+
+def no_context(*args: Any) -> Any:
+    """For Megatron's 8-bit context: weights themselves tell (``mark_8_bits``), in a recompute as well."""
+    return nullcontext()
+
+
+# Marks a weight whose products are in 8 bits.
+EIGHT_BITS = "megasched_in_8_bits"
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    *args: Any,
+    tp_group: Any = None,
+    recipe: str | None = None,
+    **options: Any,
+) -> Any:
+    """For ``linear_with_grad_accumulation_and_async_allreduce`` of megatron/core/tensor_parallel/layers.py.
+
+    Args:
+        recipe: of weights that are in 8 bits.
+    """
+    eight = recipe if getattr(weight, EIGHT_BITS, False) else None
+    return _Linear.apply(x, bias, sequence_parallel, allreduce_dgrad, tp_group, eight, weight)
+
+
+def mark_8_bits(layer: nn.Module) -> None:
+    """Has the products of Megatron's linears in a layer computed in 8 bits."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    for module in layer.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            setattr(module.weight, EIGHT_BITS, True)
+
+
+class TeLinear(nn.Module):
+    """For ``transformer_engine.pytorch.Linear``, with weights in several parameters."""
+
+    def __init__(self, recipe: str, parameters_split: dict[str, int], bias: bool, **options: Any) -> None:
+        super().__init__()
+        self.recipe, self.names, self.biased = recipe, list(parameters_split), bias
+
+    def forward(self, x: torch.Tensor, **options: Any) -> Any:
+        weights = [getattr(self, f"{name}_weight") for name in self.names]
+        bias = getattr(self, f"{self.names[0]}_bias") if self.biased else None
+        return _Linear.apply(x, bias, False, False, None, self.recipe, *weights)
+
+
+def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
+    """What to replace -> what stands in its place.
+
+    Args:
+        recipe: of 8-bit training, as Megatron's ``--fp8-recipe`` names it.
+    """
+
+    megatrons_linear = partial(linear, recipe=recipe)
+
+    def te_linear() -> Callable[..., Any]:
+        def make(in_features: int, out_features: int, **options: Any) -> TeLinear:
+            return TeLinear(recipe or "", **options)
+
+        return make
+
+    return {
+        "torch.nn.functional:rms_norm": rms_norm,
+        "megasched.layers.megatron.layer_spec:ZeroCenteredRMSNorm.forward": zero_centered_rms_norm,
+        "megasched.layers.megatron.layer_spec:ZeroCenteredLayerNorm.forward": zero_centered_layer_norm,
+        "megatron.core.transformer.mlp:bias_swiglu_impl": swiglu,
+        "megatron.core.transformer.mlp:bias_geglu_impl": swiglu,
+        "megatron.core.transformer.mlp:bias_gelu_impl": gelu,
+        "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": rotary,
+        "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": megatrons_linear,
+        "megasched.layers.fused_columns:linear_with_grad_accumulation_and_async_allreduce": megatrons_linear,
+        "megatron.core.fp8_utils:get_fp8_context": no_context,
+        "megasched.lowering.lower:uses_transformer_engine": lambda device: True,
+        "megasched.layers.te.attention:TeCore.__call__": te_core,
+        "megasched.layers.megatron.core_attention:CoreAttention.forward": block_core,
+        "megasched.layers.te.linear:te_linear": te_linear,
+    }

@@ -1,0 +1,115 @@
+"""Where a step of Megatron is listened to: in force for the steps that are recorded, gone after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from megasched.patches.attributes import Undo, resolve, set_attribute, undo_all
+from megasched.trace.recorder import Recorder
+
+FORWARD = "megatron.core.pipeline_parallel.schedules:forward_step"
+BACKWARD = "megatron.core.pipeline_parallel.schedules:backward_step"
+COMMUNICATE = "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate"
+
+
+@contextmanager
+def listening(recorder: Recorder, optimizer: Any, config: Any) -> Iterator[None]:
+    """Records what Megatron runs inside.
+
+    Args:
+        optimizer: that ``train_step`` steps.
+        config: of the model; its ``finalize_model_grads_func`` is called once a step.
+    """
+    undos = [
+        set_attribute(FORWARD, _forward(recorder, resolve(FORWARD))),
+        set_attribute(BACKWARD, _backward(recorder, resolve(BACKWARD))),
+        set_attribute(COMMUNICATE, _communicate(recorder, resolve(COMMUNICATE))),
+        _wrap_member(recorder, optimizer, "step", "optimizer", "optimizer step"),
+    ]
+    if config.finalize_model_grads_func is not None:
+        undos.append(
+            _wrap_member(recorder, config, "finalize_model_grads_func", "communication", "finalize gradients")
+        )
+    try:
+        yield
+    finally:
+        undo_all(undos)
+
+
+def _forward(recorder: Recorder, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward_step)
+    def recorded(*args: Any, **named: Any) -> Any:
+        microbatch, chunk = named.get("current_microbatch"), named.get("vp_stage") or 0
+        with recorder.span("forward", microbatch, chunk):
+            result = forward_step(*args, **named)
+        recorder.remember(result[0], microbatch, chunk)
+        return result
+
+    return recorded
+
+
+def _backward(recorder: Recorder, backward_step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(backward_step)
+    def recorded(input_tensor: Any, output_tensor: Any, *args: Any, **named: Any) -> Any:
+        with recorder.span("backward", *recorder.recall(output_tensor)):
+            return backward_step(input_tensor, output_tensor, *args, **named)
+
+    return recorded
+
+
+def _communicate(recorder: Recorder, communicate: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(communicate)
+    def recorded(self: Any, **named: Any) -> Any:
+        what = _sent(**named)
+        if not what:
+            return communicate(self, **named)
+        with recorder.span("communication", name=what):
+            received, gradient, requests = communicate(self, **named)
+        # With --overlap-p2p-communication the schedule waits later, by these.
+        if not named.get("wait_on_reqs", True) and isinstance(requests, dict):
+            requests = {name: _Awaited(request, name, recorder) for name, request in requests.items()}
+        return received, gradient, requests
+
+    return recorded
+
+
+def _sent(*, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool, **_named: Any) -> str:
+    """``send forward, receive backward``; empty where a call has nothing to do."""
+    done = {
+        "send forward": tensor_send_next is not None,
+        "receive forward": recv_prev,
+        "send backward": tensor_send_prev is not None,
+        "receive backward": recv_next,
+    }
+    return ", ".join(name for name, holds in done.items() if holds)
+
+
+class _Awaited:
+    """A request that is still under way; waiting for it is recorded."""
+
+    def __init__(self, request: Any, name: str, recorder: Recorder) -> None:
+        self._request, self._name, self._recorder = request, name, recorder
+
+    def wait(self, *args: Any, **named: Any) -> Any:
+        with self._recorder.span("communication", name=f"wait for {self._name}"):
+            return self._request.wait(*args, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def _wrap_member(recorder: Recorder, owner: Any, member: str, kind: Any, name: str) -> Undo:
+    """Replaces what ``owner.member`` gives, on this one object, until undone."""
+    function = getattr(owner, member)
+    own = vars(owner).get(member)
+
+    @wraps(function)
+    def recorded(*args: Any, **named: Any) -> Any:
+        with recorder.span(kind, name=name):
+            return function(*args, **named)
+
+    setattr(owner, member, recorded)
+    return lambda: delattr(owner, member) if own is None else setattr(owner, member, own)

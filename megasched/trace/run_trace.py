@@ -1,0 +1,129 @@
+"""``--megasched-trace FILE``: which steps of a run are recorded, and what happens around them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megasched.errors import ConfigError
+from megasched.trace.chrome_trace import Place
+from megasched.trace.clocks import host, start_clock
+from megasched.trace.gather import Part, gather, part_path, write_part
+from megasched.trace.hooks import listening
+from megasched.trace.recorder import Recorder
+
+FLAG = "--megasched-trace"
+
+
+def check_trace_file(name: str) -> None:
+    """
+    Raises:
+        ConfigError: no file can be written there.
+    """
+    path = Path(name)
+    if path.is_dir():
+        raise ConfigError(f"{FLAG} {name}: it is a folder; the name of a file is due")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{FLAG} {name}: there is no folder {path.parent} that can be written to")
+
+
+def trace_misfits(args: argparse.Namespace) -> list[str]:
+    """What is wrong with the iterations to be recorded, in words."""
+    if args.megasched_trace is None or args.profile_step_end > args.profile_step_start:
+        return []
+    return [
+        f"{FLAG} records from --profile-step-start {args.profile_step_start} to --profile-step-end "
+        f"{args.profile_step_end}, which is none: the end must be the larger"
+    ]
+
+
+class RunTrace:
+    """Records some steps of a run on this rank; on rank 0 it makes the file of all of them as well."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.file = args, Path(args.megasched_trace)
+        self.start, self.stop = args.profile_step_start, args.profile_step_end
+        self.recorder: Recorder | None = None
+        self.barriers: list[float] = []
+        self.done = False
+        if not args.iteration < self.stop or (args.train_iters and self.start >= args.train_iters):
+            _say(
+                f"{FLAG}: nothing will be recorded: this run makes the iterations {args.iteration + 1} to "
+                f"{args.train_iters}, and --profile-step-start {self.start} --profile-step-end {self.stop} names "
+                f"{self.start + 1} to {self.stop}"
+            )
+            self.done = True
+
+    def step(self, train_step: Callable[[], Any], given: Mapping[str, Any]) -> Any:
+        """Runs one step.
+
+        Args:
+            given: the arguments of Megatron's ``train_step`` by name.
+        """
+        iteration = given["iteration"]
+        if self.done or not self.start <= iteration < self.stop:
+            return train_step()
+        if self.recorder is None:
+            self._begin()
+        assert self.recorder is not None
+        self.recorder.iteration = iteration + 1
+        with listening(self.recorder, given["optimizer"], given["config"]):
+            result = train_step()
+        if iteration + 1 == self.stop or iteration + 1 == self.args.train_iters:
+            self.done = True
+            self._finish()
+        return result
+
+    def _begin(self) -> None:
+        import torch
+
+        rank = torch.distributed.get_rank()
+        # What an earlier run has left must not be taken for this one's; all ranks have done so at the barrier.
+        try:
+            part_path(self.file, rank).unlink(missing_ok=True)
+        except OSError as error:
+            _say(f"{FLAG}: {error}", rank)
+        clock, self.barriers = start_clock()
+        self.recorder = Recorder(rank, clock)
+
+    def _finish(self) -> None:
+        """A trace that can't be written is no reason to end a run."""
+        import torch
+
+        assert self.recorder is not None
+        rank, world_size = self.recorder.rank, torch.distributed.get_world_size()
+        try:
+            write_part(self.file, Part(rank, _place(), host(), self.barriers, self.recorder.spans()))
+            if rank == 0:
+                missing = gather(self.file, world_size)
+                if missing:
+                    named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+                    _say(f"{FLAG}: {len(missing)} of {world_size} ranks have written nothing: {named}")
+                _say(f"{FLAG}: wrote {self.file}")
+        except (OSError, ConfigError) as error:  # ConfigError: a part that something else has changed
+            _say(f"{FLAG}: no trace from this rank: {error}", rank)
+        self.recorder = None
+
+
+def _place() -> Place:
+    from megatron.core import parallel_state
+
+    return Place(
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
+    )
+
+
+def _say(text: str, rank: int | None = None) -> None:
+    """On stderr; of what holds for all ranks, rank 0 speaks."""
+    import torch
+
+    if rank is not None or torch.distributed.get_rank() == 0:
+        where = f" on rank {rank}" if rank else ""
+        print(f"megasched{where}: {text}", file=sys.stderr, flush=True)

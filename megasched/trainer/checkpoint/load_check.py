@@ -1,0 +1,182 @@
+"""What a run is to load, looked at before Megatron reads it.
+
+Megatron's loader stops at the first key that is missing, passes over those that are too many, and tells of a
+damaged file in tracebacks that do not name it. A checkpoint's metadata says all of this at once, in plain words.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megasched.errors import CheckpointError, MegaschedError
+from megasched.language.lora import A, B
+from megasched.reading.tracker import RELEASE, read_tracker
+from megasched.trainer.checkpoint.buffers import persistent_buffers
+from megasched.trainer.checkpoint.config_check import refuse_another_config, tell_of_another_config
+from megasched.trainer.checkpoint.source import loaded_folder
+from megasched.weights.padding import padded_lengths
+from megasched.weights.torch_dist.reader import TorchDist, checkpoint_folder
+
+if TYPE_CHECKING:
+    from megasched.plan.placement import Placement
+    from megasched.trainer.session import Session
+
+# Adapters: a checkpoint of the model alone has none, and they begin as their initialisation says.
+ADAPTER = re.compile(rf"\.(?:{A}|{B})\.")
+
+# Megatron's names of optimizer states that lie as the gradient buffers do, and why those may not fit.
+BUFFERS = "optimizer.distributed.dp_group_idx"
+BOUND = (
+    "its optimizer's states lie as the gradients of that run lay in memory: they fit the same layout and the same "
+    "trained parameters alone. Resume it with --no-load-optim; states that fit any run are written with "
+    "--dist-ckpt-optim-fully-reshardable"
+)
+
+
+def loaded(
+    load: Callable[[], Any], models: Sequence[Any], args: Namespace, session: Session, load_arg: str
+) -> Any:
+    """Megatron's ``load``, of a checkpoint that was looked at first; what that returns. On all ranks together.
+
+    Args:
+        load: ``load_checkpoint`` with its arguments.
+        models: the chunks of this rank, as Megatron wrapped them.
+        args: Megatron's.
+        load_arg: name of the argument that says from where.
+
+    Raises:
+        CheckpointError: on every rank, if the checkpoint is not complete, is damaged, or does not fit the model.
+    """
+    found_in = loaded_folder(args, load_arg)
+    folder = None if found_in is None else _checkpoint(args, found_in[0])
+    if found_in is None or folder is None:
+        return load()
+    found: list[Any] = [None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            found = [check(folder, session, starts_anew=found_in[1])]
+        except MegaschedError as error:
+            found = [error]
+    torch.distributed.broadcast_object_list(found, src=0)
+    if isinstance(found[0], MegaschedError):
+        raise found[0]
+    chunks = unwrap_model(list(models))
+    for chunk in chunks:
+        chunk.not_loaded = found[0]
+    try:
+        result = _told(load, folder)
+    finally:
+        for chunk in chunks:
+            chunk.not_loaded = frozenset()
+    _refuse_nan(chunks, folder)
+    return result
+
+
+def _refuse_nan(chunks: Sequence[Any], folder: Path) -> None:
+    """
+    Raises:
+        CheckpointError: on every rank, if one has NaN in what it has loaded.
+    """
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, [name for chunk in chunks for name in chunk.names_with_nan()])
+    names = sorted({name for of_rank in found for name in of_rank})
+    if names:
+        why = [f"{name} has NaN in it: it comes from a run that diverged, or is damaged" for name in names]
+        raise _refusal(checkpoint_folder(folder), why)
+
+
+def _told(load: Callable[[], Any], folder: Path) -> Any:
+    """``load``, with errors that say what of the checkpoint could not be read."""
+    try:
+        return load()
+    except CheckpointingException as error:  # what Megatron itself raises on purpose
+        raise CheckpointError(f"{folder}: {error}") from error
+    except CheckpointException as error:  # torch's, a BaseException: what ranks have raised while they read
+        said = {str(raised): None for raised, _ in error.failures.values()}
+        bound = [BOUND] if any(BUFFERS in text for text in said) else []
+        raise _refusal(folder, _unreadable(folder) or [*said, *bound]) from error
+    except Exception as error:
+        damaged = _unreadable(folder)
+        if damaged:
+            raise _refusal(folder, damaged) from error
+        raise
+
+
+def _unreadable(folder: Path) -> list[str]:
+    return TorchDist(checkpoint_folder(folder)).unreadable()
+
+
+def _refusal(folder: Path, why: list[str]) -> CheckpointError:
+    return CheckpointError("\n    ".join([f"{folder}: the checkpoint can't be loaded:", *why]))
+
+
+def _checkpoint(args: Namespace, load: Path) -> Path | None:
+    """The ``--save`` folder, or the checkpoint in it, that Megatron will look into; None of its older format."""
+    step = getattr(args, "ckpt_step", None)
+    folder = load / f"iter_{step:07d}" if step else load
+    last = load / RELEASE if read_tracker(load) == RELEASE else folder
+    return None if any(last.glob("**/mp_rank_*")) else folder
+
+
+def check(load: Path, session: Session, *, starts_anew: bool) -> frozenset[str]:
+    """Reads metadata alone.
+
+    Args:
+        load: a ``--save`` folder or one of its checkpoints.
+        starts_anew: the run takes the weights and begins at iteration 0.
+
+    Returns:
+        Parameters of LoRA adapters that begin in this run: the checkpoint has none, and the run starts anew.
+
+    Raises:
+        CheckpointError: it is not complete, damaged, or names and shapes are not those of the model; the run goes
+            on from it with another config.
+    """
+    folder = checkpoint_folder(load)
+    checkpoint = TorchDist(folder)
+    checkpoint.check_files()
+    common = checkpoint.common
+    if folder.name != RELEASE and not starts_anew and "iteration" not in common:
+        raise CheckpointError(
+            f"{folder}: it does not say after which iteration it was written; --finetune begins anew"
+        )
+    stored = checkpoint.model
+    wanted = {placement.name: placement for placement in session.plan.placements.values()}
+    buffers = persistent_buffers(session.definition)
+    args = common.get("args")
+    anew = starts_anew or folder.name == RELEASE
+    adapters = frozenset(name for name in wanted if ADAPTER.search(name)) if anew else frozenset()
+    begins = adapters if adapters.isdisjoint(stored) else frozenset()
+    wrong = {
+        "missing": [name for name in wanted if name not in stored and name not in begins],
+        "unexpected": [name for name in stored if name not in wanted and name not in buffers],
+        "of another shape": [
+            f"{name}: {list(stored[name].shape)} in the checkpoint, {list(placement.shape)} in the model"
+            for name, placement in wanted.items()
+            if name in stored and not _fits(stored[name].shape, placement, args)
+        ],
+    }
+    if any(wrong.values()):
+        lines = [f"the checkpoint {folder} does not fit the model"]
+        for title, names in wrong.items():
+            lines += [f"  {title} ({len(names)}):", *(f"    {name}" for name in sorted(names))] if names else []
+        raise CheckpointError("\n".join(lines))
+    compare_config = tell_of_another_config if anew else refuse_another_config
+    compare_config(folder, session.definition.config)
+    return begins
+
+
+def _fits(found: tuple[int, ...], placement: Placement, args: Any) -> bool:
+    """Whether a tensor of the checkpoint can be a parameter; a vocabulary is as long as the writer padded it."""
+    if found == placement.shape or placement.padded is None or len(found) != len(placement.shape):
+        return found == placement.shape
+    return found[1:] == placement.shape[1:] and found[0] in padded_lengths(placement.shape[0], args)

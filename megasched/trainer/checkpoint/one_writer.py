@@ -1,0 +1,174 @@
+"""Megatron's checkpoints through the run's claim of ``--save`` (save_claim.py): written aside, published whole."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megasched.errors import ConfigError, MegaschedError
+from megasched.trainer.checkpoint.save_claim import SaveClaim
+
+# What only torch_dist checkpoints go through; the others are Megatron's own affair.
+FORMAT = "torch_dist"
+
+
+class SaveError(SystemExit):
+    """A checkpoint that could not be written: one message, and status 1.
+
+    Not a ``MegaschedError``: after status 2 launchers start no run again, and a disk may have room by then.
+    """
+
+    def __init__(self, public: Path, error: BaseException) -> None:
+        why = str(error)
+        if isinstance(error, CheckpointException):  # of torch; which ranks have failed is known to rank 0
+            failures = {rank: raised for rank, (raised, _) in sorted(error.failures.items())}
+            why = "; ".join(f"rank {rank}: {raised}" for rank, raised in failures.items()) or "rank 0 says why"
+        super().__init__(f"SaveError: {public} can't be saved: {why}. What was complete before is untouched")
+
+
+class OneWriter:
+    """This run's way to its ``--save`` folder, on every rank.
+
+    Made on all ranks together.
+
+    Args:
+        save: the folder.
+
+    Raises:
+        MegaschedError: on every rank, if rank 0 does not get the folder.
+    """
+
+    def __init__(self, save: str) -> None:
+        self.claim: SaveClaim | None = None
+        found: list[Any] = [None]
+        if torch.distributed.get_rank() == 0:
+            try:
+                self.claim = SaveClaim(Path(save))
+                found = [self.claim.aside]
+            except MegaschedError as error:
+                found = [error]
+            except OSError as error:
+                found = [ConfigError(f"--save {save}: it can't be written to: {error}")]
+        torch.distributed.broadcast_object_list(found, src=0)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        self.save, self.aside = Path(save).absolute(), found[0]
+
+    def covers(self, path: str | Path) -> bool:
+        """Whether ``path`` lies in the folder."""
+        return Path(path).absolute().is_relative_to(self.save)
+
+    def begin(self, iteration: int) -> None:
+        """Makes the folders of a checkpoint that is to be written, on all ranks together.
+
+        Raises:
+            SaveError: on every rank, if rank 0 can't write there: nobody waits for one that has failed.
+            MegaschedError: on every rank, if another run has taken the folder over.
+        """
+        public = self.save / f"iter_{iteration:07d}"
+
+        def make() -> None:
+            if self.claim is not None:
+                self.claim.written_aside(public)
+                public.mkdir(parents=True, exist_ok=True)  # as Megatron does, on rank 0 alone
+
+        with self._told(public):
+            self._together(make)
+
+    def _together(self, work: Callable[[], None]) -> None:
+        """Work of rank 0, whose error every rank raises."""
+        found: list[Any] = [None]
+        if self.claim is not None:
+            try:
+                work()
+            except MegaschedError as error:
+                found = [error]
+            except OSError as error:
+                found = [OSError(error.errno, error.strerror, error.filename)]
+        torch.distributed.broadcast_object_list(found, src=0)
+        if isinstance(found[0], Exception):
+            raise found[0]
+
+    def write(self, save: Callable[[str], Any], public: Path, add: Callable[[Path], None]) -> Any:
+        """A checkpoint written by ``save``; what that returns.
+
+        Args:
+            save: writes to the folder that it is given, on all ranks; Megatron's ``dist_checkpointing.save``. A
+                request of an asynchronous save that it returns publishes the checkpoint in the end.
+            public: where the checkpoint is to appear.
+            add: puts what else belongs to it into the folder that it is given, on rank 0.
+        """
+        aside = self.aside / public.name
+        with self._told(public):
+            if self.claim is not None:
+                self.claim.written_aside(public)
+            torch.distributed.barrier()
+            request = save(str(aside))
+            if request is None:
+                torch.distributed.barrier()
+                self._together(lambda: self._publish(aside, public, add))
+            else:
+                request.finalize_fns.append(lambda: self._publish(aside, public, add))
+        return request
+
+    @contextmanager
+    def _told(self, public: Path) -> Iterator[None]:
+        """What goes wrong while a checkpoint is written is told in a message."""
+        try:
+            yield
+        except MegaschedError:
+            raise
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
+            if self.claim is not None:  # what was written aside is removed by a run that takes over
+                self.claim.refuse_if_taken_over()
+            raise SaveError(public, error) from error
+
+    def _publish(self, aside: Path, public: Path, add: Callable[[Path], None]) -> None:
+        if self.claim is not None:
+            add(aside)
+            self.claim.publish(aside, public)
+
+    def release(self) -> None:
+        """Gives the folder free."""
+        if self.claim is not None:
+            self.claim.release()
+
+
+class Storage:
+    """Megatron's ``maybe_msc`` with a tracker file that appears whole, and only while the folder is ours.
+
+    Args:
+        original: what everything else is asked of.
+        tracker_name: of the file that says which checkpoint is the last.
+        writer: in force at the time, or None.
+    """
+
+    def __init__(self, original: Any, tracker_name: str, writer: Callable[[], OneWriter | None]) -> None:
+        self._original, self._tracker_name, self._writer = original, tracker_name, writer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def open(self, path: str, mode: str = "r", *given: Any, **named: Any) -> Any:
+        """As the built-in ``open``."""
+        writer = self._writer()
+        tracker = mode == "w" and Path(path).name == self._tracker_name
+        if tracker and writer is not None and writer.claim is not None and writer.covers(path):
+            return _published(writer.claim, Path(path))
+        return self._original.open(path, mode, *given, **named)
+
+
+@contextmanager
+def _published(claim: SaveClaim, public: Path) -> Iterator[io.StringIO]:
+    text = io.StringIO()
+    yield text
+    try:
+        claim.publish_text(text.getvalue(), public)
+    except OSError as error:
+        raise SaveError(public, error) from error

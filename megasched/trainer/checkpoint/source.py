@@ -1,0 +1,143 @@
+"""Where the weights of a run come from, and what goes with them into its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import ConfigError
+from megasched.reading.tracker import has_tracker
+from megasched.weights.torch_dist.reader import HF_FILES
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from megasched.language.schedule import Schedule
+    from megasched.plan.placement import Placement
+    from megasched.plan.plan import Plan
+    from megasched.trainer.stage import Stage
+    from megasched.weights.source import WeightSource
+
+
+def loaded_folder(args: Namespace, load_arg: str = "load") -> tuple[Path, bool] | None:
+    """The ``--save`` folder that Megatron loads from, and whether a run begins anew from it; None without one.
+
+    ``--pretrained-checkpoint`` is for a run that has no checkpoint of its own yet: Megatron then takes the weights
+    and begins at iteration 0 (``training/checkpointing.py:2096``).
+
+    Args:
+        load_arg: name of the argument that says from where.
+    """
+    own, pretrained = getattr(args, load_arg), args.pretrained_checkpoint
+    for folder, anew in ((own, bool(args.finetune)), (pretrained, True)):
+        if folder is not None and "://" not in str(folder) and has_tracker(folder):
+            return Path(folder), anew
+    return None
+
+
+def weight_source(args: Namespace, definition: PreTrainedModel) -> WeightSource:
+    """Where the run's weights come from: its checkpoint, the HF folder, or an initialisation when asked for.
+
+    Raises:
+        ConfigError: the folder has no weights and ``--hf-random-init`` was not given.
+    """
+    from megasched.weights.hf.folder import HFFolder
+    from megasched.weights.hf.hub import local_folder
+    from megasched.weights.hf.safetensors_files import has_weights
+    from megasched.weights.random_init import RandomInit
+
+    if args.ckpt_format == "torch_dist" and loaded_folder(args) is not None:
+        return ToBeLoaded()
+    if args.hf_random_init:
+        return RandomInit(definition, args.seed)
+    folder = local_folder(args.hf_model)
+    if not has_weights(folder):
+        raise ConfigError(
+            f"--hf-model {args.hf_model}: no safetensors weights there; pass --hf-random-init to initialise "
+            "them as the HF class would"
+        )
+    return HFFolder(folder, definition)
+
+
+class ToBeLoaded:
+    """A weight source for a model that Megatron fills from a checkpoint: nothing is read or drawn twice.
+
+    The values are NaN, so that one which was not loaded after all can't go unseen.
+    """
+
+    def local(self, placement: Placement, rank: int, size: int) -> torch.Tensor:
+        """See ``WeightSource.local``; float32."""
+        import torch
+
+        return torch.full(placement.local_shape(size), float("nan"))
+
+    def buffer(self, name: str) -> None:
+        """None: the checkpoint has it."""
+        return None
+
+    def check(self, names: Collection[str]) -> None:
+        """What the checkpoint has is checked when it is loaded."""
+
+
+@contextmanager
+def told_source(source: WeightSource, plan: Plan, stage: Stage, dtype: torch.dtype) -> Iterator[WeightSource]:
+    """The source of a run's weights while a stage takes its own; rank 0 shows how far it has come, in bytes of its
+    shards in the run's precision."""
+    import torch
+
+    from megasched.weights.progress import transfer
+
+    assert plan.structure is not None
+    if torch.distributed.get_rank() != 0 or isinstance(source, ToBeLoaded):
+        yield source
+        return
+    held = {
+        canonical
+        for name, canonical in plan.canonical.items()
+        if stage.holds(plan.structure, name.rpartition(".")[0])
+    }
+    count = sum(math.prod(plan.local_shape(plan.placements[name])) for name in held)
+    with transfer("weights of rank 0", count * dtype.itemsize) as advance:
+        yield _Told(source, lambda values: advance(values.numel() * dtype.itemsize))
+
+
+class _Told:
+    """A weight source that tells of what is taken from it."""
+
+    def __init__(self, source: WeightSource, tell: Callable[[torch.Tensor], Any]) -> None:
+        self._source, self._tell = source, tell
+
+    def local(self, placement: Placement, rank: int, size: int) -> torch.Tensor:
+        """See ``WeightSource.local``."""
+        values = self._source.local(placement, rank, size)
+        self._tell(values)
+        return values
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """See ``WeightSource.buffer``."""
+        return self._source.buffer(name)
+
+    def check(self, names: Collection[str]) -> None:
+        """See ``WeightSource.check``."""
+        self._source.check(names)
+
+
+def keep_hf_files(checkpoint: Path, definition: PreTrainedModel, hf_model: Path, schedule: Schedule) -> None:
+    """Writes the model's config and tokenizer into a checkpoint, and PEFT's config of the adapters that a schedule
+    has: ``megasched export`` needs nothing else."""
+    from megasched.weights.hf.files import write_hf_files
+    from megasched.weights.hf.hub import known_folder
+    from megasched.weights.lora import CONFIG, adapter_config
+
+    folder = checkpoint / HF_FILES
+    folder.mkdir(exist_ok=True)
+    write_hf_files(folder, definition.config, known_folder(hf_model))
+    adapters = adapter_config(schedule, str(hf_model))
+    if adapters is not None:
+        (folder / CONFIG).write_text(json.dumps(adapters, indent=2))

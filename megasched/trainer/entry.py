@@ -1,0 +1,322 @@
+"""``python -m megasched script.py ...``: a Megatron training script, unmodified, under a schedule.
+
+What is arranged before the script runs as ``__main__``: the flags are in Megatron's parser, Megatron's
+extension point for models (``GPTModelConfig.builder``, ``megatron/training/models/gpt.py``) names ours,
+and, in a rehearsal, CUDA is emulated. A failure ends with one message and a process that is gone: the
+launcher then ends the other ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import os
+import re
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from megasched import patches
+from megasched.errors import ConfigError, MegaschedError
+from megasched.imports import without_collections
+from megasched.language.schedule_file import split_file
+from megasched.launch.with_parent import end_with_parent
+from megasched.reading.files import printable
+from megasched.trace.run_trace import check_trace_file
+from megasched.trainer import seams
+from megasched.trainer.flags.arguments import AUTO_SCHEDULE, add_megasched_arguments, refuse_unsupported
+from megasched.trainer.flags.rehearsal import rehearsal_flags, rehearsal_mode, without_kernel_packages
+
+BUILDER = "megasched.trainer.builder.ScheduledModelBuilder"
+SUPPORTED_MEGATRON = ">=0.19,<0.20"
+TRACEBACK = "MEGASCHED_TRACEBACK"
+# torchrun sets it for its ranks; Slurm ends its own.
+OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
+
+# Exit status of what megasched raises on purpose.
+REFUSED = 2
+# How long a rank other than 0 holds its message back: mostly the fault is everybody's, rank 0 has said it
+# and the launcher ends this process meanwhile. Staggered, so that of several such ranks one speaks.
+GRACE_SECONDS = 4.0
+STAGGER_SECONDS = 0.2
+STAGGERED_RANKS = 15
+# What gloo and NCCL say of a rank that has gone.
+AFTERMATH = re.compile(r"Connection (?:closed|reset) by peer|remote process exited")
+
+
+@dataclass(frozen=True)
+class Megatron:
+    """The Megatron that this process imports.
+
+    Attributes:
+        folder: the folder ``megatron`` that holds ``core`` and ``training``.
+        version: of megatron-core, e.g. ``0.19.2``.
+    """
+
+    folder: Path
+    version: str
+
+
+def run_script(script: str, argv: Sequence[str]) -> None:
+    """Runs a Megatron training script under a schedule; the command behind ``python -m megasched x.py``.
+
+    It returns when the script does. On a failure the process ends here, without clean-up of threads and
+    process groups that could hang: status 1, or what the script passed to ``sys.exit``. What megasched
+    raises on purpose is one message on stderr (with the traceback if MEGASCHED_TRACEBACK=1) and status 2, as
+    argparse has it: the same command would fail again, so launchers do not restart it. Anything else is a
+    traceback.
+
+    Args:
+        script: path of the user's script, or the name of one that megasched brings along.
+        argv: the flags after it, Megatron's and megasched's.
+    """
+    write_whole_lines()
+    if os.environ.get(OF_TORCHRUN) and sys.platform == "linux":
+        end_with_parent(signal.SIGKILL)  # else a rank waits for the others until its communicator gives up
+    try:
+        _run(script, list(argv))
+    except SystemExit as stop:
+        if stop.code in (None, 0):
+            raise
+        if not isinstance(stop.code, int):
+            _await_rank_0()
+            print(stop.code, file=sys.stderr)
+        _end(stop.code if isinstance(stop.code, int) else 1)
+    except MegaschedError as error:
+        _fail(error)
+    except BaseException as error:
+        traceback.print_exc()
+        if AFTERMATH.search(str(error)):
+            time.sleep(GRACE_SECONDS)  # the launcher ends this process, with the status of the rank that failed
+        _end(1)
+
+
+def _run(script: str, argv: list[str]) -> None:
+    path, bundled = find_script(script)
+    if not {"-h", "--help"}.intersection(argv):
+        check_inputs(script, own_flags(argv))
+    mode = rehearsal_mode(argv)
+    flags = rehearsal_flags(argv)
+    if mode:
+        _say(str(flags))
+        without_kernel_packages()
+    arrange_process(path, bundled, mode)
+    if mode:
+        refuse_unsupported(argv)
+    sys.argv = [str(path), *(flags.argv if mode else argv)]
+    runpy.run_path(str(path), run_name="__main__")
+
+
+# ---- what was asked for -----------------------------------------------------------------------------
+
+
+class _OwnParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def own_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """megasched's flags alone; Megatron's are passed over, not judged.
+
+    Raises:
+        ConfigError: one of megasched's flags lacks its value.
+    """
+    parser = _OwnParser(add_help=False, allow_abbrev=False)
+    return add_megasched_arguments(parser).parse_known_args(list(argv))[0]
+
+
+def find_script(script: str) -> tuple[Path, bool]:
+    """Absolute path of the script, and whether it is one that megasched brings along.
+
+    A file of the user's comes before a bundled one of the same name.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    path = Path(script).resolve()
+    if path.is_file():
+        return path, False
+    from megasched.launch import bundled_script
+
+    bundled = bundled_script(script)
+    if bundled is None:
+        raise ConfigError(f"{script}: no such script")
+    return bundled, True
+
+
+def check_inputs(script: str, own: argparse.Namespace) -> None:
+    """Looks for what the flags name, before anything heavy is imported.
+
+    Raises:
+        ConfigError: no schedule, no model, or a path that is not there.
+    """
+    if not own.model_schedule:
+        raise ConfigError(
+            f"{script}: there is no --model-schedule. Pass `--model-schedule auto` for the schedule that "
+            f"megasched derives, or run the script itself (python {script} ...) for plain Megatron"
+        )
+    schedule, rest = split_file(own.model_schedule)
+    if schedule is None and len(Path(rest).parts) > 1:
+        schedule = Path(rest)
+    if own.model_schedule != AUTO_SCHEDULE and schedule is not None and not schedule.is_file():
+        raise ConfigError(f"--model-schedule {own.model_schedule}: no such file")
+    if not own.hf_model:
+        raise ConfigError(
+            "--model-schedule needs --hf-model: the folder of the Hugging Face model that the schedule is for"
+        )
+    if own.hf_model.startswith((".", "/", "~")) and not Path(own.hf_model).exists():
+        raise ConfigError(f"--hf-model {own.hf_model}: no such file or folder")
+    if own.megasched_trace is not None:
+        check_trace_file(own.megasched_trace)
+
+
+# ---- the process ------------------------------------------------------------------------------------
+
+
+def write_whole_lines() -> None:
+    """Has each line that this process prints written at once, its end included.
+
+    Ranks share a pipe. Under ``python -u`` a line and its end are two writes, and what another rank prints
+    meanwhile stands between them, on the same line. Writes of up to ``PIPE_BUF`` bytes are not mixed (pipe(7)).
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a notebook or a test puts something else there
+            # What is no UTF-8 in a name of a file or a word of the command is escaped, and ends nothing.
+            stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")
+
+
+def arrange_process(path: Path, bundled: bool, mode: str) -> None:
+    """Makes this process one in which a training script runs under a schedule.
+
+    Args:
+        path, bundled: of the script, as ``find_script`` gives them.
+        mode: as ``rehearsal_mode`` gives it.
+
+    Raises:
+        ConfigError: Megatron is missing or not supported, or what a patch changes is not there.
+    """
+    if not bundled:
+        put_first(path.parent)
+    megatron = find_megatron()
+    _say(f"megasched: megatron-core {megatron.version} from {megatron.folder}")
+    with without_collections():
+        apply_patches(mode)
+        set_builder()
+
+
+def put_first(folder: Path) -> None:
+    """Makes ``folder`` the first place to import from, as ``python folder/script.py`` does.
+
+    So a Megatron-LM checkout beside the script is what it imports, as when it is run directly. The working
+    directory, which ``python -m`` puts there, goes: a folder ``megatron`` that happens to lie in it must not
+    hide the installed one.
+    """
+    if sys.path and sys.path[0] in ("", os.getcwd()) and not sys.flags.safe_path:
+        sys.path.pop(0)
+    sys.path.insert(0, str(folder))
+
+
+def find_megatron() -> Megatron:
+    """Which Megatron this process will import; nothing of it is imported yet.
+
+    Raises:
+        ConfigError: there is none, it is in pieces from two places, or its version is not supported.
+    """
+    from packaging.specifiers import SpecifierSet
+
+    core, training = _package_folder("megatron.core"), _package_folder("megatron.training")
+    if core.parent != training.parent:
+        raise ConfigError(
+            f"two Megatrons are mixed: megatron.core comes from {core}, megatron.training from {training}. "
+            "Use a whole Megatron-LM checkout, or the megatron-core package alone"
+        )
+    version = runpy.run_path(str(core / "package_info.py"))["__shortversion__"]
+    if not SpecifierSet(SUPPORTED_MEGATRON).contains(version, prereleases=True):
+        raise ConfigError(
+            f"megatron-core {version} in {core.parent} is not supported; megasched works with "
+            f"{SUPPORTED_MEGATRON}. Check out that version of Megatron-LM, or run a script that does not lie "
+            "in this checkout"
+        )
+    return Megatron(core.parent, version)
+
+
+def _package_folder(package: str) -> Path:
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        parent = sys.modules.get("megatron")
+        places = ", ".join(getattr(parent, "__path__", [])) or "nowhere"
+        raise ConfigError(
+            f"{package} can't be imported (`megatron` is found in: {places}). Install megatron-core "
+            f"{SUPPORTED_MEGATRON}, or run the pretrain_gpt.py of a Megatron-LM checkout of that version"
+        )
+    return Path(next(iter(spec.submodule_search_locations))).resolve()
+
+
+def apply_patches(mode: str = "") -> None:
+    """Applies what this installation needs; the emulation of CUDA first, before Megatron binds functions.
+
+    Args:
+        mode: as ``rehearsal_mode`` gives it; empty where CUDA is there or emulated already.
+    """
+    if mode:
+        patches.apply("host_cuda", force=mode == "force")
+    for patch in seams.available():
+        if patch.name != "host_cuda":
+            patches.apply(patch.name)
+
+
+def set_builder() -> None:
+    """Has Megatron build scheduled models."""
+    from megatron.training.models.gpt import GPTModelConfig
+
+    # A class variable that Megatron reads by name when it builds (`training/models/base.py:84`).
+    GPTModelConfig.builder = BUILDER
+
+
+# ---- messages and the end ---------------------------------------------------------------------------
+
+
+def _rank(*names: str) -> int:
+    """The first of these environment variables that is set, as torchrun or Slurm sets them; 0 without."""
+    return int(next((os.environ[name] for name in names if os.environ.get(name)), "0"))
+
+
+def _say(text: str) -> None:
+    if _rank("RANK", "SLURM_PROCID") == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _fail(error: MegaschedError) -> NoReturn:
+    """Says what is wrong, once for the job where that can be arranged, and ends this process."""
+    rank = _await_rank_0()
+    where = f" on rank {rank}" if rank else ""
+    if os.environ.get(TRACEBACK) == "1":
+        traceback.print_exception(error)
+    print(f"megasched: error{where}: {printable(str(error))}", file=sys.stderr)
+    _end(REFUSED)
+
+
+def _await_rank_0() -> int:
+    """Returns this rank; all but rank 0 wait for a while, in which the launcher ends them if rank 0 has failed."""
+    rank = _rank("RANK", "SLURM_PROCID")
+    if rank:
+        local = min(_rank("LOCAL_RANK", "SLURM_LOCALID"), STAGGERED_RANKS)
+        time.sleep(GRACE_SECONDS + STAGGER_SECONDS * local)
+    return rank
+
+
+def _end(status: int) -> NoReturn:
+    # NCCL's and gloo's threads, and what is registered at exit, may wait for ranks that never come.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

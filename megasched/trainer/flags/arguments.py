@@ -1,0 +1,397 @@
+"""megasched's flags beside Megatron's, and Megatron's own flags filled in from the HF config.
+
+Everything that describes the model comes from the HF config; what the user says about the run (batch
+sizes, learning rate, parallelism, data, checkpoints) stays the user's. A flag that contradicts the HF
+config, or that can't be honoured under a schedule, is refused with all others of its kind in one message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from megasched.definition.objectives import OBJECTIVES, find_objective
+from megasched.errors import ConfigError
+from megasched.language.parallel_dims import Layout
+from megasched.trace.run_trace import trace_misfits
+from megasched.trainer.flags.expert_flags import expert_arguments, expert_misfits
+from megasched.trainer.flags.mixture_flags import is_mixture_flag, mixture_flags_asked, mixture_misfits
+from megasched.trainer.flags.model_shape import derive, one_head_for_tp
+from megasched.trainer.flags.model_sizes import Derived
+from megasched.trainer.flags.position_limit import remedy
+from megasched.trainer.flags.refused_flags import REFUSED, REFUSED_VALUES
+from megasched.trainer.flags.sft import sft_misfits
+from megasched.trainer.flags.te import fp8_from_args, te_misfits
+from megasched.trainer.hang_watch import FLAG as HANG_FLAG
+from megasched.trainer.hang_watch import minutes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+AUTO_SCHEDULE = "auto"
+
+NULL_TOKENIZERS = ("NullTokenizer", "NullMultimodalTokenizer")
+
+
+@dataclass(frozen=True)
+class GivenFlag:
+    """A flag that stands on the command line.
+
+    Attributes:
+        option: as it is spelled, e.g. ``--hidden-size``.
+        value: what it was parsed to.
+        default: what ``args`` holds without it.
+        takes_value: whether a value follows it.
+    """
+
+    option: str
+    value: Any
+    default: Any
+    takes_value: bool = True
+
+    def __str__(self) -> str:
+        value = getattr(self.value, "name", self.value)
+        if isinstance(value, list):
+            value = " ".join(map(str, value))
+        return f"{self.option} {value}" if self.takes_value else self.option
+
+
+def add_megasched_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the argument group ``megasched``; returns the parser, as Megatron's extra_args_provider must."""
+    group = parser.add_argument_group("megasched")
+    group.add_argument(
+        "--model-schedule",
+        metavar="FILE",
+        help="How the model is run: a Python file that calls schedule primitives, or `auto` for the one "
+        "that megasched derives from the model and the layout.",
+    )
+    group.add_argument(
+        "--schedule-option",
+        metavar="KEY=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="Given to the schedule function's parameter KEY; as in --model-schedule FILE:KEY=VALUE.",
+    )
+    group.add_argument(
+        "--hf-model",
+        metavar="DIR",
+        help="The Hugging Face model that is trained: a folder with config.json and, unless "
+        "--hf-random-init, safetensors; or a hub id that is in the local cache.",
+    )
+    group.add_argument(
+        "--hf-override",
+        metavar="FIELD=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="Changes fields of the HF config before anything is built, e.g. num_hidden_layers=8; nested "
+        "fields with dots. Values are JSON where they parse as such.",
+    )
+    group.add_argument(
+        "--hf-random-init",
+        action="store_true",
+        help="Initialise the weights as the HF definition does instead of loading them from --hf-model.",
+    )
+    group.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="Run the job on this machine's CPU, with CUDA emulated and gloo: the real trainer and "
+        "schedules, to find mistakes before a GPU is held. Same as MEGASCHED_REHEARSE=1.",
+    )
+    group.add_argument(
+        "--allow-unverified",
+        action="store_true",
+        help="Run an architecture at a layout where no check has shown that it computes what the definition does.",
+    )
+    group.add_argument(
+        "--require-certificate",
+        metavar="FILE",
+        help="Run only what this certificate speaks for: `megasched verify --certificate FILE` of the same "
+        "schedule, model, versions and kinds of parallelism found it equal. It stands for --allow-unverified.",
+    )
+    group.add_argument(
+        "--megasched-trace",
+        metavar="FILE",
+        help="Record when each rank ran which forward, backward, communication and optimizer step, and write it "
+        "there in Chrome's trace format; of the iterations that --profile-step-start and --profile-step-end name.",
+    )
+    group.add_argument(
+        HANG_FLAG,
+        metavar="MINUTES",
+        type=minutes,
+        help="A rank that makes no step for so long prints the stacks of its threads and ends, and with it the "
+        "run. It must be longer than a validation and a checkpoint take together.",
+    )
+    group.add_argument(
+        "--objective",
+        choices=sorted(OBJECTIVES),
+        help="What the model is trained to do, which says its Hugging Face class and what it is given; "
+        "causal_lm by default. The scripts that come with megasched say it themselves.",
+    )
+    # Megatron has the flag for its tokenizers; here it covers the model as well.
+    if "--trust-remote-code" not in parser._option_string_actions:
+        group.add_argument(
+            "--trust-remote-code",
+            action="store_true",
+            help="Run Python code that comes with --hf-model.",
+        )
+    return parser
+
+
+def explicit_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, GivenFlag]:
+    """The flags that stand in ``argv``, by their ``args`` attribute.
+
+    The same parser reads ``argv`` again with every default suppressed, so that ``--flag=value``, flags
+    with several values and flags that switch something off count as Megatron itself counts them. The
+    parser has no defaults afterwards.
+    """
+    defaults = {action.dest: parser._defaults.get(action.dest) for action in parser._actions}
+    for action in reversed(parser._actions):  # as `get_default`, which looks through all of them for each
+        if action.default is not None:
+            defaults[action.dest] = action.default
+        action.default = argparse.SUPPRESS
+    parser._defaults.clear()
+    given, _ = parser.parse_known_args(list(argv))
+    spelled = {word.partition("=")[0] for word in argv}
+    flags = {}
+    for dest, value in vars(given).items():
+        actions = [action for action in parser._actions if action.dest == dest]
+        used = next((a for a in actions if spelled.intersection(a.option_strings)), actions[0])
+        option = next((o for o in used.option_strings if o in spelled), used.option_strings[0])
+        flags[dest] = GivenFlag(option, value, defaults[dest], takes_value=used.nargs != 0)
+    return flags
+
+
+def load_hf_config(args: argparse.Namespace) -> PretrainedConfig:
+    """The HF config that these flags name, overrides applied; a copy of its own for each caller.
+
+    Raises:
+        ConfigError: there is no --hf-model, its config can't be read, or an override does not fit.
+    """
+    if not args.hf_model:
+        raise ConfigError("--model-schedule needs --hf-model: the model that the schedule is for")
+    return copy.deepcopy(_load(args.hf_model, tuple(args.hf_override), bool(args.trust_remote_code)))
+
+
+@lru_cache(maxsize=1)
+def _load(hf_model: str, overrides: tuple[str, ...], trust_remote_code: bool) -> PretrainedConfig:
+    from megasched.definition.build import load_config
+
+    return load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
+
+
+def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> None:
+    """Sets on ``args`` what Megatron must know of the model; to be called before Megatron validates them.
+
+    ``padded_vocab_size`` becomes the HF vocabulary rounded up to a multiple of
+    ``--make-vocab-size-divisible-by`` times TP; Megatron's tokenizer builder leaves it alone then
+    (``core/tokenizers/utils/build_tokenizer.py:140``).
+
+    Args:
+        args: as Megatron parsed them.
+        given: the flags that the user gave (`explicit_flags`).
+
+    Raises:
+        ConfigError: flags that contradict the HF config or can't be honoured under a schedule, a sequence
+            longer than the model's positions; all of them in one message.
+    """
+    if "yaml_cfg" in given:
+        # `args` is what the file says: there is nothing here to compare with.
+        raise ConfigError(f"{given['yaml_cfg']} can't be used under a schedule: {REFUSED['yaml_cfg']}")
+    config, objective = load_hf_config(args), find_objective(args.objective)
+    derived = derive(config, objective, trust_remote_code=bool(args.trust_remote_code))
+    derived = one_head_for_tp(derived, args.tensor_model_parallel_size)
+    vocab = derived.pop("vocab_size")
+    derived["padded_vocab_size"] = _padded(vocab, args)
+    if args.expert_model_parallel_size > 1 or mixture_flags_asked(args):
+        derived |= expert_arguments(args, config, objective, derived)
+    positions = derived["position_embedding_type"]
+    derived["use_rotary_position_embeddings"] = Derived(positions.value == "rope", positions.source)
+    fixed = derived.get("seq_length")
+    sequence = fixed.value if fixed else args.seq_length or args.encoder_seq_length
+    if "max_position_embeddings" not in derived:
+        derived["max_position_embeddings"] = Derived(
+            args.max_position_embeddings or sequence, "no limit in the HF config"
+        )
+    problems = [
+        _report("Flags that contradict the HF config", _contradictions(derived, given), _CONTRADICTION_REMEDY),
+        _report(_REFUSED_TITLE, _refusals(given)),
+        _report("Sizes that do not fit the model", _misfits(args, config, sequence, vocab, derived)),
+        _report("Flags of expert parallelism that do not fit", [*expert_misfits(args), *mixture_misfits(args)]),
+        _report("Flags that Transformer Engine can't carry out here", te_misfits(args)),
+        _report("Flags of fine-tuning that do not fit", sft_misfits(args)),
+        _report("Iterations that can't be recorded", trace_misfits(args)),
+    ]
+    if any(problems):
+        raise ConfigError("\n".join([f"--hf-model {args.hf_model}:", *filter(None, problems)]))
+    args.expert_tensor_parallel_size = 1  # experts are whole; Megatron would take TP's
+    for dest, found in derived.items():
+        setattr(args, dest, found.value)
+    if args.tokenizer_type in NULL_TOKENIZERS and args.vocab_size is None:
+        args.vocab_size = vocab.value
+
+
+_REFUSED_TITLE = "Flags that can't be used under a schedule"
+_CONTRADICTION_REMEDY = (
+    "Leave these flags out, megasched takes them from the HF config; to change the model itself, "
+    "say --hf-override FIELD=VALUE."
+)
+
+
+def refuse_unsupported(argv: Sequence[str]) -> None:
+    """Refuses the flags of ``argv`` that can't be used under a schedule, whatever the model.
+
+    `apply_derived` does so too, for the command line that Megatron parses. A rehearsal asks here first, for
+    the one that will run on the cluster: flags that it leaves out must not hide that they are refused there.
+
+    Raises:
+        ConfigError: with all of them.
+    """
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    lines = _refusals(explicit_flags(add_megasched_arguments(parser), argv))
+    if lines:
+        raise ConfigError(_report(_REFUSED_TITLE, lines))
+
+
+def _report(title: str, lines: Sequence[str], remedy: str = "") -> str:
+    if not lines:
+        return ""
+    return "\n".join([f"{title}:", *(f"  - {line}" for line in lines), *([remedy] if remedy else [])])
+
+
+def _padded(vocab: Derived, args: argparse.Namespace) -> Derived:
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    padded = math.ceil(vocab.value / multiple) * multiple
+    return Derived(padded, f"{vocab.source}, padded to a multiple of {multiple}: {padded}")
+
+
+def _agree(given: Any, derived: Any) -> bool:
+    if isinstance(given, float) and isinstance(derived, int | float):
+        return math.isclose(given, derived, rel_tol=1e-6)
+    return given == derived
+
+
+def _contradictions(derived: Mapping[str, Derived], given: Mapping[str, GivenFlag]) -> list[str]:
+    lines = []
+    for dest, flag in given.items():
+        # --group-query-attention only says that --num-query-groups counts.
+        implied = dest == "group_query_attention" and "num_query_groups" in given
+        if dest in derived and not implied and not _agree(flag.value, derived[dest].value):
+            lines.append(f"{flag}, but {derived[dest].source}")
+    return lines
+
+
+def _refusals(given: Mapping[str, GivenFlag]) -> list[str]:
+    lines = []
+    for dest, flag in given.items():
+        if flag.value == flag.default or is_mixture_flag(dest):
+            continue
+        name = str(getattr(flag.value, "name", flag.value))
+        reasons = [reason for pattern, reason in REFUSED.items() if fnmatchcase(dest, pattern)]
+        reasons += [REFUSED_VALUES[dest, name]] if (dest, name) in REFUSED_VALUES else []
+        lines += [f"{flag}: {reason}" for reason in reasons[:1]]
+    return lines
+
+
+def _misfits(
+    args: argparse.Namespace,
+    config: PretrainedConfig,
+    sequence: int | None,
+    vocab: Derived,
+    derived: Mapping[str, Derived],
+) -> list[str]:
+    lines = []
+    longest = derived["max_position_embeddings"]
+    if sequence and longest.value and sequence > longest.value:
+        field = longest.source.partition(" ")[0]
+        learned = derived["position_embedding_type"].value == "learned_absolute"
+        way = (
+            "the model has a learned table of positions, and no rows for more"
+            if learned
+            else remedy(config, field, sequence)
+        )
+        lines.append(f"--seq-length {sequence}, but {longest.source}: {way}")
+    if args.tokenizer_type in NULL_TOKENIZERS and args.vocab_size and args.vocab_size > vocab.value:
+        lines.append(f"--vocab-size {args.vocab_size} of the {args.tokenizer_type}, but {vocab.source}")
+    return lines
+
+
+def check_tokenizer(args: argparse.Namespace, tokenizer: Any) -> None:
+    """Refuses a tokenizer that has more tokens than the model has rows; fewer are fine.
+
+    Args:
+        args: parsed flags.
+        tokenizer: Megatron's, as ``get_tokenizer()`` returns it.
+
+    Raises:
+        ConfigError: with both sizes.
+    """
+    vocab, _ = find_objective(args.objective).classes(load_hf_config(args))
+    if tokenizer.vocab_size > vocab:
+        named = args.tokenizer_model or args.vocab_file or args.tokenizer_type
+        raise ConfigError(
+            f"the tokenizer ({named}) has {tokenizer.vocab_size} tokens, but the model (--hf-model "
+            f"{args.hf_model}) has vocab_size = {vocab}: ids from {vocab} on would have no embedding. Use "
+            f"the tokenizer that belongs to the model, or --hf-override vocab_size={tokenizer.vocab_size} "
+            "with --hf-random-init"
+        )
+
+
+def layout_from_args(args: argparse.Namespace) -> Layout:
+    """The layout of Megatron's flags, validated by Megatron or not yet (``num_layers`` must be set).
+
+    What Megatron computes in ``validate_args`` (``training/arguments.py:452,904``) is computed here the same
+    way when it is missing: DP from the number of ranks, VPP from whichever flag gives it.
+
+    Raises:
+        ConfigError: the number of ranks is no multiple of TP x PP x CP.
+    """
+    tp, pp, cp = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    )
+    if args.world_size % (tp * pp * cp):
+        raise ConfigError(f"{args.world_size} ranks are no multiple of TP {tp} x PP {pp} x CP {cp}")
+    known = hasattr(args, "virtual_pipeline_model_parallel_size")
+    return Layout(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=args.sequence_parallel,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=(
+            args.virtual_pipeline_model_parallel_size if known else _virtual_stages(args)
+        ),
+        context_parallel_size=cp,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        data_parallel_size=args.world_size // (tp * pp * cp),
+        micro_batch_size=args.micro_batch_size or 1,
+        fp8=fp8_from_args(args),
+        tp_comm_overlap=args.tp_comm_overlap,
+        mixture_flags=mixture_flags_asked(args),
+        packed_sequences=args.sft,
+    )
+
+
+def _virtual_stages(args: argparse.Namespace) -> int | None:
+    """VPP of flags that are not validated; None without interleaving."""
+    pp = args.pipeline_model_parallel_size
+    stages = args.num_virtual_stages_per_pipeline_rank
+    if args.pipeline_model_parallel_layout is not None:
+        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+        total = PipelineParallelLayerLayout.get_num_stages_from_str(args.pipeline_model_parallel_layout)
+        stages = total // pp
+    elif stages is None and args.num_layers_per_virtual_pipeline_stage is not None:
+        layers = args.num_layers + args.account_for_embedding_in_pipeline_split
+        layers += args.account_for_loss_in_pipeline_split
+        stages = layers // pp // args.num_layers_per_virtual_pipeline_stage
+    return None if stages == 1 else stages

@@ -1,0 +1,64 @@
+"""What Megatron must be told of mixtures of experts, and which forms of expert parallelism there are none of."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from megasched.definition.experts import find_experts
+from megasched.definition.objectives import Objective
+from megasched.trainer.flags.model_shape import build_on_meta
+from megasched.trainer.flags.model_sizes import Derived
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def expert_misfits(args: Namespace) -> list[str]:
+    """Flags of expert parallelism that can't be used as they are; nothing needs to be validated yet."""
+    ep, given = args.expert_model_parallel_size, args.expert_tensor_parallel_size
+    lines = []
+    if (given or 1) > 1:
+        lines.append(
+            f"--expert-tensor-parallel-size {given}: experts are shared out whole, not cut by features; leave it "
+            "out"
+        )
+    stages = args.pipeline_model_parallel_size
+    ranks = args.world_size // stages
+    if ranks % ep:
+        lines.append(
+            f"--expert-model-parallel-size {ep}: each of the {stages} pipeline stages has {ranks} ranks, "
+            f"which is no multiple of {ep}"
+        )
+    return lines
+
+
+def expert_arguments(
+    args: Namespace, config: PretrainedConfig, objective: Objective, derived: Mapping[str, Derived]
+) -> dict[str, Derived]:
+    """``args`` that Megatron's own checks want for expert parallelism (``training/arguments.py:1600``), its
+    schedules to scale losses of its routers (``core/pipeline_parallel/schedules.py:353``), its log to report them.
+
+    For its FLOPs count there is one expert as wide as all that a token goes through, as without expert parallelism
+    (``derive.py``). What its layers are told of their mixture is another matter (``layers/megatron/layer.py``).
+    """
+    experts = find_experts(build_on_meta(config, objective, trust_remote_code=bool(args.trust_remote_code)))
+    if not experts:  # the plan says so, with the reason
+        return {}
+    path, count = next(iter(experts.items()))
+    layers = {int(part) for name in experts for part in [p for p in name.split(".") if p.isdigit()][:1]}
+    pattern = [int(layer in layers) for layer in range(derived["num_layers"].value)]
+    found = {
+        "num_experts": Derived(count, f"{path} has {count}"),
+        "moe_layer_freq": Derived(pattern, "the HF config says which layers have experts"),
+        "moe_router_topk": Derived(1, "FLOPs are counted as of one expert"),
+        "moe_router_pre_softmax": Derived(True, "Megatron wants it with one expert"),
+    }
+    if not args.moe_aux_loss_coeff:
+        found["moe_router_load_balancing_type"] = Derived("none", "--moe-aux-loss-coeff is not given")
+    if args.moe_router_enable_expert_bias:  # the plan refuses it where the model's routers have none
+        found["moe_router_score_function"] = Derived("sigmoid", "Megatron wants it with an expert bias")
+    if "ffn_hidden_size" in derived:
+        found["moe_ffn_hidden_size"] = derived["ffn_hidden_size"]
+    return found

@@ -1,0 +1,324 @@
+"""What Megatron must know of the model, read off the HF config and the definition that it describes.
+
+Megatron's trainer reads these from its flags: for its FLOPs count (``training/training.py``), its memory
+estimate (``training/theoretical_memory_usage.py``), its checks of the layout
+(``core/transformer/transformer_config.py``) and the ranks of the embedding group. The model itself is the
+definition; nothing here changes what it computes.
+
+Sizes are read from the config by name (``config_sizes.py``). What no config says (which linears have a bias,
+whether the MLP is gated, whether positions are learned) is read off the definition's modules, built on
+the meta device, never guessed from the name of the architecture.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megasched.definition.build import text_config
+from megasched.definition.linears import is_conv1d
+from megasched.definition.objectives import CAUSAL_LM, Objective
+from megasched.errors import ConfigError
+from megasched.trainer.flags.model_sizes import (
+    EXPERTS_PER_TOKEN,
+    FFN,
+    HEAD_DIM,
+    HEADS,
+    KEY_VALUE_HEADS,
+    NORM_EPSILON,
+    WITHOUT_HEADS,
+    Derived,
+    read,
+    required,
+    rope_of,
+    sizes_in,
+)
+from megasched.trainer.weight_decay import is_norm
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def derive_megatron_args(
+    config: PretrainedConfig, objective: Objective = CAUSAL_LM, *, trust_remote_code: bool = False
+) -> dict[str, object]:
+    """``args`` attribute -> value, for everything Megatron must know of the model.
+
+    Raises:
+        ConfigError: the config lacks a size that Megatron needs, or transformers can't build the model.
+    """
+    found = derive(config, objective, trust_remote_code=trust_remote_code)
+    return {dest: one.value for dest, one in found.items()}
+
+
+def derive(
+    config: PretrainedConfig, objective: Objective = CAUSAL_LM, *, trust_remote_code: bool = False
+) -> dict[str, Derived]:
+    """As ``derive_megatron_args``, each value with the place where it was read.
+
+    ``vocab_size`` is the model's own, without padding: `megasched.trainer.flags.arguments` decides the padding,
+    which depends on the layout. ``qk_layernorm`` says whether the definition has q/k norms; Megatron's rule
+    for their gradients goes by parameter names (``core/distributed/finalize_model_grads.py:453``), so
+    whoever builds the ``TransformerConfig`` must not leave that decision to it.
+    """
+    model = build_on_meta(config, objective, trust_remote_code=trust_remote_code)
+    text = text_config(config)
+    found = sizes_of(model)
+    found["vocab_size"] = _classes(config, objective)
+    found["untie_embeddings_and_output_weights"] = _untied(config, model)
+    length = objective.sequence_length(config)
+    if length is not None:
+        found["seq_length"] = Derived(*length)
+    layer = _last_layer(model, found["num_layers"].value)
+    found |= _mlp(text, layer, found)
+    found |= _norms(text, layer)
+    found |= _biases(layer)
+    found |= _positions(text, model, found)
+    return found
+
+
+def sizes_of(model: PreTrainedModel) -> dict[str, Derived]:
+    """What ``derive`` reads of the config's sizes, and of attention heads."""
+    text = text_config(model.config)
+    found = dict(sizes_in(text))
+    return found | _heads(text, model, found)
+
+
+def one_head_for_tp(sizes: dict[str, Derived], tp: int) -> dict[str, Derived]:
+    """TP splits nothing of one head, and Megatron wants a multiple of TP."""
+    heads = sizes["num_attention_heads"]
+    if heads.value != 1:
+        return sizes
+    heads = replace(heads, value=tp)
+    return {**sizes, "num_attention_heads": heads, "num_query_groups": heads}
+
+
+def build_on_meta(
+    config: PretrainedConfig, objective: Objective = CAUSAL_LM, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The definition with parameters and buffers on the meta device: for its structure alone, no memory."""
+    import torch
+    import transformers
+
+    auto_class = getattr(transformers, objective.auto_class)
+    try:
+        with torch.device("meta"):
+            return auto_class.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    except (ValueError, TypeError, AttributeError, KeyError, ImportError, AssertionError) as error:
+        raise ConfigError(
+            f"transformers can't build a {objective.model} from this {type(config).__name__}: {error}"
+        ) from error
+
+
+# ---- from the config --------------------------------------------------------------------------------
+
+
+def _classes(config: PretrainedConfig, objective: Objective) -> Derived:
+    """What Megatron calls the vocabulary: the classes that a label can be of."""
+    try:
+        return Derived(*objective.classes(config))
+    except AttributeError as error:
+        raise ConfigError(
+            f"{type(config).__name__} does not say how many classes there are, so Megatron's vocab_size is "
+            f"unknown: {error}"
+        ) from error
+
+
+def _heads(config: PretrainedConfig, model: PreTrainedModel, sizes: dict[str, Derived]) -> dict[str, Derived]:
+    attends = any(_in_attention(path) for path, _ in model.named_modules())
+    if attends and read(config, WITHOUT_HEADS) is None:
+        heads = required(config, "num_attention_heads", HEADS)
+    else:
+        # Megatron wants a number (`training/arguments.py:1274`); of one head, TP can't split anything.
+        heads = read(config, HEADS) or Derived(1, f"{type(model).__name__} has no attention heads")
+    hidden = sizes["hidden_size"]
+    per_head = read(config, HEAD_DIM)
+    if per_head is None:
+        per_head = Derived(hidden.value // heads.value, f"{hidden.source}, {heads.source}")
+    groups = read(config, KEY_VALUE_HEADS) or heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        groups = Derived(1, "multi_query = True")
+    return {
+        "num_attention_heads": heads,
+        "kv_channels": per_head,
+        "group_query_attention": Derived(groups.value != heads.value, groups.source),
+        "num_query_groups": groups,
+    }
+
+
+# ---- from the definition ----------------------------------------------------------------------------
+
+
+def _last_layer(model: PreTrainedModel, num_layers: int) -> nn.Module:
+    """The last decoder layer: the first ones of MoE models may be dense.
+
+    The layer list is the longest ModuleList that is as long as the model is deep; a model without one is
+    taken as a whole.
+    """
+    from torch import nn
+
+    decoder = model.get_decoder() or model
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    fitting = [layers for layers in lists if len(layers) == num_layers]
+    return (fitting[0] if fitting else max(lists, key=len))[-1] if lists else model
+
+
+def _untied(config: PretrainedConfig, model: PreTrainedModel) -> Derived:
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None:
+        return Derived(True, f"{type(model).__name__} has no head over a vocabulary")
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    weight = getattr(head, "weight", None)
+    if not tied and weight is not None and weight is getattr(table, "weight", None):
+        return Derived(False, f"{type(model).__name__} has one weight for both")
+    return Derived(not tied, f"tie_word_embeddings = {tied}")
+
+
+def _in_attention(path: str) -> bool:
+    return re.search(r"attn|attention", path) is not None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def _mlp_matrices(layer: nn.Module, *, routed: bool) -> list[int]:
+    """Element counts of the matrices of one MLP: of one routed expert where there are some.
+
+    Otherwise those that hang on the same module, the heaviest such group of the layer. Convolutions and
+    recurrences have parameters of three dimensions too, so that only a ``routed`` model has experts.
+    """
+    parents: dict[str, list[int]] = {}
+    experts: dict[str, list[int]] = {}
+    for path, module in layer.named_modules():
+        if _in_attention(path):
+            continue
+        parent = path.rpartition(".")[0]
+        for param in module.parameters(recurse=False):
+            if param.dim() == 3 and routed and "conv" not in path:
+                experts.setdefault(path, []).append(param[0].numel())
+            elif param.dim() == 2 and _is_linear(module):
+                parents.setdefault(parent, []).append(param.numel())
+    return max((experts or parents).values(), key=sum, default=[])
+
+
+def _mlp(config: PretrainedConfig, layer: nn.Module, sizes: dict[str, Derived]) -> dict[str, Derived]:
+    experts = read(config, EXPERTS_PER_TOKEN)
+    matrices = _mlp_matrices(layer, routed=experts is not None)
+    name = type(layer).__name__
+    # Up and down are equal; a gate adds a third, beside up or packed with it.
+    gated = bool(matrices) and sum(matrices) > 2.5 * min(matrices)
+    found = {"swiglu": Derived(gated, f"{name} has {'a gated' if gated else 'no gated'} MLP")}
+    width = read(config, FFN)
+    if width is None or not isinstance(width.value, int):
+        if not matrices:
+            return found
+        width = Derived(min(matrices) // sizes["hidden_size"].value, f"the width of the MLP of {name}")
+    found["ffn_hidden_size"] = _active_width(config, experts, matrices, sizes) if experts else width
+    return found
+
+
+def _active_width(
+    config: PretrainedConfig, experts: Derived, matrices: list[int], sizes: dict[str, Derived]
+) -> Derived:
+    """MLP width that one token goes through: Megatron's FLOPs are counted as of a dense MLP that wide.
+
+    ``num_experts`` stays unset: the router is HF's, and with it set the trainer would report and scale
+    auxiliary losses that only Megatron's own router records.
+    """
+    one = min(matrices) // sizes["hidden_size"].value
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    shared = shared or (getattr(config, "n_shared_experts", None) or 0) * one
+    source = f"{experts.source}, experts of width {one}"
+    if shared:
+        source += f", shared expert of width {shared}"
+    return Derived(experts.value * one + shared, source)
+
+
+def _norms(config: PretrainedConfig, layer: nn.Module) -> dict[str, Derived]:
+    norms = {path: module for path, module in layer.named_modules() if is_norm(module)}
+    outside = [module for path, module in norms.items() if not _in_attention(path)]
+    found = {}
+    if outside:
+        kind = type(outside[0]).__name__
+        found["normalization"] = Derived("RMSNorm" if "rms" in kind.lower() else "LayerNorm", kind)
+        own = getattr(outside[0], "eps", getattr(outside[0], "variance_epsilon", None))
+        epsilon = read(config, NORM_EPSILON) or (Derived(own, f"{kind}.eps = {own}") if own else None)
+        if epsilon:
+            found["layernorm_epsilon"] = epsilon
+    # The latent norms of multi-head latent attention (q_a_, kv_a_) are not norms of heads.
+    leaves = [path.rpartition(".")[2] for path in norms if _in_attention(path)]
+    per_head = sorted({leaf for leaf in leaves if leaf[:1] in "qk" and "_a_" not in leaf})
+    source = f"{type(layer).__name__} has {', '.join(per_head) or 'no q/k norms'}"
+    found["qk_layernorm"] = Derived(bool(per_head), source)
+    return found
+
+
+def _biases(layer: nn.Module) -> dict[str, Derived]:
+    """Megatron's ``add_bias_linear`` speaks of all linears, ``add_qkv_bias`` of those of attention alone."""
+    linears = [(path, module) for path, module in layer.named_modules() if _is_linear(module)]
+    biased = [path for path, module in linears if module.bias is not None]
+    attention = [path for path in biased if _in_attention(path)]
+    others = [path for path in biased if not _in_attention(path)]
+    name = type(layer).__name__
+
+    def say(paths: list[str], where: str) -> Derived:
+        return Derived(bool(paths), f"{name} has {f'a bias in {paths[0]}' if paths else f'no bias {where}'}")
+
+    return {
+        "add_bias_linear": say(others, "outside attention"),
+        "add_qkv_bias": say(attention, "in attention"),
+    }
+
+
+def _position_table(model: PreTrainedModel, positions: int) -> str | None:
+    """Path of a learned table of positions: an embedding other than the tokens' with a row for each."""
+    from torch import nn
+
+    tokens = model.get_input_embeddings()
+    for path, module in model.named_modules():
+        is_table = isinstance(module, nn.Embedding) and module is not tokens
+        # OPT and its relatives keep a few rows more than positions.
+        if is_table and positions <= module.num_embeddings <= positions + 8:
+            return path
+    return None
+
+
+def _positions(config: PretrainedConfig, model: PreTrainedModel, sizes: dict[str, Derived]) -> dict[str, Derived]:
+    rope = rope_of(config)
+    if rope is not None:
+        return _rotary(rope, sizes)
+    longest = sizes.get("max_position_embeddings")
+    table = _position_table(model, longest.value) if longest else None
+    if table:
+        return {"position_embedding_type": Derived("learned_absolute", f"{table} is a table of positions")}
+    source = f"{type(config).__name__} has neither RoPE parameters nor a table of positions"
+    return {"position_embedding_type": Derived("none", source)}
+
+
+def _rotary(rope: dict[str, Any], sizes: dict[str, Derived]) -> dict[str, Derived]:
+    base = rope.get("rope_theta", 10000)
+    # Megatron keeps the base as an integer.
+    base = int(base) if math.isclose(base, round(base)) else base
+    percent, source = rope.get("partial_rotary_factor", 1.0), "partial_rotary_factor"
+    if rope.get("rotary_dim"):
+        percent, source = (
+            rope["rotary_dim"] / sizes["kv_channels"].value,
+            f"rotary_dim = {rope['rotary_dim']}",
+        )
+    kind = rope.get("rope_type", "default")
+    found = {
+        "position_embedding_type": Derived("rope", f"rope_type = {kind}"),
+        "rotary_base": Derived(base, f"rope_theta = {base}"),
+        "rotary_percent": Derived(percent, f"{source} = {percent}"),
+        "use_rope_scaling": Derived(kind == "llama3", f"rope_type = {kind}"),
+    }
+    if kind == "llama3":
+        found["rope_scaling_factor"] = Derived(rope["factor"], f"factor = {rope['factor']}")
+    return found

@@ -1,0 +1,89 @@
+"""megasched's flags in Megatron's parser, under scripts that know nothing of them."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from megasched.patches.attributes import Undo, resolve, set_attribute, undo_all
+from megasched.patches.registry import Patch
+
+_PARSE = "megatron.training.arguments:parse_args"
+_VALIDATE = "megatron.training.arguments:parse_and_validate_args"
+
+Provider = Callable[[ArgumentParser], ArgumentParser]
+
+
+def _with_schedule(parse_args: Callable[..., Namespace]) -> Callable[..., Namespace]:
+    from megasched.trainer.flags.arguments import add_megasched_arguments, apply_derived, explicit_flags
+    from megasched.trainer.session_from_args import begin_session
+
+    # Megatron parses anew for its restart and fault tolerance code; the model is planned once.
+    settled: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    @wraps(parse_args)
+    def patched(extra_args_provider: Provider | None = None, ignore_unknown_args: bool = False) -> Namespace:
+        parsers: list[ArgumentParser] = []
+
+        def provider(parser: ArgumentParser) -> ArgumentParser:
+            if extra_args_provider is not None:
+                parser = extra_args_provider(parser)
+            parsers.append(add_megasched_arguments(parser))
+            return parsers[-1]
+
+        args = parse_args(provider, ignore_unknown_args)
+        given = explicit_flags(parsers[-1], sys.argv[1:])
+        if "model_schedule" in given:
+            argv, parsed = tuple(sys.argv[1:]), dict(vars(args))
+            if argv not in settled:
+                apply_derived(args, given)
+                begin_session(args, given)
+                settled[argv] = {
+                    n: value for n, value in vars(args).items() if n not in parsed or parsed[n] != value
+                }
+            vars(args).update(settled[argv])
+        return args
+
+    return patched
+
+
+def _with_tokenizer_check(parse_and_validate_args: Callable[..., Namespace]) -> Callable[..., Namespace]:
+    from megasched.trainer.flags.arguments import check_tokenizer
+
+    @wraps(parse_and_validate_args)
+    def patched(*positional: Any, **named: Any) -> Namespace:
+        from megatron.training.global_vars import get_tokenizer
+
+        args = parse_and_validate_args(*positional, **named)
+        if args.model_schedule is not None:
+            check_tokenizer(args, get_tokenizer())
+        return args
+
+    return patched
+
+
+def _change() -> Undo:
+    undos = [
+        set_attribute(_PARSE, _with_schedule(resolve(_PARSE)), rebind=("megatron",)),
+        set_attribute(_VALIDATE, _with_tokenizer_check(resolve(_VALIDATE)), rebind=("megatron",)),
+    ]
+    return lambda: undo_all(undos)
+
+
+PATCH = Patch(
+    name="arguments",
+    targets=(_PARSE, _VALIDATE),
+    versions={"megatron-core": ">=0.19,<0.20"},
+    why=(
+        "an unmodified pretrain_gpt.py parses its flags itself (megatron/training/arguments.py:116): "
+        "megasched's own must be in that parser, and the model's sizes in args before they are validated"
+    ),
+    change=_change,
+    signature={
+        _PARSE: ("extra_args_provider", "ignore_unknown_args"),
+        _VALIDATE: ("extra_args_provider", "ignore_unknown_args", "args_defaults"),
+    },
+)

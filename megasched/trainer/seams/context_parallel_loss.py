@@ -1,0 +1,99 @@
+"""The mean loss of a micro-batch, where context parallelism leaves labels that count in uneven numbers.
+
+Each CP rank has a part of every sequence. Megatron divides the loss of a rank by the labels that count on it, and
+averages gradients over DP and CP: a label weighs more where others are masked (``--eod-mask-loss``). Divided by
+the labels of all parts, each weighs the same, as on one rank. ``--calculate-per-token-loss`` needs none of this:
+Megatron sums what it divides by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import ConfigError
+from megasched.patches.attributes import Undo, resolve, set_attribute
+from megasched.patches.registry import Patch
+
+if TYPE_CHECKING:
+    import torch
+
+_TARGET = "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss"
+
+
+def _change() -> Undo:
+    from megatron.core import parallel_state
+
+    from megasched.trainer.session import has_session
+
+    calc_loss = resolve(_TARGET)
+    _check_division()
+
+    @wraps(calc_loss)
+    def over_ranks(model: Any, output_tensor: Any, loss_func: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        means = loss_func is not None and not config.calculate_per_token_loss and has_session()
+        if means and parallel_state.get_context_parallel_world_size() > 1:
+            loss_func = of_all_ranks(loss_func, parallel_state.get_context_parallel_group())
+        return calc_loss(model, output_tensor, loss_func, config, *args, **kwargs)
+
+    return set_attribute(_TARGET, over_ranks)
+
+
+def of_all_ranks(loss_func: Callable[..., Any], group: torch.distributed.ProcessGroup) -> Callable[..., Any]:
+    """A loss function with what Megatron must divide to get the mean over all parts of the sequences.
+
+    Args:
+        loss_func: of the forward step: its loss is a sum where it also returns the number of labels that count.
+        group: the ranks that have the parts; gradients are averaged over them, not summed.
+    """
+    import torch
+
+    @wraps(loss_func)
+    def counted(output_tensor: torch.Tensor, **named: Any) -> Any:
+        outputs = loss_func(output_tensor, **named)
+        if named or len(outputs) != 3:  # non_loss_data; a mean already
+            return outputs
+        loss, num_tokens, report = outputs
+        everywhere = num_tokens.clone()
+        torch.distributed.all_reduce(everywhere, group=group)
+        return loss * group.size(), everywhere, report
+
+    return counted
+
+
+def _check_division() -> None:
+    """
+    Raises:
+        ConfigError: the installed Megatron does not divide a rank's loss by the labels on that rank.
+    """
+    import torch
+
+    loss, parts = (torch.tensor(6.0), torch.tensor(3), {}), 2
+    config = SimpleNamespace(calculate_per_token_loss=False, timers=None)
+    got, _ = resolve(_TARGET)(None, None, lambda _: loss, config, None, False, 1, [], parts, True)
+    if got != 2:
+        raise ConfigError(
+            f"{_TARGET} makes {float(got)} of a loss of 6 over 3 labels, not 2: whether it counts the labels of "
+            f"all context parallel ranks is not known. Versions known to work: {PATCH.version_range}"
+        )
+
+
+PATCH = Patch(
+    name="context_parallel_loss",
+    targets=(_TARGET,),
+    versions={"megatron-core": ">=0.19,<0.20"},
+    why=(
+        "megatron/core/pipeline_parallel/schedules.py:334 divides by the labels that count on this rank, and "
+        "megatron/core/distributed/distributed_data_parallel.py:227 averages over DP and CP: with masks that are "
+        "uneven over the parts of a sequence, gradients are not those of its mean loss"
+    ),
+    change=_change,
+    signature={
+        _TARGET: (
+            *("model", "output_tensor", "loss_func", "config", "vp_stage", "collect_non_loss_data"),
+            *("num_microbatches", "forward_data_store", "cp_group_size", "is_last_stage"),
+        )
+    },
+)

@@ -1,0 +1,54 @@
+"""A data set is looked at before it is opened: its index, and whether its ids are the model's."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from megasched.patches.attributes import Undo, resolve, set_attribute
+from megasched.patches.registry import Patch
+
+_TARGET = "megatron.core.datasets.indexed_dataset:IndexedDataset.initialize"
+
+
+def _change() -> Undo:
+    initialize = resolve(_TARGET)
+    checked: set[str] = set()
+
+    @wraps(initialize)
+    def initialize_checked(self: Any, path_prefix: str, *given: Any, **named: Any) -> None:
+        from megasched.trainer.session import has_session
+
+        if path_prefix not in checked and "://" not in path_prefix and has_session():
+            _check(path_prefix)
+            checked.add(path_prefix)
+        initialize(self, path_prefix, *given, **named)
+
+    return set_attribute(_TARGET, initialize_checked)
+
+
+def _check(prefix: str) -> None:
+    import torch
+    from megatron.training.global_vars import get_args
+
+    from megasched.trainer.session import get_session
+    from megasched.trainer.token_ids import check_data, vocabulary_of
+
+    # Each rank looks at what it is going to map; all of the tokens need be read by one alone.
+    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    vocabulary = vocabulary_of(get_session().definition.config) if first else None
+    check_data(prefix, vocabulary, get_args().data_cache_path)
+
+
+PATCH = Patch(
+    name="data_check",
+    targets=(_TARGET,),
+    versions={"megatron-core": ">=0.19,<0.20"},
+    why=(
+        "megatron/core/datasets/indexed_dataset.py:271 takes the counts in an index at their word; nothing "
+        "compares the ids of the data with the vocabulary, and an embedding that is cut over TP "
+        "(core/tensor_parallel/layers.py) gives zeros for an id that no rank has"
+    ),
+    change=_change,
+    signature={_TARGET: ("self", "path_prefix")},
+)

@@ -1,0 +1,48 @@
+"""FLOPs in Megatron's log: those of the definition that is trained, and not those of a GPT of its sizes."""
+
+from __future__ import annotations
+
+import warnings
+from functools import wraps
+from typing import Any
+
+from megasched.errors import MegaschedError
+from megasched.patches.attributes import Undo, resolve, set_attribute
+from megasched.patches.registry import Patch
+
+_TARGET = "megatron.training.training:num_floating_point_operations"
+
+
+def _change() -> Undo:
+    from megasched.definition.objectives import CAUSAL_LM, objective_of
+    from megasched.trainer.session import get_session, has_session
+
+    count = resolve(_TARGET)
+    failed: list[MegaschedError] = []
+
+    @wraps(count)
+    def of_definition(args: Any, batch_size: float, *lengths: Any, **named: Any) -> float:
+        known = has_session() and objective_of(get_session().definition) is CAUSAL_LM
+        if known and not failed:
+            try:
+                return batch_size * get_session().training_flops
+            except MegaschedError as error:  # a log line is no reason to end a run
+                failed.append(error)
+                warnings.warn(f"TFLOP/s in the log are those of a GPT of these sizes: {error}", stacklevel=2)
+        return count(args, batch_size, *lengths, **named)
+
+    return set_attribute(_TARGET, of_definition)
+
+
+PATCH = Patch(
+    name="model_flops",
+    targets=(_TARGET,),
+    versions={"megatron-core": ">=0.19,<0.20"},
+    why=(
+        "megatron/training/training.py:390 has one formula for a GPT, from Megatron's own flags: it knows no "
+        "sliding windows, no mixture that HF's class routes by itself and no state-space layers, so TFLOP/s in "
+        "the log (--log-throughput) would be another model's"
+    ),
+    change=_change,
+    signature={_TARGET: ("args", "batch_size")},
+)

@@ -1,0 +1,41 @@
+"""Weight decay: none of biases and norms, whatever their dimensions and names are in Hugging Face."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from megasched.patches.attributes import Undo, resolve, set_attribute
+from megasched.patches.registry import Patch
+
+_TARGET = "megatron.training.training:get_standard_config_overrides"
+
+
+def _change() -> Undo:
+    from megatron.core.optimizer.optimizer_config import ParamKey
+    from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+
+    from megasched.trainer.weight_decay import SPARED
+
+    real = resolve(_TARGET)
+
+    @wraps(real)
+    def with_spared(config: Any) -> Any:
+        return {**real(config), ParamKey(attr=SPARED): ParamGroupOverride(wd_mult=0.0)}
+
+    return set_attribute(_TARGET, with_spared)
+
+
+PATCH = Patch(
+    name="weight_decay",
+    targets=(_TARGET,),
+    versions={"megatron-core": ">=0.19,<0.20"},
+    why=(
+        "megatron/core/optimizer/__init__.py:113 decays no bias and no norm, which it knows by one dimension or "
+        "by the name: HF's biases of all experts [experts, f] and norms of heads [heads, d] have neither, so that "
+        "they would be decayed, and where each is Megatron's own (level block) not: optimizer states would not go "
+        "from one to the other"
+    ),
+    change=_change,
+    signature={_TARGET: ("config",)},
+)

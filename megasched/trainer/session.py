@@ -1,0 +1,389 @@
+"""What one run works on: the definition, its schedule, and the plan; made once in each process.
+
+Made while arguments are parsed, before any process group exists, so that a schedule that can't be built ends
+every rank at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasched.analysis.flops import ForwardFlops
+from megasched.analysis.known_runs import KnownRuns
+from megasched.analysis.meta_call import meta_copy
+from megasched.analysis.reach import Reach, find_reach
+from megasched.analysis.structure import structure_of
+from megasched.definition.module_copy import copy_module
+from megasched.definition.objectives import CAUSAL_LM, objective_of
+from megasched.errors import ConfigError, Problem, ScheduleError
+from megasched.language.lora import adapted
+from megasched.language.parallel_dims import Layout
+from megasched.language.schedule import Schedule
+from megasched.lowering.known_model import KnownModel, know_model
+from megasched.lowering.lora import adapt_modules
+from megasched.lowering.replace import replace_modules
+from megasched.plan.make import make_plan
+from megasched.plan.pipeline import balance, cuts_asked_for, layer_costs, layout_string
+from megasched.plan.plan import Plan
+from megasched.trainer.own_loss import refuse_loss
+from megasched.trainer.stage_trial import why_not_alone, why_not_other_ways
+from megasched.trainer.unreached import freeze_unreached
+
+WITHOUT_STAGES = "run it without pipeline stages"
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from megasched.analysis.structure import Structure
+    from megasched.trainer.stage_transfer import Packing
+    from megasched.weights.source import WeightSource
+
+
+@dataclass
+class Session:
+    """One run's model.
+
+    Attributes:
+        definition: pristine, parameters on meta; nobody changes it, but for what is not trained.
+        schedule: the user's records on it.
+        replaced: the definition after replacements; the same object where there are none.
+        renamed: parameter of a replaced module -> parameter of the definition it stands for.
+        vocab_multiple: vocabularies are padded to a multiple of this.
+        known: what sessions of other layouts have in common with this one.
+        structure: how ``replaced`` runs, where that is known.
+        source: where the weights come from.
+        batch_shape: [b, s] of a micro-batch.
+        eval_micro_batch_size: b in validation, where it is another.
+        hf_model: where the config came from.
+        reach: what training reaches, once ``freeze_unreached`` was called.
+    """
+
+    definition: PreTrainedModel
+    schedule: Schedule
+    replaced: Any
+    renamed: dict[str, str]
+    vocab_multiple: int
+    known: KnownModel
+    structure: Structure | None = None
+    source: WeightSource | None = None
+    batch_shape: tuple[int, int] = (1, 1)
+    eval_micro_batch_size: int | None = None
+    hf_model: Path = Path()
+    reach: Reach = field(default_factory=Reach)
+    _balanced: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
+    _sides: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The validated plan; vocabularies are padded as Megatron pads its tokenizer's.
+
+        Raises:
+            ScheduleError: with every problem found.
+        """
+        plan = make_plan(
+            self.schedule,
+            model=self.replaced,
+            causal_lm=True,
+            vocab_multiple=self.vocab_multiple,
+            structure=self.structure,
+            runs=self.runs,
+        )
+        for new, old in self.renamed.items():
+            canonical = plan.canonical[new]
+            plan.placements[canonical] = replace(plan.placements[canonical], name=old)
+        if plan.layout.sp and plan.structure is not None and plan.structure.repeated:
+            what = (
+                "layers are called more than once, and sequence parallelism splits the hidden state at the first "
+            )
+            what += "call of one and joins it after the last"
+            raise ScheduleError(Problem(what, plan.structure.layers, remedy="run it without --sequence-parallel"))
+        refuse_loss(plan)
+        _refuse_changed_state(plan)
+        if plan.layout.pp > 1:
+            refuse_stages(plan, self.definition.config)
+            self._refuse_state_between_stages(plan)
+        objective = objective_of(self.definition)
+        if plan.layout.cp > 1 and objective is not CAUSAL_LM:
+            what = f"context parallelism is for causal language models, and this is a {objective.model}"
+            raise ScheduleError(Problem(what, remedy="run it without --context-parallel-size"))
+        return plan
+
+    def freeze_unreached(self, batch: int, length: int) -> None:
+        """Parameters that such batches never reach are not trained; to be called before there is a plan.
+
+        Args:
+            batch, length: of a micro-batch; code may use some modules on long sequences alone.
+        """
+        if self.structure is None:
+            return
+        objective = objective_of(self.replaced)
+        inputs = objective.trial(self.replaced.config, batch, length)
+        takes_labels, own = self.structure.takes_labels, self.structure.own_labels
+        labels = inputs.pop("labels")
+        if takes_labels:
+            inputs |= {"labels": labels} if own is None else own.arguments(labels)
+        inputs |= objective.constants
+        self.reach = find_reach(meta_copy(self.replaced), inputs, with_loss=takes_labels)
+        self.runs.length, self.runs.noted_at_length = length, self.reach.noted
+        freeze_unreached(self.replaced, self.reach)
+
+    @cached_property
+    def runs(self) -> KnownRuns:
+        return self.known.runs if self.replaced is self.definition else KnownRuns()
+
+    def _refuse_state_between_stages(self, plan: Plan) -> None:
+        """Of a model with modules replaced, what the user put there counts, too."""
+        structure, model = plan.structure, self.replaced
+        own = model is not self.definition and structure is not None
+        why_not = why_not_alone(model, structure) if own else self.known.why_not_stages
+        if structure is not None and not why_not:
+            ways = self.runs.ways(model, structure.trial_inputs(), structure)
+            why_not = why_not_other_ways(model, structure, ways)
+        if why_not:
+            what = f"the layers can't be cut into pipeline stages: {why_not}"
+            raise ScheduleError(Problem(what, remedy=WITHOUT_STAGES))
+
+    def forward_flops(self, sequence_length: int) -> ForwardFlops:
+        """FLOPs of the forward of one sequence.
+
+        Raises:
+            ScheduleError: the definition does not run on meta at this length.
+        """
+        inputs = objective_of(self.definition).trial_inputs(self.definition.config, 1, sequence_length)
+        try:
+            return self.runs.forward_flops(self.replaced, inputs, self.plan.structure)
+        except ScheduleError as error:
+            problem = error.problems[0]
+            what = f"its FLOPs can't be counted at {sequence_length} tokens, and stages are cut by them: "
+            remedy = "give no more tokens than the model has positions for (--seq-length)"
+            raise ScheduleError(replace(problem, what=what + problem.what, remedy=remedy)) from error
+
+    @property
+    def training_flops(self) -> float:
+        """FLOPs to train a causal language model on one sequence: of the forward, and twice as many of the
+        backward. What is recomputed is not counted again, as in Megatron.
+
+        Raises:
+            ScheduleError: the definition does not run on meta at this length.
+        """
+        return 3.0 * self.forward_flops(self.batch_shape[1]).total
+
+    def pipeline_layout(self, sequence_length: int) -> str | None:
+        """Megatron's layout string of ``stage_layers``; None without a pipeline.
+
+        Raises:
+            ScheduleError: more stages than layers, or cuts that do not fit.
+        """
+        layers = self.stage_layers(sequence_length)
+        return None if layers is None else layout_string(layers)
+
+    def stage_layers(self, sequence_length: int, layout: Layout | None = None) -> list[int] | None:
+        """Layers of each stage by this schedule's cuts, or balanced by cost; None without a pipeline.
+
+        Args:
+            layout: another than the schedule's, of which PP and VPP count.
+
+        Raises:
+            ScheduleError: more stages than layers, or cuts that do not fit.
+        """
+        layout = layout or self.schedule.layout
+        stages = layout.pp * layout.vpp
+        if stages == 1:
+            return None
+        structure = self.plan.structure
+        assert structure is not None
+        if stages > structure.count:
+            what = f"PP x VPP = {stages} stages for {structure.count} layers"
+            remedy = f"at most {structure.count} stages, or a --pipeline-model-parallel-layout with empty ones"
+            raise ScheduleError(Problem(what, structure.layers, remedy=remedy))
+        asked = cuts_asked_for(self.schedule, structure, stages)
+        if asked is None:
+            if (sequence_length, stages) not in self._balanced:
+                self._balanced[sequence_length, stages] = balance(*self.layer_costs(sequence_length), stages)
+            asked = self._balanced[sequence_length, stages]
+        return asked
+
+    def layer_costs(self, sequence_length: int) -> tuple[list[float], float, float]:
+        """What layers, and what comes before and after them, weigh in a cut.
+
+        Raises:
+            ScheduleError: the definition does not run on meta at this length.
+        """
+        return layer_costs(self.forward_flops(sequence_length), sequence_length)
+
+    def packing(self, boundaries: list[int], dtype: torch.dtype, batch_shape: tuple[int, int]) -> Packing | None:
+        """How stage boundaries before these layers are crossed; None where the hidden state crosses as it is.
+
+        Args:
+            dtype: of parameters.
+            batch_shape: rows of a micro-batch, and tokens in each.
+        """
+        from megasched.trainer.stage_transfer import Packing
+
+        structure, layout = self.plan.structure, self.plan.layout
+        assert structure is not None
+        parts = layout.tp if layout.sp else 1
+        packing = Packing(
+            self.replaced, structure, dtype, parts, self.plan.derived.sides, layout.tp, measured=self._sides
+        )
+        if not packing.needed(boundaries):
+            return None
+        if layout.cp > 1 and not packing.known_of_parts(boundaries):
+            what = "more than the hidden state goes from stage to stage, and how context parallelism splits it is "
+            what += "not known"
+            raise ScheduleError(Problem(what, structure.layers, remedy="run it without --context-parallel-size"))
+        if self.plan.blocks:  # its layers read the config's hidden_size, which is what is sent then
+            what = "more than the hidden state goes from stage to stage, and Megatron's layers know no more"
+            remedy = "use another level than block, or no pipeline stages"
+            raise ScheduleError(Problem(what, min(self.plan.blocks), remedy=remedy))
+        batch, length = batch_shape
+        for rows in (batch, self.eval_micro_batch_size or batch):
+            packing.fit(boundaries, rows, length // layout.cp)
+        return packing
+
+    def sent_width(self, packing: Packing | None) -> int:
+        """The w of what stages send, [s, b, w].
+
+        Args:
+            packing: as ``packing`` gives it. The hidden state as it is may be wider than the config's: there are
+                architectures with several residual streams.
+        """
+        structure = self.plan.structure
+        assert structure is not None
+        width = structure.hidden.dims[2] if packing is None else packing.width
+        assert isinstance(width, int)
+        return width
+
+    def with_layout(self, layout: Layout) -> Session:
+        """This model with its schedule in another layout, without finding out again what does not depend on it.
+
+        Args:
+            layout: with CP like this one's, or without like this one's: under CP definitions make other masks.
+
+        Raises:
+            ConfigError, ScheduleError: the schedule can't be used with this layout.
+        """
+        own = self.schedule.layout
+        if (own.cp > 1) != (layout.cp > 1):
+            raise ValueError(f"a session of {own} is none for {layout}: one of them splits sequences")
+        return _open(self.known, layout, self.vocab_multiple // own.tp)
+
+    def copy_of_definition(self) -> Any:
+        """A definition (replacements made) for one stage to take apart."""
+        return copy_module(self.replaced)
+
+
+def open_session(
+    schedule: str,
+    hf_model: str,
+    layout: Layout,
+    *,
+    overrides: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    objective: str | None = None,
+    make_vocab_size_divisible_by: int = 128,
+) -> Session:
+    """Config, definition, adapter and schedule of a run.
+
+    Args:
+        schedule: what ``--model-schedule`` says.
+        hf_model: what ``--hf-model`` says; only its config is read.
+        layout: what the flags say.
+        overrides: ``key=value`` for the HF config.
+        trust_remote_code: run Python code that comes with the model.
+        objective: what ``--objective`` says.
+        make_vocab_size_divisible_by: Megatron's flag; vocabularies are padded to a multiple of it times TP.
+
+    Raises:
+        ConfigError, ScheduleError: whatever can't be used as given.
+    """
+    from megasched import patches
+
+    if layout.cp > 1:
+        patches.apply("zigzag_positions")
+    known = know_model(schedule, hf_model, overrides, trust_remote_code=trust_remote_code, objective=objective)
+    return _open(known, layout, make_vocab_size_divisible_by)
+
+
+def _open(known: KnownModel, layout: Layout, make_vocab_size_divisible_by: int) -> Session:
+    definition, structure, root = known.definition, known.structure, known.apply(layout)
+    replaced: Any = definition
+    renamed: dict[str, str] = {}
+    if any(r.primitive in ("replace", "replace_all") for r in root.records):
+        replaced = copy_module(definition)
+        renamed = replace_modules(root, replaced)
+    if adapted(root.records):
+        replaced = copy_module(definition) if replaced is definition else replaced
+        adapt_modules(root, replaced)
+    if replaced is not definition:
+        structure = structure_of(replaced)  # of what runs now
+    vocab_multiple = make_vocab_size_divisible_by * layout.tp
+    return Session(definition, root, replaced, renamed, vocab_multiple, known, structure)
+
+
+def _refuse_changed_state(plan: Plan) -> None:
+    """What a forward changes by what it is given would be another one on each replica."""
+    structure = plan.structure
+    if structure is None or max(plan.layout.data_parallel_size, plan.layout.cp) == 1:
+        return
+    parameters = [name for name, by_inputs in structure.changed_parameters.items() if by_inputs]
+    for kind, names in (("parameters", parameters), ("buffers", structure.changed_buffers)):
+        if names:
+            what = f"a forward changes {kind} ({_first(names)}), and each replica would come to others of its own"
+            raise ScheduleError(Problem(what, names[0].rpartition(".")[0], remedy="run it without DP and CP"))
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def refuse_stages(plan: Plan, config: Any) -> None:
+    """What no stage can do for the layers of others.
+
+    Raises:
+        ScheduleError: the model can't be cut into pipeline stages.
+    """
+    structure = plan.structure
+    if structure is None:
+        return
+    if getattr(config, "is_encoder_decoder", False):
+        what = "the layers of an encoder-decoder are two lists, and stages are made of one"
+        raise ScheduleError(Problem(what, structure.layers, remedy=WITHOUT_STAGES))
+    lost = [place.path for place, dim in plan.derived.sides.items() if dim is None]
+    if lost:
+        what = "later layers read what it makes, and how that is cut over TP could not be followed"
+        raise ScheduleError(Problem(what, lost[0], remedy="run it without pipeline stages, or without TP"))
+    if structure.uncuttable:
+        what = f"the layers can't be cut into pipeline stages: {structure.uncuttable}"
+        raise ScheduleError(Problem(what, structure.layers, remedy=WITHOUT_STAGES))
+
+
+_current: list[Session] = []
+
+
+def set_session(session: Session) -> None:
+    """Makes this the process's session, which Megatron's model builder takes up."""
+    _current[:] = [session]
+
+
+def get_session() -> Session:
+    """The process's session.
+
+    Raises:
+        ConfigError: none was opened: the run was not started through megasched.
+    """
+    if not _current:
+        raise ConfigError(
+            "no schedule is open; start the run with `python -m megasched SCRIPT --model-schedule ...`"
+        )
+    return _current[0]
+
+
+def has_session() -> bool:
+    """Whether this process trains a definition."""
+    return bool(_current)

@@ -1,0 +1,94 @@
+"""Parameters that training never reaches (``analysis/reach.py``): the tower for images of a model that gets text.
+
+Without a gradient they stay as they are, as under plain PyTorch. Megatron would have them in its gradient buffers,
+decay their weights, keep optimizer states for them, and wait for their gradients under ``--overlap-grad-reduce``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megasched.errors import ConfigError, Problem, ScheduleError, some_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megasched.analysis.reach import Reach
+    from megasched.analysis.structure import Structure
+
+
+def freeze_unreached(model: nn.Module, reach: Reach) -> None:
+    """``requires_grad`` is False of what is never reached."""
+    parameters = dict(model.named_parameters())
+    for name in reach.never:
+        parameters[name].requires_grad_(False)
+
+
+def tell_of_unreached(model: nn.Module, reach: Reach, rank: int) -> None:
+    """What is left as it is, once."""
+    if not reach.never or rank:
+        return
+    parameters = dict(model.named_parameters())
+    size = sum(parameters[name].numel() for name in reach.never)
+    print(
+        f"megasched: {size:,} parameters have no part in the loss of these batches; they stay as they are and "
+        f"have no optimizer state: {some_of(folded(model, reach.never))}"
+    )
+
+
+def folded(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Parameters by the largest modules that have none but such, or by their own names."""
+    left, found = set(names), list[str]()
+    for path, module in model.named_modules():
+        held = {f"{path}.{name}" if path else name for name, _ in module.named_parameters()}
+        if held and held <= left:
+            found.append(path)
+            left -= held
+    return [*found, *(name for name in names if name in left)]
+
+
+def refuse_unsure_overlap(reach: Reach, structure: Structure | None, overlap_grad_reduce: bool) -> None:
+    """Megatron reduces a bucket once each of its parameters has a gradient.
+
+    Raises:
+        ScheduleError: values, or chance, decide whether parameters get one, and ``--overlap-grad-reduce`` is on.
+    """
+    if not overlap_grad_reduce:
+        return
+    remedy = "leave out --overlap-grad-reduce"
+    if reach.perhaps:
+        what = "not every batch reaches it (the code chooses by values), and its gradients would be waited for"
+        raise ScheduleError(Problem(what, reach.perhaps[0], remedy=remedy))
+    if structure is not None and structure.by_chance:
+        what = "layers may be skipped by chance (layerdrop), and their gradients would be waited for"
+        raise ScheduleError(Problem(what, structure.layers, remedy=remedy))
+
+
+def watch_unreached(definition: nn.Module, uncalled: Collection[str]) -> None:
+    """Watches modules that no trial has called, and whose parameters are not trained: a batch may call them for
+    indices alone, but no gradient may come back through what they give."""
+    for path, module in definition.named_modules():
+        if path in uncalled and next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_hook(_refuse_gradients(path))
+
+
+def _refuse_gradients(path: str) -> Any:
+    def refuse(gradient: torch.Tensor) -> None:
+        raise ConfigError(
+            f"{path}: the loss of this batch depends on it, that of no trial of the definition did, so that its "
+            "parameters are not trained. Its forward must use it for every batch, or for none"
+        )
+
+    def watched(module: nn.Module, args: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return output
+        probe = torch.zeros((), requires_grad=True)
+        probe.register_hook(refuse)
+        return torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda t: t + probe.to(t.device, t.dtype) if t.is_floating_point() else t, output
+        )
+
+    return watched

@@ -1,0 +1,264 @@
+"""Where a scheduled model goes another way than the unscheduled one: the first module, forward or backward, whose
+numbers differ, how they relate to the right ones, and what usually does that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from megasched.definition.sequence_split import Zigzag
+from megasched.language.tensor_types import Along
+from megasched.plan.placement import Placement
+from megasched.verify.locate.bisect import Call
+from megasched.verify.locate.diagnosis import usual_cause
+from megasched.verify.locate.matching import COPIES, Match, match, relation
+from megasched.verify.numbers import difference, replicas
+from megasched.verify.plain.watching import Event
+from megasched.verify.reference import FLOOR, HfStep, relative
+from megasched.verify.trainer_run import PlanFacts, RankReport, gather
+
+# Beyond rounding, which grows from module to module; a fault is far beyond it.
+NOTICED = 5e-5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Where the numbers first differ.
+
+    Attributes:
+        direction: of the pass in which they do.
+        where: path of the module, or name of the parameter.
+        what: what of it differs.
+        ranks: those that have wrong numbers.
+        error: relative to the largest right value.
+        relation: how the wrong numbers relate to the right ones; empty where that is not simple.
+        cause: what usually does that.
+        records: calls of the schedule on that module or nearest to it: path, what was asked for, file and line.
+        guilty: calls without which all is right, where such were looked for and found.
+    """
+
+    direction: Literal["forward", "backward"]
+    where: str
+    what: str
+    ranks: tuple[int, ...]
+    error: float
+    relation: str
+    cause: str
+    records: tuple[Call, ...] = ()
+    guilty: tuple[Call, ...] = ()
+
+
+@dataclass
+class Locator:
+    """One run and its reference, event by event.
+
+    Attributes:
+        replica: the DP rank whose micro-batch was looked at.
+    """
+
+    reports: Sequence[RankReport]
+    expected: HfStep
+    tp: int
+    cp: int
+    dp: int
+    facts: PlanFacts
+    replica: int = 0
+    _floor: float = field(init=False, default=0.0)
+    _known: dict[str, dict[int, float]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.expected.sightings is not None
+        largest = (float(gradient.abs().max()) for gradient in self.expected.sightings.gradients.values())
+        self._floor = FLOOR * max(largest, default=0.0)
+
+    def first(self) -> Finding | None:
+        """The first difference, in the order in which things are computed; None where no module shows any."""
+        return self.forward() or self.backward()
+
+    def forward(self) -> Finding | None:
+        seen = self.expected.sightings
+        assert seen is not None
+        for event in seen.order:
+            found = self.compare(event, gradient=False)
+            if found is not None and found.error > NOTICED:
+                return self.finding("forward", event, found)
+        return None
+
+    def backward(self) -> Finding | None:
+        seen = self.expected.sightings
+        assert seen is not None
+        checked: set[str] = set()
+        for event in reversed(seen.order):
+            path, kind = event
+            if event in seen.gradients:
+                found = self.compare(event, gradient=True)
+                if found is not None and found.error > NOTICED:
+                    return self.finding("backward", event, found)
+            if kind == "out" and path not in checked:
+                checked.add(path)
+                finding = self._parameters_of(path)
+                if finding is not None:
+                    return finding
+        return self._parameters_of(None)
+
+    def hidden_states(self) -> dict[tuple[Event, bool], float]:
+        """What leaves each layer, and (True) the gradient that comes back to it -> how far it is from what the
+        unscheduled model had, relative."""
+        found = {}
+        for path in self.facts.layers:
+            for gradient in (False, True):
+                one = self.compare((path, "out"), gradient=gradient)
+                if one is not None:
+                    found[(path, "out"), gradient] = one.error
+        return found
+
+    # events -----------------------------------------------------------------------------------------
+
+    def compare(self, event: Event, *, gradient: bool) -> Match | None:
+        """How what the ranks saw matches; None where it can't be compared (experts' tokens, packed layouts)."""
+        wanted = self.wanted(event, gradient)
+        matches = []
+        for rank in range(self.cp):
+            parts = self._parts(event, gradient, rank)
+            if wanted is None or len(parts) != self.tp:
+                return None
+            sums = gradient and event[0] not in self.facts.layers  # regions lie inside of layers
+            components = self.facts.components.get(event[0], ())
+            floor = self._floor if gradient else 0.0
+            one = match(parts, self._own(wanted, rank), components=components, sums=sums, floor=floor)
+            if one is None:
+                return None
+            matches.append(one)
+        return max(matches, key=lambda one: one.error)
+
+    def wanted(self, event: Event, gradient: bool) -> torch.Tensor | None:
+        """What the unscheduled model saw, in the scale of a rank."""
+        seen = self.expected.sightings
+        assert seen is not None
+        if not gradient:
+            return seen.values.get(event)
+        found = seen.gradients.get(event)
+        # Megatron divides a loss by the micro-batches of a rank, and gradients when it sums them over DP and CP.
+        return None if found is None else found * self.dp * self.cp
+
+    def _parts(self, event: Event, gradient: bool, cp_rank: int) -> list[torch.Tensor]:
+        """What the TP ranks of the replica saw, in rank order."""
+        found = {}
+        for report in self.reports:
+            seen = report.sightings.gradients if gradient else report.sightings.values
+            if report.dp_rank == self.replica and report.cp_rank == cp_rank and event in seen:
+                found[report.tp_rank] = seen[event]
+        return [found[rank] for rank in sorted(found)]
+
+    def _own(self, wanted: torch.Tensor, cp_rank: int) -> torch.Tensor:
+        """A context parallel rank's part of [b, s, ...]."""
+        length = self.expected.logits[0].shape[1]
+        if self.cp == 1 or wanted.dim() < 2 or wanted.shape[1] != length:
+            return wanted
+        return Zigzag(self.cp, cp_rank).own_part(wanted, Along(1))
+
+    def _ranks(self, event: Event, found: Match) -> tuple[int, ...]:
+        """Numbers of the ranks with wrong numbers."""
+        own = ((n, r) for n, r in enumerate(self.reports) if r.dp_rank == self.replica)
+        holders = [n for n, r in own if event in r.sightings.values]
+        if found.way == "whole" and len(found.errors) == len(holders):
+            return tuple(n for n, error in zip(holders, found.errors, strict=True) if error > NOTICED)
+        return tuple(holders)
+
+    # findings ---------------------------------------------------------------------------------------
+
+    def finding(self, direction: Literal["forward", "backward"], event: Event, found: Match) -> Finding:
+        """What there is to say of an event that matches in no way."""
+        path, kind = event
+        gradient = direction == "backward"
+        wanted = self.wanted(event, gradient)
+        assert wanted is not None
+        parts = self._parts(event, gradient, 0)
+        related = relation(parts, self._own(wanted, 0), self.facts.components.get(path, ()))
+        what = {"in": "what goes into it", "out": "what it gives"}[kind]
+        what = f"the gradient of {what}" if gradient else what
+        cause = usual_cause(direction, event, related, self.facts, self._sources())
+        return Finding(
+            direction, path, what, self._ranks(event, found), found.error, related, cause, self._records(path)
+        )
+
+    def finding_at(self, path: str, what: str, ranks: tuple[int, ...], related: str, cause: str) -> Finding:
+        """Something wrong in the forward of a module that is no matter of a size."""
+        return Finding("forward", path, what, ranks, 1.0, related, cause, self._records(path))
+
+    def _parameters_of(self, path: str | None) -> Finding | None:
+        """The first of a module's own parameters whose gradient is wrong on any rank; of all, for None."""
+        whole = self._gradients()
+        for name, wanted in self.expected.gradients.items():
+            if path not in (None, name.rpartition(".")[0]) or name not in whole:
+                continue
+            errors = self._errors()[name]
+            ranks = tuple(rank for rank, error in sorted(errors.items()) if not error <= NOTICED)
+            if ranks:
+                return self._finding_of(name, whole[name], wanted, ranks, max(errors.values()))
+        return None
+
+    def _finding_of(
+        self, name: str, whole: torch.Tensor, wanted: torch.Tensor, ranks: tuple[int, ...], error: float
+    ) -> Finding:
+        """What there is to say of a parameter whose gradient is wrong on these ranks."""
+        path = name.rpartition(".")[0]
+        held = [(n, r) for n, r in enumerate(self.reports) if r.dp_rank == 0 and name in r.gradients]
+        placement = held[0][1].gradients[name][1]
+        right = len(self._errors()[name]) - len(ranks)
+        if right:
+            related = f"it is right on {right} of the {right + len(ranks)} ranks that hold it"
+            cause = "what one rank does with its gradient, or a sum over ranks that not all of them take part in"
+        else:
+            parts = [r.gradients[name][0] for _, r in held]
+            related = "" if placement.sharded else relation(parts, wanted)
+            related = self._of_copies(name, placement, whole, wanted) or related
+            back = self.compare((path, "out"), gradient=True)
+            event, way = (path, "parameter"), back.way if back is not None else ""
+            cause = usual_cause("backward", event, related, self.facts, self._sources(), way=way)
+        what = "the gradient of this parameter"
+        return Finding("backward", name, what, ranks, error, related, cause, self._records(path))
+
+    def _errors(self) -> dict[str, dict[int, float]]:
+        """Parameter -> rank that holds it, or a part, or a copy -> how far its gradient is off there."""
+        if not self._known:
+            floor = FLOOR * max(float(gradient.abs().max()) for gradient in self.expected.gradients.values())
+            for rank, name, shard, cut in replicas(self.reports, "gradients", self.tp):
+                if name in self.expected.gradients:
+                    wanted = self.expected.gradients[name]
+                    size = -max(float(wanted.abs().max()), floor)
+                    self._known.setdefault(name, {})[rank] = difference(shard, cut(wanted), size)
+        return self._known
+
+    def _of_copies(self, name: str, placement: Placement, held: torch.Tensor, wanted: torch.Tensor) -> str:
+        """Whether the gradient of a tie is right once its copies' are added up."""
+        copies = {r.tp_rank: r.copies[name] for r in self.reports if name in r.copies and r.dp_rank == 0}
+        if not copies:
+            return ""
+        total = held + placement.unshard([copies[rank] for rank in sorted(copies)])
+        return COPIES if relative(total, wanted) < NOTICED else ""
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        return gather(list(self.reports), "gradients", self.tp)
+
+    def _sources(self) -> dict[str, str]:
+        assert self.expected.sightings is not None
+        return self.expected.sightings.sources
+
+    def _records(self, path: str) -> tuple[Call, ...]:
+        """Calls on the module; else below it and on those that take what it gives; else on what is around."""
+        takers = [taker for taker, source in self._sources().items() if source == path]
+        near = [f"{one}." for one in (path, *takers)]
+        around = [path[:end] for end in range(len(path)) if path[end] == "."][::-1]
+        for chosen in (
+            lambda at: at == path,
+            lambda at: at in takers or any(at.startswith(one) for one in near),
+            *((lambda at, one=one: at == one) for one in around),
+        ):
+            found = [record for record in self.facts.records if chosen(record[0])]
+            if found:
+                return tuple(found[:4])
+        return ()

@@ -1,0 +1,208 @@
+"""``megasched new-adapter``: what an architecture needs, as an adapter, and whether the adapter is right."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import ConfigError, ScheduleError
+from megasched.language.roles import ROLES, Roles
+from megasched.layers import attention
+from megasched.verify.new_adapter.adapter_source import adapter_expression, write_source
+from megasched.verify.new_adapter.globs import fold_paths
+from megasched.verify.new_adapter.proposal import Proposal, found_roles, propose
+from megasched.verify.parity import Outcome, check_layout
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Where a proposed adapter must be right before it is believed.
+CHECKED = ("tp2", "tp2-sp", "pp2")
+
+
+@dataclass
+class NewAdapter:
+    """All that ``megasched new-adapter`` tells.
+
+    Attributes:
+        model: class of the definition.
+        proposal: the adapter, as data.
+        source: the adapter's module, as text.
+        lines: of ``ADAPTER = Adapter(...)`` in it.
+        installed: the adapter that is there already, with its package; or empty.
+        planned: linears that HF's own plan cuts.
+        inferred: linears that are cut by what was inferred.
+        whole: linears that were looked at and stay whole.
+        still_open: what a person must look at, a sentence each.
+        outcomes: layout -> what the check found; empty where none was made.
+    """
+
+    model: str
+    proposal: Proposal
+    source: str
+    lines: int
+    installed: str
+    planned: int
+    inferred: int
+    whole: int
+    still_open: list[str]
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    @property
+    def right(self) -> bool:
+        """Whether every check that was made found the same numbers on both sides."""
+        return all(outcome.verdict == "equal" for outcome in self.outcomes.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON."""
+        return {**asdict(self), "right": self.right}
+
+
+def new_adapter(
+    hf_model: str,
+    *,
+    check: bool = True,
+    trust_remote_code: bool = False,
+    progress: Callable[[str], None] = lambda layout: None,
+) -> NewAdapter:
+    """Inspects a definition and proposes an adapter for it.
+
+    Args:
+        hf_model: folder, config file or hub id; only the config is read.
+        check: run the proposal on a small copy of the model.
+        trust_remote_code: run Python code that comes with the model.
+        progress: told of each layout before it is checked.
+
+    Raises:
+        ConfigError: there is no definition for the config, or no small copy of it can be made.
+    """
+    from importlib.metadata import version
+
+    from megasched.definition.build import load_config
+    from megasched.definition.small_models.small_models import small_copy
+    from megasched.model_adapters.registry import adapter_origin
+
+    config = load_config(hf_model, trust_remote_code=trust_remote_code)
+    small_config = small = None
+    with nullcontext() if check else suppress(ConfigError):
+        small_config = small_copy(config)
+        small = _definition(small_config, trust_remote_code)
+    model = _definition(config, trust_remote_code)
+    roles = found_roles(model)
+    proposal = propose(model, roles, small)
+    source = write_source(proposal, transformers=version("transformers"))
+    cut = [path for path, role in roles.role.items() if ROLES[role] in ("column", "row")]
+    found = NewAdapter(
+        type(model).__name__,
+        proposal,
+        source,
+        len(adapter_expression(proposal).splitlines()),
+        adapter_origin(config.model_type),
+        sum(roles.origin[path].startswith("HF's plan") for path in cut),
+        sum(roles.origin[path].startswith("inferred") for path in cut),
+        len({*roles.declined, *proposal.left_out}),
+        still_open(model, roles, proposal.left_out),
+    )
+    if check:
+        found.outcomes = check_source(source, small_config, hf_model, trust_remote_code, progress)
+    return found
+
+
+def _definition(config: Any, trust_remote_code: bool) -> nn.Module:
+    from megasched.definition.build import build_definition
+
+    model = build_definition(config, trust_remote_code=trust_remote_code)
+    attention.switch_on(model)
+    return model
+
+
+def check_source(
+    source: str,
+    small_config: Any,
+    hf_model: str,
+    trust_remote_code: bool,
+    progress: Callable[[str], None],
+) -> dict[str, Outcome]:
+    """Layout -> whether a small model under the adapter computes what it computes alone."""
+    from megasched.definition.small_models.small_models import copy_code, write_model
+    from megasched.verify.ranks.pool import RankPool
+
+    outcomes = {}
+    with tempfile.TemporaryDirectory() as folder, RankPool() as ranks:
+        adapter = Path(folder) / "adapter.py"
+        adapter.write_text(source)
+        small = Path(folder) / "model"
+        small.mkdir()
+        copy_code(hf_model, small, trust_remote_code)
+        write_model(small_config, small, trust_remote_code=trust_remote_code)
+        for layout in CHECKED:
+            progress(layout)
+            outcomes[layout] = check_layout(
+                ranks, str(small), layout, adapter=str(adapter), trust_remote_code=trust_remote_code
+            )
+    return outcomes
+
+
+def still_open(model: nn.Module, roles: Roles, left_out: Mapping[str, str]) -> list[str]:
+    """What stays whole, with the reason, and what of the definition's calls is unusual; a sentence each."""
+    whole = {**roles.declined, **left_out}
+    folded = fold_paths(whole, [path for path, _ in model.named_modules()])
+    return [f"{glob} stays whole: {reason}" for glob, reason in folded.items()] + unusual_calls(model)
+
+
+def unusual_calls(model: nn.Module) -> list[str]:
+    """What a definition does otherwise than most, and what follows from it."""
+    from megasched.analysis import attention_switch
+    from megasched.analysis.structure import find_structure
+
+    found = []
+    if not attention_switch.is_used(model, attention_switch.name_for(model)):
+        found.append(
+            "attention is computed by the definition's own code, not through transformers' AttentionInterface: "
+            "a head count that is missing in local_attributes is not noticed there, and Transformer Engine's "
+            "attention can't stand for it"
+        )
+    try:
+        structure = find_structure(model)
+    except ScheduleError as error:
+        return [*found, f"its layers were not found, so nothing was inferred: {error.problems[0].what}"]
+    if structure.uncuttable:
+        found.append(f"{structure.layers} can't be cut into pipeline stages: {structure.uncuttable}")
+    if not structure.calls_loss:
+        found.append("its forward does not call loss_function: the loss is computed from its logits")
+    return found
+
+
+def write_new(source: str, path: Path, *, force: bool = False) -> None:
+    """Writes a file whole or not at all.
+
+    Raises:
+        ConfigError: it is there already, and ``force`` is not given; or its folder is not.
+    """
+    refuse_existing(path, force=force)
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(source)
+        os.chmod(beside, 0o644)
+        if force:
+            os.replace(beside, path)
+        else:
+            os.link(beside, path)  # fails, where a rename would replace, if the file has come meanwhile
+    except FileExistsError:
+        refuse_existing(path, force=False)
+    finally:
+        Path(beside).unlink(missing_ok=True)
+
+
+def refuse_existing(path: Path, *, force: bool) -> None:
+    """Raises ConfigError where ``write_new`` could not write."""
+    if path.exists() and not force:
+        raise ConfigError(f"--output {path}: the file exists; name another, or replace it with --force")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output {path}: there is no folder {path.parent}")

@@ -1,0 +1,283 @@
+"""The processes of the rank pool: a template that has imported everything, and ranks forked from it.
+
+A rank has CUDA emulated, makes a gloo world for each case and resets Megatron's global state after it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import io
+import os
+import pickle
+import signal
+import sys
+import traceback
+from argparse import ArgumentParser
+from datetime import timedelta
+from functools import cache
+from importlib import import_module
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from typing import Any, NamedTuple
+
+from megasched.imports import without_collections
+from megasched.verify.ranks.pool import rebuild_tensor
+
+# What the pool applies in every rank; what a case adds is taken back after it.
+PATCHES = ("wheel_helpers", "adamw_resume", "fp32_resume", "results_queue")
+# What a run of the trainer imports, and much of it late: two seconds of each rank if it did that itself.
+IMPORTS = (
+    "megasched.analysis.infer",
+    "megasched.launch.pretrain_gpt",
+    "megasched.launch.pretraining",
+    "megasched.trainer.session_from_args",
+    "megasched.trainer.builder",
+    "megasched.trainer.entry",
+    "megasched.trainer.checkpoint.one_writer",
+    "megasched.trainer.scheduled_model",
+    "megasched.trainer.session",
+    "megasched.trainer.checkpoint.source",
+    "megasched.model_adapters.default_schedule",
+    "megasched.model_adapters.generic",
+    "megasched.weights.hf.folder",
+    "megasched.weights.progress",
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text.models",
+    "megatron.training.training",
+    "transformers.generation.utils",
+    "transformers.modeling_utils",
+    "transformers.processing_utils",
+    "transformers.models.auto.modeling_auto",
+)
+SEED = 1234
+
+
+class Job(NamedTuple):
+    """One case; ``payload`` is (function, args, kwargs), still pickled: to unpickle it needs ``sys_path``."""
+
+    number: int
+    world_size: int
+    timeout: float
+    sys_path: list[str]
+    payload: bytes
+
+
+class Outcome(NamedTuple):
+    """What a rank hands back: a pickled result, or the traceback of its failure."""
+
+    number: int
+    result: bytes | None
+    failure: str | None
+
+
+class ResultPickler(pickle.Pickler):
+    """Sends tensors as plain values: as torch does it, Megatron would be imported where they arrive."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        import torch
+
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        flat = obj.detach().as_subclass(torch.Tensor).cpu().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes()
+        return rebuild_tensor, (data, str(obj.dtype).removeprefix("torch."), tuple(obj.shape))
+
+
+def dump(result: Any) -> bytes:
+    buffer = io.BytesIO()
+    ResultPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(result)
+    return buffer.getvalue()
+
+
+def prepare() -> None:
+    """The imports that cost, once for all ranks."""
+    import torch
+
+    from megasched.patches import apply, host_cuda
+    from megasched.trainer.flags.rehearsal import without_kernel_packages
+
+    without_kernel_packages()
+    torch.set_num_threads(1)
+    host_cuda.install(force=True)
+    for name in PATCHES:
+        apply(name)
+    for name in IMPORTS:
+        import_module(name)
+    _remember_help_of_flags()
+
+
+def _remember_help_of_flags() -> None:
+    """Megatron finds it in the source of its classes, again for each parser; a run makes three, which was a fifth
+    of what a short one takes."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+    from megatron.training.arguments import add_megatron_arguments
+
+    read = ArgumentGroupFactory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+
+    def remembered(factory: Any, config_class: type) -> dict[str, str]:
+        if config_class not in known:
+            known[config_class] = read(factory, config_class)
+        return known[config_class]
+
+    ArgumentGroupFactory._get_field_docstrings = remembered
+    add_megatron_arguments(ArgumentParser())  # all of them, before there are ranks
+
+
+def reset_megatron() -> None:
+    """No groups, no global args, no RNG states, no patches of the case before.
+
+    Once it is over, not when the next one begins: groups have threads, which would wake up meanwhile.
+    """
+    import torch
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.training import checkpointing, training
+    from megatron.training.training import destroy_global_state
+
+    from megasched.patches import active, apply, undo
+
+    for name in reversed(active()):
+        if name not in (*PATCHES, "host_cuda"):
+            undo(name)
+    for name in PATCHES:
+        apply(name)
+    destroy_global_state()
+    destroy_moe_metrics_tracker()
+    checkpointing._CHECKPOINT_VERSION = checkpointing._LOADED_ITERATION = None
+    # Left over on some ranks only, they would make pretrain() reduce what the other ranks do not.
+    training._STARTUP_TIMESTAMPS.update(dict.fromkeys(training._STARTUP_TIMESTAMPS))
+    initialize_rng_tracker(force_reset=True)
+    let_go_of_groups()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.manual_seed(SEED)
+    gc.collect()
+    gc.freeze()  # the modules that a case has imported stay; no collection has to look through them again
+
+
+def let_go_of_groups() -> None:
+    """Takes the process groups from what the case before left behind.
+
+    Megatron's data parallel wrapper hooks onto autograd's nodes, which keep it, its parameters and the optimizer
+    alive in a ring that Python does not see. Each gloo group among them has threads that wake up 100 times a
+    second.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer
+
+    holders = cache(lambda kind: issubclass(kind, DistributedDataParallel | MegatronOptimizer))
+    for left in gc.get_objects():
+        if holders(type(left)):
+            vars(left).clear()
+
+
+def run_job(job: Job, rank: int, store: Any, environment: dict[str, str]) -> Any:
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment, WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.world_size))
+    sys.path[:] = job.sys_path
+    sys.argv[:] = ["rank_pool"]
+    torch.distributed.init_process_group(
+        "gloo",
+        store=torch.distributed.PrefixStore(f"case{job.number}", store),
+        rank=rank,
+        world_size=job.world_size,
+        # The pool's own limit comes first: it shows where every rank stands.
+        timeout=timedelta(seconds=2 * job.timeout + 60),
+    )
+    function, args, kwargs = pickle.loads(job.payload)
+    return function(*args, **kwargs)
+
+
+def serve(connection: Connection, rank: int, port: int) -> None:
+    """The life of a rank until the pool hangs up: one job after the other, with a reset before the first one and
+    after each, when all ranks have done theirs."""
+    import torch
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
+    environment = dict(os.environ)
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
+    reset_megatron()
+    while True:
+        try:
+            message = connection.recv()
+        except EOFError:
+            return
+        if message is None:
+            reset_megatron()
+            continue
+        job = Job(*message)
+        os.ftruncate(sys.stdout.fileno(), 0)
+        try:
+            outcome = Outcome(job.number, dump(run_job(job, rank, store, environment)), None)
+        except BaseException:
+            outcome = Outcome(job.number, None, traceback.format_exc())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send(tuple(outcome))
+
+
+def become_rank(descriptor: int, rank: int, port: int, log: str, stacks: str) -> None:
+    """In the fork: own output file, stacks on SIGUSR1, and no life after the template's."""
+    die_with_parent()
+    os.setpgid(0, 0)  # what it starts is ended with it
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    stack_file = open(stacks, "w")  # noqa: SIM115 (faulthandler needs it as long as the process lives)
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    start_results_queue()
+    serve(Connection(descriptor), rank, port)
+
+
+def start_results_queue() -> None:
+    """What the writers of a checkpoint need, forked while there is one thread: the first save would start it by
+    spawning a process that imports all of this anew, which takes seconds of each rank."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+
+    get_write_results_queue(mp_mode="fork")
+
+
+def die_with_parent() -> None:
+    """A rank that waits in a collective would outlive a killed pool (1: PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def main() -> None:
+    """The template: imports everything, then forks a rank for each request and reaps it on request.
+
+    Argument: file descriptor of the connection to the pool. It has one thread, so that forking is safe.
+    """
+    die_with_parent()
+    control = Connection(int(sys.argv[1]))
+    with without_collections():
+        prepare()
+    gc.freeze()
+    control.send("ready")
+    while True:
+        try:
+            request, *details = control.recv()
+        except EOFError:
+            return
+        if request == "fork":
+            descriptor = recv_handle(control)
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                become_rank(descriptor, *details)
+                os._exit(0)
+            os.close(descriptor)
+            control.send(pid)
+        elif request == "reap":
+            control.send(os.waitstatus_to_exitcode(os.waitpid(*details, 0)[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""What one plan found out another takes over, as long as it rests on the same answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from megasched import patches
+from megasched.analysis import known_runs
+from megasched.analysis.known_runs import KnownRuns
+from megasched.analysis.structure import find_structure
+from megasched.analysis.ways import NO_OTHERS
+from megasched.layers import attention
+from tests.lowering.models import tiny_model
+
+
+@pytest.fixture
+def llama():
+    patches.apply("zigzag_positions")
+    model = tiny_model("llama")
+    attention.switch_on(model)
+    yield model, find_structure(model)
+    patches.undo("zigzag_positions")
+
+
+def test_positions_are_counted_once(llama, monkeypatch):
+    asked = []
+    monkeypatch.setattr(known_runs, "takes_counted_positions", lambda model: asked.append(model) or True)
+    runs = KnownRuns()
+    first, again, other = (runs.plan_sequence(*llama, size, lambda path: "") for size in (2, 2, 4))
+    assert again is first
+    assert other is not first
+    assert len(asked) == 1
+
+
+def test_another_answer_makes_another_run(llama, monkeypatch):
+    made = []
+
+    def plan_sequence(model, structure, size, refuse_region, positions_count, ways):
+        made.append(refuse_region("model.layers.0.mlp"))
+        return made[-1]
+
+    monkeypatch.setattr(known_runs, "plan_sequence", plan_sequence)
+    runs = KnownRuns()
+    assert runs.plan_sequence(*llama, 2, lambda path: "") == ""
+    assert runs.plan_sequence(*llama, 2, lambda path: "no") == "no"
+    assert runs.plan_sequence(*llama, 2, lambda path: "no" if "mlp" in path else "") == "no"
+    assert made == ["", "no"]
+
+
+def test_one_run_shows_that_long_sequences_go_no_other_way(llama, monkeypatch):
+    made = []
+    note_forward = known_runs.note_forward
+    monkeypatch.setattr(known_runs, "note_forward", lambda *args: made.append(1) or note_forward(*args))
+    for more in ("find_ways", "numbers_at"):
+        monkeypatch.setattr(known_runs, more, None)
+    model, structure = llama
+    runs = KnownRuns()
+    assert runs.ways(model, structure.trial_inputs(), structure) == NO_OTHERS
+    assert runs.goes_by_length(model, structure, 2, lambda path: False, places=False) is None
+    assert len(made) == 1
+
+
+def test_more_runs_are_made_where_long_sequences_go_another_way(llama):
+    model, structure = llama
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) if x.shape[1] < 40 else forward(x) / x.shape[1]
+    runs = KnownRuns(length=64)
+    assert [way.length for way in runs.ways(model, structure.trial_inputs(), structure).others] == [64]
+    path, _ = runs.goes_by_length(model, structure, 2, lambda path: False, places=False)
+    assert path == "model.layers.1.mlp"

@@ -1,0 +1,33 @@
+"""No architecture of transformers is gathered for want of a rule of an operator."""
+
+import pytest
+
+from megasched.definition.small_models.small_models import causal_lm_types, small_config
+from megasched.language.parallel_dims import Layout
+from megasched.plan.decisions import without_rule
+from megasched.trainer.session import open_session
+
+# Complex rotary numbers, pads and convolutions between a column and its row.
+FAST = ("deepseek_v2", "llama4_text", "qwen3_next", "qwen3_5_text")
+# What no run takes, with or without a layout: transformers does not make it, or not from ids.
+NOT_RUN = {"blt", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody"}
+TYPES = [one for one in causal_lm_types() if one not in NOT_RUN]
+
+
+def plan_of(model_type, folder):
+    small_config(model_type).save_pretrained(folder)
+    return open_session("auto", str(folder), Layout(tensor_model_parallel_size=2)).plan
+
+
+@pytest.mark.parametrize(
+    "model_type", [*FAST, *(pytest.param(one, marks=pytest.mark.slow) for one in TYPES if one not in FAST)]
+)
+def test_each_operator_that_meets_a_cut_has_a_rule(model_type, tmp_path):
+    assert without_rule(plan_of(model_type, tmp_path)) == []
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "llama4_text"])
+def test_complex_rotary_numbers_leave_attention_cut(model_type, tmp_path):
+    derived = plan_of(model_type, tmp_path).derived
+    assert [path for path in derived.gather if "self_attn" in path] == []
+    assert {whole for _, whole in derived.attention.values()} == {True}

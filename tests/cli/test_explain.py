@@ -1,0 +1,112 @@
+"""``megasched explain``: a decision for every parameter, folded over layers."""
+
+import json
+
+import pytest
+
+from megasched.cli.main import main
+from megasched.cli.show.explain import explain_schedule
+from megasched.language.parallel_dims import Layout
+from megasched.plan.decisions import Decision, fold_decisions
+from tests import tiny
+
+
+def decision(parameter, **changes):
+    return Decision(**{**dict.fromkeys(Decision.__annotations__, ""), "parameter": parameter, **changes})
+
+
+def printed(capsys, *argv):
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_layers_that_are_decided_alike_are_one():
+    found = fold_decisions(
+        [decision(f"h.{index}.w", placement="whole" if index == 2 else "cut") for index in range(5)]
+        + [decision("norm.w"), decision("h.0.experts.3.w")]
+    )
+    assert [(d.parameter, d.placement) for d in found] == [
+        ("h.0-1,3-4.w", "cut"),
+        ("h.2.w", "whole"),
+        ("norm.w", ""),
+        ("h.0.experts.3.w", ""),
+    ]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_it_is_total(family, tmp_path):
+    """No parameter without a decision: unfolded, there are as many as the definition has names."""
+    from megasched.definition.build import build_definition, load_config
+
+    folder = tiny.save(family, tmp_path)
+    model = build_definition(load_config(folder))
+    explanation = explain_schedule("auto", folder, Layout(tensor_model_parallel_size=2))
+    layers = model.config.num_hidden_layers
+    count = sum(layers if "-" in d.parameter else 1 for d in explanation.decisions)
+    assert count == len(dict(model.named_parameters(remove_duplicate=False)))
+    assert all(d.decided_by and d.placement and d.gradient for d in explanation.decisions)
+
+
+def test_what_it_says_of_qwen3(tmp_path):
+    folder = tiny.save("qwen3", tmp_path)
+    explanation = explain_schedule("auto", folder, Layout(tensor_model_parallel_size=2))
+    found = {d.parameter: d for d in explanation.decisions}
+    q = found["model.layers.0-3.self_attn.q_proj.weight"]
+    assert (q.shape, q.local_shape, q.placement) == ((64, 32), (32, 32), "cut along axis 0")
+    assert q.decided_by == "HF's plan: layers.*.self_attn.q_proj is colwise".replace("layers", "model.layers")
+    assert q.gradient == "of its part"
+    norm = found["model.layers.0-3.self_attn.q_norm.weight"]
+    assert (norm.placement, norm.gradient, norm.decided_by) == (
+        "whole",
+        "partial, summed over TP",
+        "nothing asks for a cut",
+    )
+    assert found["lm_head.weight"].decided_by == "tied to model.embed_tokens.weight"
+
+
+def test_the_users_own_lines_are_named(tmp_path):
+    folder = tiny.save("llama", tmp_path)
+    file = tmp_path / "mine.py"
+    file.write_text('def schedule(sch, layout):\n    sch["lm_head"].shard("weight", axis=0)\n')
+    explanation = explain_schedule(str(file), folder, Layout(tensor_model_parallel_size=2))
+    found = {d.parameter: d.decided_by for d in explanation.decisions}
+    assert found["lm_head.weight"] == f"schedule, {file}:2"
+    assert found["model.layers.0-3.self_attn.q_proj.weight"] == "nothing asks for a cut"
+
+
+def test_the_command_prints_text_and_json(tmp_path, capsys):
+    folder = tiny.save("llama", tmp_path)
+    text = printed(capsys, "explain", "--hf-model", folder, "--tp", "2")
+    assert "LlamaForCausalLM on TP2" in text
+    assert "model.layers.0-3.mlp.down_proj.weight  [32, 48] → [32, 24]" in text
+    data = json.loads(printed(capsys, "explain", "--hf-model", folder, "--tp", "2", "--json"))
+    assert data["model"] == "LlamaForCausalLM"
+    assert {"parameter", "decided_by", "gradient", "declined"} <= data["decisions"][0].keys()
+
+
+def test_what_context_parallelism_does_is_told(tmp_path, capsys):
+    from megasched.definition.small_models.small_models import small_config
+
+    small_config("lfm2").save_pretrained(tmp_path)
+    found = explain_schedule("auto", str(tmp_path), Layout(context_parallel_size=2))
+    assert found.context == (
+        "each CP rank runs the definition on 2 of 4 pieces of a sequence",
+        "queries meet the keys of all CP ranks: model.layers.1,3.self_attn",
+        "run on whole sequences by each CP rank: model.layers.0,2.conv",
+    )
+    said = printed(capsys, "explain", "auto", "--hf-model", str(tmp_path), "--tp", "1", "--cp", "2")
+    assert "run on whole sequences by each CP rank: model.layers.0,2.conv" in said
+    said = printed(capsys, "show", "auto", "--hf-model", str(tmp_path), "--cp", "2")
+    assert "whole sequences, on each of 2 CP ranks" in said
+    assert "queries of a CP rank, keys and values of all 2" in said
+
+
+def test_options_that_were_not_checked_are_told(tmp_path, capsys):
+    folder = tiny.save("llama", tmp_path, attention_bias=True)
+    told = explain_schedule("auto", folder, Layout())
+    assert "attention_bias=True" in told.unchecked_options
+    assert told.check == f"megasched verify auto --hf-model {folder}"
+    text = " ".join(printed(capsys, "explain", "auto", "--hf-model", folder).split())
+    assert "not checked with these options: attention_bias=True" in text

@@ -1,0 +1,152 @@
+"""The page as a parser of HTML reads it: well formed, self-contained, and names are nothing but text."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import html5lib
+import pytest
+
+from megasched.cli.amounts import format_bytes
+from megasched.cli.page.html import render, write_page
+from megasched.cli.page.page import build_page
+from megasched.errors import ConfigError
+from tests.cli.pages import HOSTILE, hostile_page, page_of
+
+OUTSIDE = re.compile(r"(?:https?:)?//|@import|url\((?!#)|\bfetch\b|XMLHttp|WebSocket|import\(", re.IGNORECASE)
+
+
+def parse(text):
+    """The tree of a page; a fault that a browser would mend is one here."""
+    return html5lib.HTMLParser(strict=True, namespaceHTMLElements=False).parse(text)
+
+
+def text_of(element):
+    return " ".join("".join(element.itertext()).split())
+
+
+def timeline(tree):
+    return json.loads(tree.find(".//script[@id='spans']").text)
+
+
+PAGES = {
+    "one rank": lambda: page_of(1, 1, 2),
+    "interleaved": lambda: page_of(2, 2, 4),
+    "memory": lambda: page_of(
+        2, 1, 4, memory=[{"parameters": 2**30, "activations": 2**29}, {"parameters": 2**30}]
+    ),
+    "hostile": hostile_page,
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_it_is_well_formed_and_loads_nothing(page):
+    text = render(PAGES[page]())
+    tree = parse(text)
+    policy = tree.find(".//meta[@http-equiv='Content-Security-Policy']").get("content")
+    assert policy.startswith("default-src 'none'")
+    for element in tree.iter():
+        assert element.tag not in ("img", "iframe", "object", "embed", "base", "form")
+        assert not [name for name in element.attrib if name.startswith("on") or name == "src"]
+        link = element.get("href", "#")
+        assert link.startswith("#") or link == "data:,"
+    for element in [*tree.iter("style"), *(one for one in tree.iter("script") if not one.get("id"))]:
+        assert set(OUTSIDE.findall(element.text.replace("http://www.w3.org/2000/svg", ""))) <= {"//"}  # comments
+    assert len(list(tree.iter("script"))) == 2
+
+
+def test_labels_and_headings_are_there():
+    tree = parse(render(page_of(2, 2, 4)))
+    ids = {element.get("id") for element in tree.iter() if element.get("id")}
+    for element in tree.iter():
+        assert element.get("aria-labelledby", "lanes") in ids
+        assert element.tag != "button" or text_of(element)
+        assert element.tag != "th" or element.get("scope") in ("row", "col")
+        assert element.get("role") != "img" or element.get("aria-label")
+    assert tree.find(".//html") is None
+    assert tree.get("lang") == "en"
+    assert [text_of(one) for one in tree.iter("h2")] == [
+        *("A step in time", "Stages", "Parameters of a rank", "Communication", "Modules")
+    ]
+
+
+def test_hostile_names_are_text():
+    tree = parse(render(hostile_page()))
+    assert text_of(tree.find(".//h1")) == " ".join(HOSTILE.split())
+    assert timeline(tree)["names"] == [HOSTILE]
+    assert not [element for element in tree.iter() if element.get("id") == "owned"]
+
+
+def test_the_data_of_the_timeline_are_the_spans():
+    page = page_of(2, 2, 4)
+    data = timeline(parse(render(page)))
+    assert [(lane["rank"], lane["source"]) for lane in data["lanes"]] == [(0, "predicted"), (1, "predicted")]
+    for lane in data["lanes"]:
+        time, found = 0, []
+        for i in range(0, len(lane["spans"]), 6):
+            kind, microbatch, chunk, gap, length, _ = lane["spans"][i : i + 6]
+            start, time = time + gap, time + gap + length
+            found.append((data["kinds"][kind], microbatch, chunk, start * data["tick"], time * data["tick"]))
+        assert found == [
+            (s.kind, s.microbatch, s.chunk, pytest.approx(s.start, abs=1e-6), pytest.approx(s.end, abs=1e-6))
+            for s in page.predicted
+            if s.rank == lane["rank"]
+        ]
+
+
+def test_numbers_for_those_who_do_not_see_the_picture():
+    tree = parse(render(page_of(2, 1, 4)))
+    rows = [[text_of(cell) for cell in row] for row in tree.find(".//section[@id='timeline']").iter("tr")]
+    # Two stages of 1 + 2, 4 micro-batches: 12 of 15 are work; 1F1B keeps two on the first rank.
+    assert rows[1:] == [
+        ["pp 0", "predicted", "4", "4", "80.0 %", "2"],
+        ["pp 1", "predicted", "4", "4", "80.0 %", "1"],
+    ]
+
+
+def test_bars_are_in_proportion():
+    tree = parse(render(PAGES["memory"]()))
+    bars = [one for one in tree.iter("span") if one.get("class") == "bar"]
+    assert [[part.get("style") for part in bar] for bar in bars] == [
+        ["width: 66.667%", "width: 33.333%"],
+        ["width: 66.667%"],
+    ]
+    assert bars[0].get("aria-label") == "pp 0: 1.50 GiB; parameters 1.00 GiB, activations 512.0 MiB"
+
+
+def test_layers_alike_are_one_line_in_the_tree():
+    text = render(page_of(16, 8, 16))
+    tree = parse(text)
+    lines = [text_of(line) for line in tree.find(".//ul[@class='tree']").iter("summary")]
+    assert lines == ["Model", "layers ModuleList", "layers.0-127 ×128 Layer"]
+    grid = next(table for table in tree.iter("table") if table.get("class") == "grid")
+    assert len(list(grid.iter("td"))) == 128
+    assert len(text) < 300_000
+
+
+def test_a_page_of_a_real_model(inspect, tmp_path):
+    path = tmp_path / "page.html"
+    write_page(build_page(inspect(tp=2, sp=True, pp=2, vp=2)), path)
+    text = text_of(parse(path.read_text()))
+    for word in (
+        "LlamaForCausalLM",
+        "weight [32, 32] → [16, 32]",
+        "mysched.py:5",
+        "all_gather",
+        "×4",
+        "model.norm",
+    ):
+        assert word in text
+
+
+def test_where_it_can_not_be_written(tmp_path):
+    with pytest.raises(ConfigError, match=r"--html .*absent.page.html: it can't be written: No such file"):
+        write_page(page_of(1, 1, 1), tmp_path / "absent" / "page.html")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (80 * 2**30, "80.0 GiB")]
+)
+def test_bytes(count, text):
+    assert format_bytes(count) == text

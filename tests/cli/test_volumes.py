@@ -1,0 +1,75 @@
+"""What a layout sends, counted on a small Llama: hidden 32, MLP 64, eight heads and two kv heads of 4."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megasched.cli.show.report import inspect_schedule
+from megasched.cli.show.volumes import Volume, describe_volumes
+from megasched.definition.small_models.small_models import small_config
+from megasched.language.parallel_dims import Layout
+
+TOKENS = 16
+
+
+def volumes(report):
+    return {(v.group, v.what, v.op, v.phase): v for v in describe_volumes(report)}
+
+
+def test_one_rank_sends_nothing(inspect):
+    assert describe_volumes(inspect()) == []
+
+
+def test_tensor_parallel_layers_are_counted_together(inspect):
+    found = volumes(inspect(tp=2, sequence_length=TOKENS))
+    for module in ("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"):
+        assert found["TP", f"{module}: output", "all_reduce", "forward"].values == TOKENS * 32
+        assert found["TP", f"{module}: output", "all_reduce", "forward"].times == 4
+    both = found["TP", "model.layers.*.mlp: input", "all_reduce", "backward"]  # gate_proj and up_proj share it
+    assert (both.times, both.values, both.bytes) == (4, TOKENS * 32, 4 * TOKENS * 32 * 2)
+    assert {volume.group for volume in found.values()} == {"TP"}
+
+
+def test_sequence_parallel_gathers_and_scatters_the_whole(inspect):
+    found = volumes(inspect(tp=2, sp=True, sequence_length=TOKENS))
+    assert found["TP", "model.layers.*.mlp: input", "all_gather", "forward"].values == TOKENS * 32
+    assert not [key for key in found if key[1].startswith("model.layers") and key[2] == "all_reduce"]
+
+
+@pytest.mark.parametrize(("sp", "shared"), [(False, 1), (True, 2)])
+def test_stages_send_the_hidden_state(inspect, sp, shared):
+    report = inspect(tp=2, sp=sp, pp=2, vp=2, sequence_length=TOKENS)
+    sent = [volume for volume in describe_volumes(report) if volume.group == "PP"]
+    values = TOKENS * 32 // shared
+    assert sent == [
+        Volume("PP", "hidden state to the next stage", "send", "forward", 3, values),
+        Volume("PP", "its gradient to the stage before", "send", "backward", 3, values),
+    ]
+    (unknown, _) = [v for v in describe_volumes(replace(report, hidden_size=None)) if v.group == "PP"]
+    assert (unknown.values, unknown.bytes) == (None, None)
+
+
+def test_gradients_of_the_largest_rank(inspect):
+    report = inspect(pp=2)
+    report = replace(report, layout=replace(report.layout, data_parallel_size=4))
+    (reduced,) = [volume for volume in describe_volumes(report) if volume.group == "DP"]
+    assert reduced.values == max(stage.parameters for stage in report.stages)
+    assert (reduced.times, reduced.phase) == (1, "step")
+
+
+def test_layers_that_run_in_loops_send_in_each_pass(tmp_path):
+    config = small_config("hrm_text")
+    config.save_pretrained(tmp_path)
+    report = inspect_schedule("auto", str(tmp_path), Layout(tensor_model_parallel_size=2))
+    low, high = config.H_cycles * config.L_cycles, config.H_cycles
+    assert low > high > 1
+    notes = {module.path: module.notes for module in report.modules if module.notes}
+    assert notes["model.L_module"] == (f"called {low} times in a forward",)
+    assert notes["model.H_module"] == (f"called {high} times in a forward",)
+    assert not any("times in a forward" in note for note in notes.get("model.L_module.layers.0", ()))
+    found = volumes(report)
+    for stack, times in (("L_module", low), ("H_module", high)):
+        sent = found["TP", f"model.{stack}.layers.*.self_attn.o_proj: output", "all_reduce", "forward"]
+        assert sent.times == 4 * times

@@ -1,0 +1,232 @@
+"""Checkpoint: the recomputed run is the plain one bit for bit, and nothing else changes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import megasched
+from megasched import Layout
+from megasched.layers.rng import forked
+from megasched.verify.ranks.pool import init_megatron
+from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
+
+
+class Counted(nn.Module):
+    """Counts its forwards; takes arguments by position, by name, and ones that are no tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.runs = []  # a number would be put back by recompute
+
+    def forward(self, x, *, scale=1.0, mask=None, flag="no"):
+        self.runs.append(1)
+        y = torch.tanh(self.linear(x)) * scale
+        return {"y": y if mask is None else y * mask, "flag": flag}
+
+
+class Caller(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Counted()
+
+    def forward(self, x):
+        return self.inner(x, scale=torch.full((8,), 2.0), mask=x > 0, flag="yes")
+
+
+def build(model, fill, **arguments):
+    sch = megasched.create_schedule(model)
+    fill(sch)
+    return megasched.build(sch, **arguments)
+
+
+def backward(model, *args, **kwargs):
+    """Output and gradients by name."""
+    model.zero_grad(set_to_none=True)
+    output = model(*args, **kwargs)
+    tensor = output["y"] if isinstance(output, dict) and "y" in output else getattr(output, "loss", output)
+    tensor.square().sum().backward()
+    return tensor.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def equal(one, two):
+    """Bit for bit, and as many gradients."""
+    return (
+        torch.equal(one[0], two[0])
+        and one[1].keys() == two[1].keys()
+        and all((g is None) == (two[1][n] is None) for n, g in one[1].items())
+        and all(torch.equal(g, two[1][n]) for n, g in one[1].items() if g is not None)
+    )
+
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def test_arguments_arrive_by_name_and_the_structure_comes_back():
+    model = randomize(Caller())
+    want = backward(model, X)
+    assert model(X)["flag"] == "yes"
+    scheduled = build(copy.deepcopy(model), lambda sch: sch["inner"].checkpoint())
+    scheduled.inner.runs.clear()
+    assert equal(backward(scheduled, X), want)
+    assert len(scheduled.inner.runs) == 2  # the second time in the backward pass
+    assert scheduled(X)["flag"] == "yes"
+
+
+def test_paths_keys_and_classes_stay():
+    model = randomize(Caller())
+    before = {path: type(m) for path, m in model.named_modules()}
+    keys = list(model.state_dict())
+    build(model, lambda sch: sch["inner"].checkpoint())
+    assert {path: type(m) for path, m in model.named_modules()} == before
+    assert list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("how", ["eval", "no_grad"])
+def test_nothing_is_recomputed_where_nothing_is_kept(how):
+    model = build(randomize(Caller()), lambda sch: sch["inner"].checkpoint())
+    model.inner.runs.clear()
+    if how == "eval":
+        backward(model.eval(), X)
+    else:
+        with torch.no_grad():
+            model(X)
+    assert len(model.inner.runs) == 1
+
+
+def test_asked_twice_is_once():
+    model = build(randomize(Caller()), lambda sch: sch["inner"].checkpoint().checkpoint())
+    model.inner.runs.clear()
+    backward(model, X)
+    assert len(model.inner.runs) == 2
+
+
+def test_a_block_fed_with_ids_alone_gets_its_gradients():
+    model = randomize(nn.Sequential(nn.Sequential(nn.Embedding(9, 8), Mlp())))
+    ids = torch.arange(9)
+    want = backward(model, ids)
+    scheduled = build(copy.deepcopy(model), lambda sch: sch["0"].checkpoint())
+    got = backward(scheduled, ids)
+    assert equal(got, want)
+    assert all(g is not None for g in got[1].values())
+
+
+def test_dropout_draws_the_same_numbers_again():
+    model = randomize(nn.Sequential(Mlp(dropout=0.5), Mlp(dropout=0.5)))
+    scheduled = build(copy.deepcopy(model), lambda sch: sch["*"].checkpoint())
+    torch.manual_seed(5)
+    want = backward(model, X)
+    torch.manual_seed(5)
+    assert equal(backward(scheduled, X), want)
+
+
+@pytest.mark.parametrize("families", [("llama", "gpt2")])
+def test_hf_layers_with_their_cache_switched_off(families):
+    for family in families:
+        model = tiny_model(family)
+        model.config.use_cache = True
+        ids = token_ids()
+        want = backward(model, input_ids=ids, labels=ids, use_cache=False)
+        layers = "model.layers.*" if family == "llama" else "transformer.h.*"
+        scheduled = build(copy.deepcopy(model), lambda sch, layers=layers: sch[layers].checkpoint())
+        assert scheduled.config.use_cache is False
+        assert model.config.use_cache is True
+        assert equal(backward(scheduled, input_ids=ids, labels=ids), want)
+
+
+def test_the_cache_stays_on_where_nothing_is_recomputed():
+    model = tiny_model("llama")
+    model.config.use_cache = True
+    assert build(model, lambda sch: sch["model.layers.0"].fork_rng()).config.use_cache is True
+
+
+class Noise(nn.Module):
+    """Draws by itself, and says from which state."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.states = []
+
+    def forward(self, x):
+        self.states.append(forked())
+        return nn.functional.dropout(self.linear(x), 0.5)
+
+
+def _seed():
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(3)
+    model_parallel_cuda_manual_seed(3)
+
+
+RECOMPUTED = {
+    # what is recomputed in a model whose pair is sharded, with dropout in every place
+    "the sharded block": lambda sch: sch["1"].checkpoint(),
+    "everything": lambda sch: sch["*"].checkpoint(),
+    "inside and outside": lambda sch: [sch["1"].checkpoint(), sch["1.act"].checkpoint(), sch["0"].checkpoint()],
+    "forked, then recomputed": lambda sch: sch["2"].fork_rng().checkpoint(),
+    "recomputed, then forked": lambda sch: sch["2"].checkpoint().fork_rng(),
+    "recomputed inside a fork": lambda sch: [sch["2"].fork_rng(), sch["2.linear"].checkpoint()],
+}
+
+
+def _bit_for_bit():
+    init_megatron(tp=2)
+    found = {}
+
+    def shards(sch):
+        sch["1.up"].shard("weight", axis=0)
+        sch["1.down"].shard("weight", axis=1)
+        sch["2"].fork_rng()
+
+    model = randomize(nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), Mlp(dropout=0.5), Noise()))
+    plain = build(copy.deepcopy(model), shards, inputs={"input": X})
+    for name, more in RECOMPUTED.items():
+        scheduled = build(
+            copy.deepcopy(model), lambda sch, more=more: [shards(sch), more(sch)], inputs={"input": X}
+        )
+        runs = []
+        for each in (plain, scheduled):
+            _seed()
+            each[2].states.clear()
+            # twice, so that what the first backward left of the states shows
+            runs.append([backward(each, X), backward(each, X)])
+        found[name] = equal(runs[0][0], runs[1][0]) and equal(runs[0][1], runs[1][1]) and all(scheduled[2].states)
+    return found
+
+
+def test_with_dropout_everywhere_at_tp2(ranks):
+    for found in ranks.run(2, _bit_for_bit):
+        assert found == dict.fromkeys(RECOMPUTED, True)
+
+
+def _hf_with_dropout():
+    """Attention dropout differs between the ranks, residual dropout does not; recomputed layer by layer."""
+    from megasched.model_adapters.default_schedule import schedule as auto
+
+    init_megatron(tp=2)
+    ids = token_ids()
+    found = {}
+    for family, changes, layers in (
+        ("gpt2", {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}, "transformer.h.*"),
+        ("opt", {"attention_dropout": 0.2, "dropout": 0.2}, "model.decoder.layers.*"),
+    ):
+        model = tiny_model(family, **changes)
+        runs = []
+        for more in (lambda sch: None, lambda sch, layers=layers: sch[layers].checkpoint()):
+            scheduled = build(copy.deepcopy(model), lambda sch, more=more: [auto(sch, sch.layout), more(sch)])
+            _seed()
+            runs.append(backward(scheduled, input_ids=ids, labels=ids, use_cache=False))
+        found[family] = equal(*runs)
+    return found
+
+
+def test_hf_layers_with_dropout_at_tp2(ranks):
+    assert ranks.run(2, _hf_with_dropout) == [{"gpt2": True, "opt": True}] * 2
+
+
+def test_a_schedule_of_no_layout_is_of_one_rank():
+    assert megasched.create_schedule(Caller()).layout == Layout()

@@ -1,0 +1,115 @@
+"""Replace_all: by class, role or regular expression, outermost first, not into what it has put there."""
+
+import pytest
+from torch import nn
+
+import megasched
+from megasched import Layout, ScheduleError
+from megasched.language.roles import Roles
+
+
+class Special(nn.Linear):
+    pass
+
+
+class Pair(nn.Module):
+    """Holds what it replaces, as a wrapper of a linear does."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.inner(x))
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Special(4, 4)),
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
+    )
+
+
+def classes(model):
+    return {
+        path: type(module).__name__ for path, module in model.named_modules() if "." in path or "inner" in path
+    }
+
+
+def build(model, fill, roles=None):
+    sch = megasched.create_schedule(model, Layout(), roles)
+    fill(sch)
+    return megasched.build(sch)
+
+
+def test_by_exactly_this_class(model):
+    linears = [model[0][0], model[1][0]]
+    build(model, lambda sch: sch.replace_all(nn.Linear, Pair))
+    assert [type(layer[0]) for layer in model] == [Pair, Pair]
+    assert [layer[0].inner for layer in model] == linears  # and not wrapped again
+    assert type(model[0][2]) is Special
+
+
+def test_below_one_module_only(model):
+    build(model, lambda sch: sch["1"].replace_all(nn.ReLU, lambda old: nn.GELU()))
+    assert [type(layer[1]) for layer in model] == [nn.ReLU, nn.GELU]
+
+
+def test_by_a_regular_expression_over_the_whole_path(model):
+    build(model, lambda sch: sch.replace_all(r"\d\.1", lambda old: nn.GELU()))
+    assert [type(layer[1]) for layer in model] == [nn.GELU, nn.GELU]
+    with pytest.raises(ScheduleError, match="nothing matches"):
+        build(model, lambda sch: sch.replace_all(r"\.1", lambda old: nn.GELU()))
+
+
+def test_by_role(model):
+    roles = Roles({"0.0": "mlp.up", "1.0": "mlp.up", "0.2": "mlp.down"})
+    build(model, lambda sch: sch.replace_all("mlp.up", lambda old: Special(4, 4)), roles)
+    assert [type(layer[0]) for layer in model] == [Special, Special]
+
+
+def test_the_outermost_match_alone(model):
+    build(model, lambda sch: sch.replace_all(r"0(\..*)?", lambda old: Pair(old)))
+    assert type(model[0]) is Pair
+    assert type(model[0].inner[0]) is nn.Linear
+
+
+def test_each_gets_a_module_of_its_own(model):
+    one = nn.GELU()
+    with pytest.raises(ScheduleError, match=r"the same module instance already stands at 0\.1"):
+        build(model, lambda sch: sch.replace_all(nn.ReLU, lambda old: one))
+    assert [type(layer[1]) for layer in model] == [nn.ReLU, nn.ReLU]
+
+
+def test_weights_and_drop_as_in_replace(model):
+    class Gain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            return self.gain(x)
+
+    weights = [model[0][0].weight, model[1][0].weight]
+    build(
+        model,
+        lambda sch: sch.replace_all(
+            nn.Linear, lambda old: Gain(), weights={"gain.weight": "weight"}, drop=("bias",)
+        ),
+    )
+    assert [layer[0].gain.weight for layer in model] == weights
+
+
+@pytest.mark.parametrize("what", [nn.Conv2d, "mlp.up", r"2\..*"])
+def test_no_match_is_an_error(model, what):
+    fill = lambda sch: sch.replace_all(what, lambda old: old)  # noqa: E731
+    with pytest.raises(ScheduleError, match="replace_all: nothing matches") as raised:
+        build(model, fill)
+    assert raised.value.problems[0].source == f"{__file__}:{fill.__code__.co_firstlineno}"
+
+
+def test_a_broken_regular_expression_says_so(model):
+    with pytest.raises(ScheduleError, match=r"replace_all: '\(' is no regular expression"):
+        build(model, lambda sch: sch.replace_all("(", lambda old: old))

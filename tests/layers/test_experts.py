@@ -1,0 +1,84 @@
+"""Pairs of token and expert that travel between EP ranks: every form of HF's experts, any routing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megasched.verify.reference import relative
+
+TOKENS, CHOICES, EXPERTS = 6, 2, 4
+ROUTINGS = {
+    "everywhere": [[0, 3], [2, 1], [3, 2], [1, 0], [0, 2], [3, 1]],
+    "nothing for the last rank": [[0, 1], [1, 0]] * 3,
+    "beyond the experts": [[0, EXPERTS], [EXPERTS, 3], [2, 1], [EXPERTS, EXPERTS], [1, 2], [0, 3]],
+}
+
+
+def experts_of(model_type: str, implementation: str) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    from megasched.definition.small_models.small_models import small_config
+
+    config = small_config(model_type)
+    config._experts_implementation = implementation
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config)
+    model.set_experts_implementation(implementation)
+    experts = model.model.layers[1].mlp.experts
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return experts
+
+
+def dispatch_case(
+    model_type: str, implementation: str, routing: str
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """On a rank: what it gets and what is right, of results and of gradients; its tokens are its own."""
+    import torch.distributed as dist
+
+    from megasched.layers.experts import _dispatch
+
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    whole, mine = experts_of(model_type, implementation), experts_of(model_type, implementation)
+    each = EXPERTS // size
+    for name, parameter in list(mine.named_parameters()):
+        setattr(mine, name, nn.Parameter(parameter.detach()[rank * each : (rank + 1) * each].clone()))
+    mine.num_experts = each
+    index = torch.tensor(ROUTINGS[routing])
+    gates = [torch.rand(TOKENS, CHOICES, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    states = [torch.randn(TOKENS, 64, generator=torch.Generator().manual_seed(9 + r)) for r in range(size)]
+    x, w = states[rank].clone().requires_grad_(), gates[rank].clone().requires_grad_()
+    got = _dispatch(mine, EXPERTS, group, x, index, w)
+    got.square().sum().backward()
+
+    kept = index < EXPERTS  # the whole module can't be asked for experts beyond: such pairs weigh nothing
+    pairs = [(s.clone().requires_grad_(), g.clone().requires_grad_()) for s, g in zip(states, gates, strict=True)]
+    results = [whole(s, index * kept, g * kept) for s, g in pairs]
+    sum(result.square().sum() for result in results).backward()
+    found = {
+        "results": (got, results[rank]),
+        "tokens": (x.grad, pairs[rank][0].grad),
+        "weights": (w.grad, pairs[rank][1].grad),
+    }
+    for name, parameter in mine.named_parameters():
+        found[name] = parameter.grad, dict(whole.named_parameters())[name].grad[rank * each : (rank + 1) * each]
+    return {name: (a.detach(), b.detach()) for name, (a, b) in found.items()}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    ("model_type", "implementation"),
+    [
+        ("mixtral", "eager"),
+        ("mixtral", "grouped_mm"),
+        ("mixtral", "batched_mm"),
+        ("gpt_oss", "eager"),
+        ("gpt_oss", "grouped_mm"),
+    ],
+)
+def test_every_form_of_experts(ranks, model_type, implementation, routing):
+    for found in ranks.run(2, dispatch_case, model_type, implementation, routing):
+        for name, (got, expected) in found.items():
+            assert relative(got, expected, floor=1e-2) < 1e-5, name

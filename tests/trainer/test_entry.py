@@ -1,0 +1,384 @@
+"""``python -m megasched script.py``: what the script finds, and how a run ends that can't go on."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from megasched.errors import ConfigError
+from megasched.trainer import entry
+
+RUN = "from sys import argv; from megasched.trainer import entry; {}entry.run_script(argv[1], argv[2:])"
+ALL = RUN.format("")
+# A script that does not train needs no Megatron, which each process takes half of its time to import.
+NO_MEGATRON = RUN.format("entry.arrange_process = lambda *given: None; ")
+
+
+@pytest.fixture
+def hf_model(tmp_path: Path) -> str:
+    folder = tmp_path / "hf"
+    LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=48,
+        intermediate_size=112,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        vocab_size=300,
+        max_position_embeddings=64,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("MEGASCHED_")}
+    return kept | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"} | variables
+
+
+def run(
+    *argv: str, ranks: int = 1, code: str = ALL, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess:
+    """Runs a script through ``run_script``: one process, or ``ranks`` of them under torchrun."""
+    command = [sys.executable, "-c", code, *argv]
+    if ranks > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [*launcher, f"--nproc-per-node={ranks}", "--no-python", *command]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment(**variables))
+
+
+@pytest.mark.parametrize("options", [["-u"], []], ids=["unbuffered", "buffered"])
+def test_a_line_is_written_with_its_end(options):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which keeps writes apart
+    with ours, theirs:
+        subprocess.run(
+            [sys.executable, *options, "-c", ALL, "missing.py"],
+            stdout=theirs,
+            stderr=theirs,
+            env=environment(),
+        )
+        assert ours.recv(4096) == b"megasched: error: missing.py: no such script\n"
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "pretrain.py"
+    path.write_text(text)
+    return str(path)
+
+
+# ---- bad input --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("absent.py", "--model-schedule auto --hf-model {hf}", "absent.py: no such script"),
+        ("pretrain.py", "--hf-model {hf}", "there is no --model-schedule. Pass `--model-schedule auto`"),
+        (
+            "pretrain.py",
+            "--model-schedule absent_schedule.py --hf-model {hf}",
+            "--model-schedule absent_schedule.py: no such file",
+        ),
+        (
+            "pretrain.py",
+            "--model-schedule absent:1/sched.py:name --hf-model {hf}",
+            "--model-schedule absent:1/sched.py:name: no such file",
+        ),
+        ("pretrain.py", "--model-schedule auto", "--model-schedule needs --hf-model"),
+        (
+            "pretrain.py",
+            "--model-schedule auto --hf-model ./absent",
+            "--hf-model ./absent: no such file or folder",
+        ),
+        (
+            "pretrain.py",
+            "--model-schedule auto --hf-model {hf} --megasched-trace absent/trace.json",
+            "--megasched-trace absent/trace.json: there is no folder absent that can be written to",
+        ),
+        (
+            "pretrain.py",
+            "--hf-model {hf} --model-schedule",
+            "argument --model-schedule: expected one argument",
+        ),
+    ],
+)
+def test_bad_input_is_one_message(tmp_path: Path, hf_model: str, name: str, flags: str, message: str) -> None:
+    """It comes at once: before anything is imported that takes seconds."""
+    script(tmp_path, "raise SystemExit('the script must not run')")
+    for heavy in ("torch", "transformers", "megatron"):
+        (tmp_path / f"{heavy}.py").write_text("raise SystemExit(f'{__name__} must not be imported')")
+    done = run(name, *flags.format(hf=hf_model).split(), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("megasched: error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_traceback_when_asked_for(tmp_path: Path) -> None:
+    done = run("absent.py", cwd=tmp_path, MEGASCHED_TRACEBACK="1")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+    assert "absent.py: no such script" in done.stderr
+
+
+def test_a_rank_of_slurm_names_itself(tmp_path: Path) -> None:
+    done = run("absent.py", cwd=tmp_path, SLURM_PROCID="1", SLURM_LOCALID="1")
+    assert done.returncode == 2
+    assert done.stderr == "megasched: error on rank 1: absent.py: no such script\n"
+
+
+def test_schedule_may_be_a_registered_name_or_one_of_several_in_a_file(tmp_path: Path) -> None:
+    given = {"hf_model": "org/model", "megasched_trace": None}
+    entry.check_inputs("x.py", Namespace(model_schedule="someones_schedule", **given))
+    several = tmp_path / "several.py"
+    several.touch()
+    entry.check_inputs("x.py", Namespace(model_schedule=f"{several}:second", **given))
+
+
+# ---- a fault on the way -----------------------------------------------------------------------------
+
+# Rank 0 hangs where a collective would: without the launcher's signal for longer than a test may take.
+ONE_RANK = """
+import os, signal, time
+from pathlib import Path
+from megasched.errors import ConfigError
+
+def told_to_end(*_):
+    print("told to end", flush=True)
+    os._exit(1)
+
+hangs = Path(__file__).with_name("hangs")
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, told_to_end)
+    hangs.touch()
+    time.sleep(3600)
+while not hangs.exists():
+    time.sleep(0.05)
+raise ConfigError("only here")
+"""
+
+# So long rank 1 keeps to itself what rank 0 says: it says nothing if that one's end is its own.
+ALL_RANKS = """
+from megasched.errors import ConfigError
+from megasched.trainer import entry
+entry.GRACE_SECONDS = 3600
+raise ConfigError("everywhere")
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "out", "message"),
+    [
+        (ONE_RANK, "told to end\n", "megasched: error on rank 1: only here"),
+        (ALL_RANKS, "", "megasched: error: everywhere"),
+    ],
+    ids=["one", "all"],
+)
+def test_ranks_end_together_with_one_message(
+    tmp_path: Path, hf_model: str, text: str, out: str, message: str
+) -> None:
+    path = script(tmp_path, text)
+    done = run(path, "--model-schedule", "auto", "--hf-model", hf_model, ranks=2, code=NO_MEGATRON)
+    assert done.returncode != 0
+    assert out in done.stdout
+    assert done.stderr.count("megasched: error") == 1
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "stderr"),
+    [
+        ("import sys; sys.exit(3)", 3, ""),
+        ("import sys; sys.exit('enough')", 1, "enough\n"),
+        ("import sys; sys.exit()", 0, ""),
+        ("raise ValueError('odd')", 1, "ValueError: odd"),
+        # A thread that nobody joins must not keep a failed process.
+        (
+            "import threading, time; threading.Thread(target=time.sleep, args=(600,)).start(); assert False",
+            1,
+            "AssertionError",
+        ),
+    ],
+)
+def test_what_the_script_ends_with(tmp_path: Path, hf_model: str, text: str, status: int, stderr: str) -> None:
+    done = run(script(tmp_path, text), "--model-schedule", "auto", "--hf-model", hf_model, code=NO_MEGATRON)
+    assert done.returncode == status
+    assert stderr in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:21633", [entry.GRACE_SECONDS]),
+        ("NCCL error: remote process exited or there was a network error", [entry.GRACE_SECONDS]),
+        ("connection to the database closed", []),
+    ],
+)
+def test_a_rank_whose_peer_has_gone_leaves_the_status_to_it(monkeypatch, words: str, seconds: list[float]) -> None:
+    """The launcher looks every 0.1 s; of two ranks that it finds ended it may take either for the first."""
+    slept: list[float] = []
+
+    def fail(*given: object) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(entry, "_run", fail)
+    monkeypatch.setattr(entry.time, "sleep", slept.append)
+    monkeypatch.setattr(entry, "_end", sys.exit)
+    with pytest.raises(SystemExit, match="1"):
+        entry.run_script("pretrain_gpt.py", [])
+    assert slept == seconds
+
+
+# ---- what the script finds --------------------------------------------------------------------------
+
+INSPECT = """
+import json, os, sys
+import neighbour
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.models.gpt import GPTModelConfig
+
+def extra(parser):
+    parser.add_argument("--of-the-script", type=int)
+    return parser
+
+if __name__ == "__main__":
+    import torch
+    defaults = {"tokenizer_type": "NullTokenizer"}
+    args = parse_and_validate_args(extra_args_provider=extra, args_defaults=defaults)
+    names = "num_layers hidden_size num_query_groups padded_vocab_size distributed_backend of_the_script"
+    print("found", json.dumps({
+        "name": __name__, "argv0": sys.argv[0], "path0": sys.path[0], "neighbour": neighbour.__file__,
+        "builder": GPTModelConfig.builder, "cuda": torch.cuda.is_available(), "lr": args.lr,
+        **{name: getattr(args, name) for name in names.split()},
+    }))
+"""
+
+
+def test_an_unmodified_script_in_a_rehearsal(tmp_path: Path, hf_model: str) -> None:
+    """A script in the shape of Megatron's own: modules beside it, its own parser, flags of its own."""
+    path = script(tmp_path, INSPECT)
+    (tmp_path / "neighbour.py").touch()
+    for kernels in ("transformer_engine", "apex"):  # they need a GPU, and Megatron takes them where they are
+        (tmp_path / f"{kernels}.py").write_text(f"raise RuntimeError('{kernels} was imported')")
+    # Must not hide the installed Megatron: `python script.py` would not look here either.
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "megatron").mkdir(parents=True)
+    (elsewhere / "megatron" / "__init__.py").touch()
+    flags = (
+        f"--model-schedule auto --hf-model {hf_model} --hf-random-init --rehearse --of-the-script 5 "
+        "--lr 0.25 --vocab-size 300 --seq-length 32 --micro-batch-size 1 --train-iters 1 --mock-data "
+        "--transformer-impl transformer_engine"
+    )
+    done = run(path, *flags.split(), cwd=elsewhere)
+    assert done.returncode == 0, done.stderr
+    found = next(line for line in done.stdout.splitlines() if line.startswith("found "))
+    assert json.loads(found.removeprefix("found ")) == {
+        "name": "__main__",
+        "argv0": path,
+        "path0": str(tmp_path),
+        "neighbour": str(tmp_path / "neighbour.py"),
+        "builder": "megasched.trainer.builder.ScheduledModelBuilder",
+        "cuda": True,
+        "lr": 0.25,
+        "num_layers": 2,
+        "hidden_size": 48,
+        "num_query_groups": 2,
+        "padded_vocab_size": 384,
+        "distributed_backend": "gloo",
+        "of_the_script": 5,
+    }
+    assert "--transformer-impl transformer_engine -> --transformer-impl local" in done.stderr
+    assert "stays as it will run on the cluster" in done.stderr
+    assert "megasched: megatron-core 0.19" in done.stderr
+
+
+def test_a_rehearsal_refuses_what_the_cluster_would(tmp_path: Path, hf_model: str) -> None:
+    """--fp4-format can't run on a CPU and is left out there; under a schedule it can't run anywhere."""
+    path = script(tmp_path, "raise SystemExit('the script must not run')")
+    flags = f"--model-schedule auto --hf-model {hf_model} --rehearse --fp4-format e2m1"
+    done = run(path, *flags.split())
+    assert done.returncode == 2
+    assert "--fp4-format e2m1: 4-bit training is not available" in done.stderr
+
+
+# ---- which Megatron ---------------------------------------------------------------------------------
+
+
+def checkout(folder: Path, *packages: str, version: str = "0.19.1") -> None:
+    for package in packages:
+        (folder / "megatron" / package).mkdir(parents=True)
+        (folder / "megatron" / package / "__init__.py").touch()
+    package_info = folder / "megatron" / "core" / "package_info.py"
+    if package_info.parent.is_dir():
+        package_info.write_text(f"__shortversion__ = {version!r}")
+
+
+def found_beside(folder: Path) -> subprocess.CompletedProcess:
+    """``find_megatron`` in a process of its own, as for a script in ``folder``."""
+    code = (
+        "import sys; from pathlib import Path; from megasched.trainer import entry; "
+        "entry.put_first(Path(sys.argv[1])); print(entry.find_megatron())"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, env=environment()
+    )
+
+
+def test_the_checkout_beside_the_script_wins(tmp_path: Path) -> None:
+    checkout(tmp_path, "core", "training")
+    done = found_beside(tmp_path)
+    assert f"folder=PosixPath('{tmp_path / 'megatron'}'), version='0.19.1'" in done.stdout
+
+
+def test_without_a_checkout_the_installed_one_is_used(tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.origin is not None
+    assert f"folder={Path(spec.origin).parents[1]!r}" in found_beside(tmp_path).stdout
+
+
+@pytest.mark.parametrize("version", ["0.18.2", "0.20.0"])
+def test_an_unsupported_checkout_is_refused(tmp_path: Path, version: str) -> None:
+    checkout(tmp_path, "core", "training", version=version)
+    done = found_beside(tmp_path)
+    assert f"megatron-core {version} in {tmp_path / 'megatron'} is not supported" in done.stderr
+    assert "megasched works with >=0.19,<0.20" in done.stderr
+
+
+def test_half_a_checkout_is_refused(tmp_path: Path) -> None:
+    checkout(tmp_path, "core")
+    assert "two Megatrons are mixed" in found_beside(tmp_path).stderr
+
+
+def test_a_package_that_hides_megatron_is_named(tmp_path: Path) -> None:
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").touch()
+    done = found_beside(tmp_path)
+    assert f"megatron.core can't be imported (`megatron` is found in: {tmp_path / 'megatron'})" in done.stderr
+
+
+def test_the_working_directory_makes_room_for_the_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [os.getcwd(), "/lib"])
+    entry.put_first(tmp_path)
+    assert sys.path == [str(tmp_path), "/lib"]
+    entry.put_first(Path("/other"))
+    assert sys.path == ["/other", str(tmp_path), "/lib"]
+
+
+def test_a_bundled_script_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, bundled = entry.find_script("pretrain_gpt.py")
+    assert bundled
+    assert path.parent.name == "launch"
+    # The user's own comes first, and a path is never taken for a name.
+    (tmp_path / "pretrain_gpt.py").touch()
+    assert entry.find_script("pretrain_gpt.py") == (tmp_path / "pretrain_gpt.py", False)
+    with pytest.raises(ConfigError, match="no such script"):
+        entry.find_script("else/pretrain_gpt.py")
