@@ -11,7 +11,7 @@ from typing import Any
 
 
 @contextmanager
-def nothing_but_json(wanted: bool) -> Iterator[None]:
+def json_only(wanted: bool) -> Iterator[None]:
     """Under ``--json``, whatever prints while a command works goes to standard error.
 
     Schedules, spaces and the code of models are other people's, and may print.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megasched.language.roles import Attention, Latent
+from megasched.language.roles import AttentionSpec, MlaSpec
 from megasched.model_adapters.stock import why_altered
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ _ONE_WINDOW = ("mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2", "phimoe"
 _ROTATED_IN_WINDOWS = ("exaone4", "exaone_moe", "cohere2", "flint", "lara_mini")
 
 
-def attention_of(model: nn.Module) -> Attention | str:
+def attention_of(model: nn.Module) -> AttentionSpec | str:
     """How attention in a definition's decoder layers is put together, or why Megatron's can't stand for it."""
     config: Any = model.config
     kind = config.model_type
@@ -92,10 +92,10 @@ def attention_of(model: nn.Module) -> Attention | str:
     special = dict(ATTENTIONS[kind])
     if getattr(config, "position_embedding_type", "rope") != "rope":  # granitemoehybrid
         special |= _NO_POSITIONS
-    reason = _why_not(config, model, special.get("rotary", Attention.rotary))
+    reason = _why_not(config, model, special.get("rotary", AttentionSpec.rotary))
     if reason:
         return reason
-    attention = Attention(
+    attention = AttentionSpec(
         heads=config.num_attention_heads,
         groups=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=_head_dim(config),
@@ -118,7 +118,7 @@ def attention_of(model: nn.Module) -> Attention | str:
     return normed if isinstance(normed, str) else _with_scales(normed, model, layers)
 
 
-def _with_norms(attention: Attention, model: nn.Module, layers: list[str]) -> Attention | str:
+def _with_norms(attention: AttentionSpec, model: nn.Module, layers: list[str]) -> AttentionSpec | str:
     """With the norms of heads that there are, and their epsilon; or why there is no such."""
     first = model.get_submodule(layers[0])
     names = [("self_attn.q_norm", "self_attn.k_norm"), tuple(_NORMED_HEADS.values())]
@@ -139,7 +139,7 @@ def norm_eps(norm: Any) -> float:
     return norm.eps if found is None else found
 
 
-def _with_scales(attention: Attention, model: nn.Module, layers: list[str]) -> Attention | str:
+def _with_scales(attention: AttentionSpec, model: nn.Module, layers: list[str]) -> AttentionSpec | str:
     """With what attention and rotary positions are scaled by, or why it is not one number."""
     modules: list[Any] = [model.get_submodule(f"{layer}.{attention.module}") for layer in layers]
     scales = {module.scaling for module in modules}
@@ -168,10 +168,10 @@ def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _latent(config: Any, model: Any) -> Latent:
+def _latent(config: Any, model: Any) -> MlaSpec:
     rope, attention = config.rope_parameters, model.get_submodule("model.layers.0.self_attn")
     scaled = rope["rope_type"] != "default" and bool(rope.get("mscale_all_dim", 0))
-    return Latent(
+    return MlaSpec(
         kv_rank=config.kv_lora_rank,
         plain=config.qk_nope_head_dim,
         rotated=config.qk_rope_head_dim,

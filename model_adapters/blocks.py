@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megasched.language.roles import Activation, Block, Mlp
+from megasched.language.roles import Activation, LayerSpec, MlpSpec
 from megasched.model_adapters.attentions import LATENT, attention_of, norm_eps
 from megasched.model_adapters.stock import why_altered
 
@@ -19,14 +19,14 @@ MIXTURES = (
     *LATENT,
 )
 _LLAMA: dict[str, Any] = {}
-_UNGATED = {"mlp": Mlp(gate="")}
-_PACKED_MLP = {"mlp": Mlp("", "", "mlp.down_proj", "mlp.gate_up_proj")}
-_GPT2_MLP = Mlp(gate="", up="mlp.c_fc", down="mlp.c_proj")
+_UNGATED = {"mlp": MlpSpec(gate="")}
+_PACKED_MLP = {"mlp": MlpSpec("", "", "mlp.down_proj", "mlp.gate_up_proj")}
+_GPT2_MLP = MlpSpec(gate="", up="mlp.c_fc", down="mlp.c_proj")
 # As OPT has it.
 _FAIRSEQ = {
     "input_norm": "self_attn_layer_norm",
     "mlp_norm": "final_layer_norm",
-    "mlp": Mlp(gate="", up="fc1", down="fc2"),
+    "mlp": MlpSpec(gate="", up="fc1", down="fc2"),
 }
 # Model type -> what of its layers is not as in Llama's, but for attention, experts and what is read off the
 # definition. Each is proven in tests/parity: by test_levels.py, test_layer_kinds.py, test_mixture_blocks.py or
@@ -56,7 +56,7 @@ LAYERS: dict[str, dict[str, Any]] = {
         "mlp_post_norm": "post_feedforward_layernorm",
     },
     "starcoder2": {"mlp": _GPT2_MLP},
-    "persimmon": {"mlp": Mlp(gate="", up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")},
+    "persimmon": {"mlp": MlpSpec(gate="", up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")},
     "gpt2": {"input_norm": "ln_1", "mlp_norm": "ln_2", "mlp": _GPT2_MLP},
     **dict.fromkeys(("opt", "biogpt", "xglm"), _FAIRSEQ),
 }
@@ -86,7 +86,7 @@ WANTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def block_of(model: nn.Module) -> Block | str:
+def block_of(model: nn.Module) -> LayerSpec | str:
     """How the decoder layers of a definition are put together, or why Megatron's layer can't stand for them."""
     config: Any = model.config
     kind = config.model_type
@@ -96,7 +96,7 @@ def block_of(model: nn.Module) -> Block | str:
     if reason or isinstance(attention, str):
         return reason or str(attention)
     dropout = getattr(config, DROPOUT.get(kind, "residual_dropout"), 0.0)
-    block = Block(attention, hidden_dropout=dropout, **LAYERS[kind])
+    block = LayerSpec(attention, hidden_dropout=dropout, **LAYERS[kind])
     block = replace(block, mlp=replace(block.mlp, activation=ACTIVATIONS[_activation(config)]))
     ending = f".{attention.out}"
     layers = [path.removesuffix(ending) for path, _ in model.named_modules() if path.endswith(ending)]

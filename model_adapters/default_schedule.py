@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megasched.language.roles import ROLES, Block, Mixture
+from megasched.language.roles import ROLES, LayerSpec, MoeSpec
 
 if TYPE_CHECKING:
     from megasched.language.parallel_dims import Layout
@@ -26,8 +26,8 @@ def schedule(sch: Schedule, layout: Layout) -> None:
         sch[path].shard("weight", axis=axis)
     block, mixture = sch.roles.block, sch.roles.mixture
     by_megatron = layout.fp8 is not None or layout.tp_comm_overlap
-    mixed = isinstance(mixture, Mixture)
-    if isinstance(block, Block) and (by_megatron or (mixed and _takes_layers(block, layout))):
+    mixed = isinstance(mixture, MoeSpec)
+    if isinstance(block, LayerSpec) and (by_megatron or (mixed and _takes_layers(block, layout))):
         for path, role in sch.roles.role.items():
             if ROLES[role] == "row" and path.endswith(
                 f".{block.attention.out}"
@@ -39,7 +39,7 @@ def schedule(sch: Schedule, layout: Layout) -> None:
                 sch[path.rpartition(".")[0]].level("block", required=False)
 
 
-def _takes_layers(block: Block, layout: Layout) -> bool:
+def _takes_layers(block: LayerSpec, layout: Layout) -> bool:
     """Whether layers with experts are for Megatron's, which keeps less. It takes packed sequences as one row, and
     Transformer Engine has no window under context parallelism unless a flag says how."""
     windows = any(window is not None for window in block.attention.windows)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.definition.build import text_config
 from megasched.definition.experts import find_experts
-from megasched.language.roles import Expert, Mixture
+from megasched.language.roles import ExpertSpec, MoeSpec
 from megasched.model_adapters.stock import why_altered
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class _Kind:
         with_scores: the mixture returns the router's scores, too.
         best_of_group: groups are chosen by the sum of so many of their best scores; 0: in a way of their own.
 
-    The others are those of ``Mixture``.
+    The others are those of ``MoeSpec``.
     """
 
     router: str = "gate"
@@ -101,7 +101,7 @@ KINDS = {
 }
 
 
-def mixture_of(model: nn.Module) -> Mixture | str:
+def mixture_of(model: nn.Module) -> MoeSpec | str:
     """How the mixtures of a definition are put together, or why Megatron's can't stand for them."""
     config: Any = text_config(model.config)
     kind = KINDS.get(config.model_type)
@@ -124,7 +124,7 @@ def mixture_of(model: nn.Module) -> Mixture | str:
         return reason
     # What there is under these names.
     own = {"correction": kind.correction, "shared": shared, "shared_gate": kind.shared_gate}
-    return Mixture(
+    return MoeSpec(
         router=f"{name}.{kind.linear or kind.router}",
         experts=f"{name}.experts",
         chosen=router.top_k,
@@ -146,12 +146,12 @@ def _has(module: nn.Module, path: str) -> bool:
     return hasattr(module.get_submodule(parent), name)
 
 
-def _expert(experts: Any) -> Expert:
+def _expert(experts: Any) -> ExpertSpec:
     form = {"biased": experts.has_bias, "transposed": experts.is_transposed}
     form["interleaved"] = experts.has_gate and not experts.is_concatenated
     if hasattr(experts, "alpha"):  # gpt-oss has no function of its own for it
-        return Expert("quick_geglu", **form, limit=experts.limit, offset=1.0)
-    return Expert("swiglu" if experts.has_gate else "squared_relu", **form)
+        return ExpertSpec("quick_geglu", **form, limit=experts.limit, offset=1.0)
+    return ExpertSpec("swiglu" if experts.has_gate else "squared_relu", **form)
 
 
 def _scores(kind: _Kind, router: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.definition.instances import computes, tree_state, tried_once
 from megasched.definition.linears import is_linear, output_axis
-from megasched.language.roles import ACTIVATIONS, Mlp
+from megasched.language.roles import ACTIVATIONS, MlpSpec
 
 if TYPE_CHECKING:
     import torch
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 _HIDDEN, _INSIDE = 6, 10
 
 
-def mlps_of(model: nn.Module) -> dict[str, Mlp | str]:
+def mlps_of(model: nn.Module) -> dict[str, MlpSpec | str]:
     """Path of each module in a list of layers that is made of two or three linears and no other parameters, as an
     MLP is -> how Megatron's can stand for it, or why it can't."""
-    found: dict[str, Mlp | str] = {}
-    known: dict[Any, Mlp | str] = {}
+    found: dict[str, MlpSpec | str] = {}
+    known: dict[Any, MlpSpec | str] = {}
     for path, module in model.named_modules():
         name = _name_in_layer(path)
         linears = _linears(module) if name else {}
@@ -53,7 +53,7 @@ def _linears(module: nn.Module) -> dict[str, nn.Module]:
     return found if len(found) in (2, 3) and not others else {}
 
 
-def _tried(module: nn.Module, linears: Mapping[str, nn.Module]) -> Mlp | str:
+def _tried(module: nn.Module, linears: Mapping[str, nn.Module]) -> MlpSpec | str:
     """How an MLP is put together, in names relative to it."""
     import torch
     from torch import nn
@@ -82,16 +82,16 @@ def _tried(module: nn.Module, linears: Mapping[str, nn.Module]) -> Mlp | str:
     return reason
 
 
-def _forms(linears: Mapping[str, nn.Module]) -> Iterator[Mlp]:
+def _forms(linears: Mapping[str, nn.Module]) -> Iterator[MlpSpec]:
     """The ways in which the sizes of linears fit together."""
     for *inputs, down in permutations(linears):
         (hidden, inside), ends = _sizes(linears[inputs[0]]), _sizes(linears[down])
         if len(inputs) == 2 and ends == (inside, hidden) and _sizes(linears[inputs[1]]) == (hidden, inside):
-            yield Mlp(inputs[0], inputs[1], down)
+            yield MlpSpec(inputs[0], inputs[1], down)
         if len(inputs) == 1 and ends == (inside, hidden):
-            yield Mlp("", inputs[0], down)
+            yield MlpSpec("", inputs[0], down)
         if len(inputs) == 1 and (2 * ends[0], ends[1]) == (inside, hidden):
-            yield Mlp("", "", down, inputs[0])
+            yield MlpSpec("", "", down, inputs[0])
 
 
 def _sizes(linear: Any) -> tuple[int, int]:
@@ -100,7 +100,7 @@ def _sizes(linear: Any) -> tuple[int, int]:
     return linear.weight.shape[1 - outputs], linear.weight.shape[outputs]
 
 
-def _small(module: nn.Module, linears: Mapping[str, nn.Module], mlp: Mlp) -> Any:
+def _small(module: nn.Module, linears: Mapping[str, nn.Module], mlp: MlpSpec) -> Any:
     """A copy with small linears, in training."""
     import torch
     from torch import nn
@@ -115,7 +115,7 @@ def _small(module: nn.Module, linears: Mapping[str, nn.Module], mlp: Mlp) -> Any
     return small
 
 
-def _computed(small: Any, mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
+def _computed(small: Any, mlp: MlpSpec, x: torch.Tensor) -> torch.Tensor:
     """By Megatron's formula."""
     from torch.nn import functional as F
 
@@ -138,7 +138,7 @@ def _computed(small: Any, mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
     return modules[mlp.down](inside)
 
 
-def _under(path: str, mlp: Mlp) -> Mlp:
+def _under(path: str, mlp: MlpSpec) -> MlpSpec:
     """The same in names relative to the layer."""
     names = {field: getattr(mlp, field) for field in ("gate", "up", "down", "gate_up")}
     return replace(mlp, **{field: name and f"{path}.{name}" for field, name in names.items()})

@@ -22,7 +22,7 @@ from megasched.definition.embeddings import looks_up
 from megasched.definition.experts import find_experts, not_apart
 from megasched.definition.linears import is_linear
 from megasched.errors import ConfigError
-from megasched.language.roles import ROLES, Attention, Block, Cut, Mixture, Mlp, Roles
+from megasched.language.roles import ROLES, AttentionSpec, Cut, LayerSpec, MlpSpec, MoeSpec, Roles
 from megasched.model_adapters.attentions import attention_of
 from megasched.model_adapters.blocks import block_of
 from megasched.model_adapters.mixtures import mixture_of
@@ -54,10 +54,10 @@ class Adapter:
     roles: Mapping[str, str]
     packed: Mapping[str, Callable[[Any], tuple[int, ...]]] = field(default_factory=dict)
     local_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    block: Callable[[nn.Module], Block | str] = block_of
-    attention: Callable[[nn.Module], Attention | str] = attention_of
-    mixture: Callable[[nn.Module], Mixture | str] = mixture_of
-    mlps: Callable[[nn.Module], Mapping[str, Mlp | str]] = mlps_of
+    block: Callable[[nn.Module], LayerSpec | str] = block_of
+    attention: Callable[[nn.Module], AttentionSpec | str] = attention_of
+    mixture: Callable[[nn.Module], MoeSpec | str] = mixture_of
+    mlps: Callable[[nn.Module], Mapping[str, MlpSpec | str]] = mlps_of
 
     def bind(self, model: nn.Module) -> Roles:
         """What this adapter says of one definition.

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasched.plan.param_mapping import Assembly
+from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.placement import Placement
 
 
@@ -22,7 +22,7 @@ def placements(*sizes, rest=()):
 def test_join_and_split_are_inverse_on_every_rank(groups, size, widths, rest):
     groups *= size
     parts = placements(*(groups * width for width in widths), rest=rest)
-    assembly = Assembly(parts, groups)
+    assembly = ParamMapping(parts, groups)
     whole = [torch.randn(part.shape) for part in parts]
     for rank in range(size):
         pieces = [part.shard(full, rank, size) for part, full in zip(parts, whole, strict=True)]
@@ -42,7 +42,7 @@ def test_join_and_split_are_inverse_on_every_rank(groups, size, widths, rest):
 def test_paired_rows_are_sorted_and_back_on_every_rank(groups, size, heads, rows, rest):
     groups *= size
     parts = placements(groups * heads * 2 * rows, groups * rows, rest=rest)
-    assembly = Assembly(parts, groups, paired=rows)
+    assembly = ParamMapping(parts, groups, paired=rows)
     whole = [torch.randn(part.shape) for part in parts]
     for rank in range(size):
         pieces = [part.shard(full, rank, size) for part, full in zip(parts, whole, strict=True)]
@@ -56,10 +56,10 @@ def test_a_head_and_its_gate_come_apart_as_in_megatrons_gated_attention():
     """2 groups of 2 heads of one row: q0 g0 q1 g1 ... of HF are q0 q1 g0 g1 k0 | q2 q3 g2 g3 k1."""
     parts = placements(8, 2)
     q, k = torch.tensor([0, 100, 1, 101, 2, 102, 3, 103]), torch.tensor([10, 11])
-    assembly = Assembly(parts, 2, paired=1)
+    assembly = ParamMapping(parts, 2, paired=1)
     assert assembly.join([q, k], 1).tolist() == [0, 1, 100, 101, 10, 2, 3, 102, 103, 11]
     with pytest.raises(ValueError, match=r"p0: \[8\] is not made of pairs of 3 in 2 groups"):
-        Assembly(parts, 2, paired=3)
+        ParamMapping(parts, 2, paired=3)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -70,7 +70,7 @@ def test_an_entry_is_rearranged_and_back(transposed, interleaved, rest):
     if transposed and len(rest) < 2:
         return
     part = Placement("experts", (3, *rest), axis=0)
-    assembly = Assembly((part,), entry=1, transposed=transposed, interleaved=interleaved)
+    assembly = ParamMapping((part,), entry=1, transposed=transposed, interleaved=interleaved)
     whole = torch.arange(3 * torch.Size(rest).numel()).view(3, *rest)
     rank, size = assembly.cut(0, 1)
     local = assembly.join([part.shard(whole, rank, size)], size)
@@ -83,45 +83,45 @@ def test_an_entry_is_rearranged_and_back(transposed, interleaved, rest):
 
 def test_only_an_entry_is_rearranged():
     with pytest.raises(ValueError, match="only an entry is rearranged"):
-        Assembly(placements(4), interleaved=True)
+        ParamMapping(placements(4), interleaved=True)
 
 
 def test_groups_take_turns_as_megatrons_qkv_does():
     """2 heads of k and v of one row each, 4 of q: q0 q1 k0 v0 | q2 q3 k1 v1."""
     parts = placements(4, 2, 2)
     q, k, v = torch.tensor([0, 1, 2, 3]), torch.tensor([10, 11]), torch.tensor([20, 21])
-    assert Assembly(parts, 2).join([q, k, v], 1).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
-    assert Assembly(parts, 2).join([q[2:], k[1:], v[1:]], 2).tolist() == [2, 3, 11, 21]
-    assert Assembly(parts).join([q, k, v], 1).tolist() == [0, 1, 2, 3, 10, 11, 20, 21]
+    assert ParamMapping(parts, 2).join([q, k, v], 1).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert ParamMapping(parts, 2).join([q[2:], k[1:], v[1:]], 2).tolist() == [2, 3, 11, 21]
+    assert ParamMapping(parts).join([q, k, v], 1).tolist() == [0, 1, 2, 3, 10, 11, 20, 21]
 
 
 def test_components_of_a_packed_part_take_turns_too():
     packed = Placement("qkv", (8,), axis=0, components=(4, 2, 2))
     whole = torch.tensor([0, 1, 2, 3, 10, 11, 20, 21])
-    assert Assembly((packed,), 2).join([whole], 1).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert ParamMapping((packed,), 2).join([whole], 1).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
     for rank, local in enumerate(([0, 1, 10, 20], [2, 3, 11, 21])):
         piece = packed.shard(whole, rank, 2)
-        assert Assembly((packed,), 2).join([piece], 2).tolist() == local
-        assert torch.equal(Assembly((packed,), 2).split(torch.tensor(local), 2)[0], piece)
+        assert ParamMapping((packed,), 2).join([piece], 2).tolist() == local
+        assert torch.equal(ParamMapping((packed,), 2).split(torch.tensor(local), 2)[0], piece)
     with pytest.raises(ValueError, match="is not made of 4 groups"):
-        Assembly((packed,), 4)
+        ParamMapping((packed,), 4)
 
 
 def test_groups_that_do_not_divide():
     with pytest.raises(ValueError, match="p1: \\[3\\] is not made of 2 groups"):
-        Assembly(placements(4, 3), 2)
+        ParamMapping(placements(4, 3), 2)
     with pytest.raises(ValueError, match="2 groups do not divide by TP 4"):
-        Assembly(placements(8, 4), 2).split(torch.zeros(3), 4)
+        ParamMapping(placements(8, 4), 2).split(torch.zeros(3), 4)
 
 
 def test_one_part_is_itself():
     whole = torch.randn(4)
-    assert Assembly(placements(4)).join([whole], 1) is whole
-    assert Assembly(placements(4)).split(whole, 1)[0] is whole
+    assert ParamMapping(placements(4)).join([whole], 1) is whole
+    assert ParamMapping(placements(4)).split(whole, 1)[0] is whole
 
 
 def test_a_parameter_without_dimensions_is_itself():
-    assembly = Assembly((Placement("scale", ()),))
+    assembly = ParamMapping((Placement("scale", ()),))
     scale = torch.tensor(2.0)
     assert assembly.local_shape(2) == ()
     assert assembly.join([scale], 2) is scale

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megasched.analysis.meta_call import call_hooks, meta_copy, run_on_meta, to_meta
-from megasched.definition.attention_interface import EAGER_MASK, NAME, NAMES, registered, stand_in
+from megasched.definition.attention_interface import EAGER_MASK, NAME, NAMES, registered, use_attention
 from megasched.definition.instances import close, real_tensors
 from megasched.definition.objectives import objective_of
 from megasched.definition.undisturbed import undisturbed
@@ -29,7 +29,7 @@ _LARGE = 2**22  # elements; parameters of an attention module that its function 
 _SIZES = ((2, 5), (1, 67))  # of batches that are tried: a function may go by how many tokens there are
 
 
-def name_for(model: Any) -> str:
+def attention_name(model: Any) -> str:
     """The name under which a definition is to call our attention.
 
     A class that HF runs with its eager attention alone gets the masks of that: it may not say of a module that it
@@ -38,7 +38,7 @@ def name_for(model: Any) -> str:
     return NAME if getattr(model, "_supports_sdpa", True) else EAGER_MASK
 
 
-def switch_on(model: Any, inputs: Mapping[str, Any] | None = None) -> Callable[[], None]:
+def enable(model: Any, inputs: Mapping[str, Any] | None = None) -> Callable[[], None]:
     """Has a definition call a run's attention, if it calls attention by a name and that does the same.
 
     Args:
@@ -56,7 +56,7 @@ def switch_on(model: Any, inputs: Mapping[str, Any] | None = None) -> Callable[[
 
     if not configs or not all(map(_is_known, before)):
         return restore
-    name = name_for(model)
+    name = attention_name(model)
     if is_used(model, name, inputs) and not _computes_another(model, name, inputs):
         _name_everywhere(model, name)
     return restore
@@ -94,7 +94,7 @@ def is_used(model: nn.Module, name: str = NAME, inputs: Mapping[str, Any] | None
         raise _Called
 
     try:
-        with stand_in(called):
+        with use_attention(called):
             _run(_probe(model, name), inputs)
     except _Called:
         return True
@@ -142,7 +142,7 @@ def _computes_another(model: nn.Module, name: str, inputs: Mapping[str, Any] | N
         return real(module, *args, **{**kwargs, "dropout": 0.0})
 
     try:
-        with stand_in(ours), _defaults_seen(default):
+        with use_attention(ours), _defaults_seen(default):
             _run(probe, inputs)
             longer = objective_of(probe).trial_inputs(getattr(probe, "config", None), *_SIZES[1])
             with suppress(ScheduleError):  # more than it has positions for, or not all that it is to be given

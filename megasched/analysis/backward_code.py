@@ -19,7 +19,7 @@ from megasched.analysis.dims import local_shard
 from megasched.analysis.library_operators import LibraryOperator
 from megasched.analysis.meta_call import tensors_in
 from megasched.definition.instances import close, real_tensors
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 
 # Their functions are known: what they do to gradients belongs to how ranks work together, or changes nothing.
 _KNOWN = ("torch.", "megatron.", "megasched.", "model_adapters.", "transformer_engine.")
@@ -149,7 +149,11 @@ class FunctionTrials:
         self._known: dict[Any, bool] = {}
 
     def works_by_parts(
-        self, function: Function, args: tuple[Any, ...], output: Any, along: Callable[[torch.Tensor], Along | None]
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        output: Any,
+        along: Callable[[torch.Tensor], ShardDim | None],
     ) -> bool:
         """Tries a function with random numbers, forward and backward.
 
@@ -177,7 +181,11 @@ def _kind(leaf: Any) -> Any:
 
 
 def _tried(
-    function: Function, leaves: list[Any], spec: Any, cuts: Sequence[Along | None], places: Sequence[Along | None]
+    function: Function,
+    leaves: list[Any],
+    spec: Any,
+    cuts: Sequence[ShardDim | None],
+    places: Sequence[ShardDim | None],
 ) -> bool:
     if len({place is None for place in places}) != 1:
         return False
@@ -193,8 +201,8 @@ def _same(
     function: Function,
     leaves: list[Any],
     spec: Any,
-    cuts: Sequence[Along | None],
-    places: Sequence[Along | None],
+    cuts: Sequence[ShardDim | None],
+    places: Sequence[ShardDim | None],
     scale: float,
     positive: bool,
 ) -> bool | None:
@@ -240,7 +248,7 @@ def _same(
 
 
 def _gradients_of_ranks(
-    whole: list[torch.Tensor], places: Sequence[Along | None], numbers: Callable[..., torch.Tensor]
+    whole: list[torch.Tensor], places: Sequence[ShardDim | None], numbers: Callable[..., torch.Tensor]
 ) -> list[list[torch.Tensor]]:
     """What each rank has of the gradients of outputs: a part, or of what is whole some term."""
     if places[0] is not None:
@@ -252,7 +260,7 @@ def _gradients_of_ranks(
     return [*terms, rest]
 
 
-def _gradient_fits(want: torch.Tensor | None, cut: Along | None, found: list[torch.Tensor | None]) -> bool:
+def _gradient_fits(want: torch.Tensor | None, cut: ShardDim | None, found: list[torch.Tensor | None]) -> bool:
     if want is None or any(gradient is None for gradient in found):
         return want is None and all(gradient is None for gradient in found)
     if cut is None:
@@ -260,7 +268,7 @@ def _gradient_fits(want: torch.Tensor | None, cut: Along | None, found: list[tor
     return all(close(gradient, _part(want, cut, rank), _TOLERANCE) for rank, gradient in enumerate(found))
 
 
-def _part(leaf: Any, cut: Along | None, rank: int) -> Any:
+def _part(leaf: Any, cut: ShardDim | None, rank: int) -> Any:
     return leaf if cut is None else local_shard(leaf, cut, rank, _PARTS)
 
 

@@ -21,13 +21,13 @@ from torch import nn
 from megasched.analysis.chance import Chance, PythonDraws
 from megasched.analysis.held_state import HeldState
 from megasched.analysis.leaves import entries_of, leaves_of
-from megasched.analysis.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
+from megasched.analysis.meta_call import ScalarAnswers, call_hooks, run_on_meta, tensors_in
 from megasched.analysis.operators import SHAPE_ONLY, base_of, fills_storage, storage_of, written
-from megasched.analysis.places import BEFORE, Place
+from megasched.analysis.places import BEFORE, OutputRef
 from megasched.analysis.sites import Site
 
 if TYPE_CHECKING:
-    from megasched.analysis.slot import Slot
+    from megasched.analysis.slot import HiddenStateArg
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,20 @@ class _Inner:
 
 
 @dataclass
-class Found:
+class TensorUse:
     """A tensor with a place, as one run saw it."""
 
     tensor: torch.Tensor
     made: int
     read: int = BEFORE
-    places: list[Place] = field(default_factory=list)
+    places: list[OutputRef] = field(default_factory=list)
 
 
 _Label = frozenset[int | _Inner]
 _NOTHING: _Label = frozenset()
 
 
-class FlowRun(DefaultScalars):
+class FlowRun(ScalarAnswers):
     """A run that knows of each tensor what it is made of.
 
     Attributes:
@@ -70,12 +70,12 @@ class FlowRun(DefaultScalars):
         model: nn.Module,
         layers: Collection[str],
         outside: Collection[str],
-        slot: Slot,
-        recorded: Sequence[Place] = (),
+        slot: HiddenStateArg,
+        recorded: Sequence[OutputRef] = (),
         answers: Mapping[Site, int] | None = None,
     ) -> None:
         super().__init__(answers=answers)
-        self._recorded: dict[str, list[Place]] = defaultdict(list)
+        self._recorded: dict[str, list[OutputRef]] = defaultdict(list)
         for place in recorded:
             self._recorded[place.path].append(place)
         self._model, self._outside, self._slot = model, outside, slot
@@ -96,7 +96,7 @@ class FlowRun(DefaultScalars):
         self._calls: Counter[str] = Counter()
         self._changed: set[int] = set()
         self._done = 0
-        self.found: list[Found] = []
+        self.found: list[TensorUse] = []
         self.bare: dict[str, set[int | None]] = {}
         self.changed_buffers: set[str] = set()
         self.changed_parameters: dict[str, bool] = {}
@@ -119,7 +119,7 @@ class FlowRun(DefaultScalars):
         self._buffers = {storage_of(buffer): name for name, buffer in buffers.items()}
         if first_stage_only is not None:
             ids = inputs[first_stage_only]
-            self.found.append(Found(ids, BEFORE, places=[Place("")]))
+            self.found.append(TensorUse(ids, BEFORE, places=[OutputRef("")]))
             self._numbers[id(ids)] = 0
             self._stored_numbers[storage_of(ids)].add(0)
             self._set(ids, frozenset([0]))
@@ -272,7 +272,7 @@ class FlowRun(DefaultScalars):
         found = self.found[item]
         return _Inner(found.made, found.places[0].path) if self._is_recorded(found) else item
 
-    def _is_recorded(self, found: Found) -> bool:
+    def _is_recorded(self, found: TensorUse) -> bool:
         return found.places[0].path in self._recorded
 
     def _read(self, item: int | _Inner, place: int) -> None:
@@ -344,15 +344,17 @@ class FlowRun(DefaultScalars):
         if path not in self._order:
             self._calls[path] += 1
             made = BEFORE if not self._done else self._next
-            self._mark(output, made, handed, lambda index: Place(path, index))
+            self._mark(output, made, handed, lambda index: OutputRef(path, index))
             return
         for (argument, key), entry in entries_of(*self._arguments):
             if self._entries.get((argument, key)) != id(entry):
-                self._mark(entry, self._next, set(), lambda index, a=argument, k=key: Place(path, index, a, k))
-        self._mark(output, self._next, handed, lambda index: Place(path, index))
+                self._mark(entry, self._next, set(), lambda index, a=argument, k=key: OutputRef(path, index, a, k))
+        self._mark(output, self._next, handed, lambda index: OutputRef(path, index))
         self._done += 1
 
-    def _mark(self, value: Any, made: int, handed: Collection[int], place: Callable[[int | None], Place]) -> None:
+    def _mark(
+        self, value: Any, made: int, handed: Collection[int], place: Callable[[int | None], OutputRef]
+    ) -> None:
         """Gives a place to a tensor, or to those of a tuple; what a module was handed it need not make."""
         for index, tensor in leaves_of(value):
             number = self._numbers.get(id(tensor))
@@ -360,7 +362,7 @@ class FlowRun(DefaultScalars):
                 continue
             if number is None:
                 number = self._numbers[id(tensor)] = len(self.found)
-                self.found.append(Found(tensor, made))
+                self.found.append(TensorUse(tensor, made))
                 self._set(tensor, frozenset([number]))
                 if fills_storage(tensor):  # what was written to it comes with it now
                     self._written.pop(storage_of(tensor), None)
@@ -369,7 +371,7 @@ class FlowRun(DefaultScalars):
 
     # results ----------------------------------------------------------------------------------------
 
-    def sides(self) -> list[Found]:
+    def sides(self) -> list[TensorUse]:
         """What a pipeline may have to carry beside the hidden state."""
         return [found for found in self.found if found.read > self._until(found)]
 
@@ -383,13 +385,13 @@ class FlowRun(DefaultScalars):
         for found, place in entries:
             found.read = last[place.path, place.argument, place.key]
 
-    def _until(self, found: Found) -> int:
+    def _until(self, found: TensorUse) -> int:
         """The last layer that gets the tensor without a side."""
         if found.places[0] == self._hidden_of(found.made):
             later = [index for index in self._indices if index > found.made]
             return later[0] if later else self._end
         return found.made
 
-    def _hidden_of(self, layer: int) -> Place | None:
+    def _hidden_of(self, layer: int) -> OutputRef | None:
         path = next((path for path, order in self._order.items() if self._indices[order] == layer), None)
-        return None if path is None else Place(path, self._slot.output)
+        return None if path is None else OutputRef(path, self._slot.output)

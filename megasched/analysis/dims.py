@@ -18,10 +18,10 @@ import torch
 from megasched.analysis.meta_call import tensors_in
 from megasched.analysis.op_rules import OpRule, op_rule
 from megasched.analysis.operators import arguments_of
-from megasched.language.tensor_types import ON_ALL_RANKS, Along
+from megasched.language.tensor_types import ON_ALL_RANKS, ShardDim
 
 
-def local_shard(tensor: torch.Tensor, along: Along, rank: int, ranks: int) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor, along: ShardDim, rank: int, ranks: int) -> torch.Tensor:
     """What one of ``ranks`` has of a tensor that is cut so; its components are not replicated.
 
     Raises:
@@ -47,7 +47,7 @@ class NeedsWhole(Exception):
         met: tensors that are whole where others are cut, and how they would have to be cut for it to be done.
     """
 
-    def __init__(self, *met: tuple[torch.Tensor, Along]) -> None:
+    def __init__(self, *met: tuple[torch.Tensor, ShardDim]) -> None:
         super().__init__()
         self.met = met
 
@@ -94,11 +94,11 @@ def follow(
     kwargs: dict[str, Any],
     outputs: list[torch.Tensor],
     along: Callable[..., Any],
-) -> list[Along | None]:
+) -> list[ShardDim | None]:
     """How each output of an operation is cut; None where that could not be followed.
 
     Args:
-        along: tensor -> ``Along``, or None for one that is not cut, or of which it is not known how.
+        along: tensor -> ``ShardDim``, or None for one that is not cut, or of which it is not known how.
 
     Raises:
         NeedsWhole: the operation needs all of a dimension that is cut; ``NoRule`` where it is not known.
@@ -154,7 +154,7 @@ def follow(
 
 def _by_rule(
     rule: OpRule, told: dict[str, Any], along: Callable[..., Any], outputs: list[torch.Tensor]
-) -> list[Along | None]:
+) -> list[ShardDim | None]:
     tensors = {name: value for name, value in told.items() if isinstance(value, torch.Tensor)}
     cut = {name: place for name, tensor in tensors.items() if (place := along(tensor)) is not None}
     kinds = {replace(place, dim=0) for place in cut.values()}
@@ -175,8 +175,8 @@ def _dims(told: dict[str, Any], x: torch.Tensor) -> list[int]:
 
 
 def _pointwise(
-    operands: Sequence[torch.Tensor], cut: Sequence[tuple[torch.Tensor, Along]], out: torch.Tensor
-) -> Along | None:
+    operands: Sequence[torch.Tensor], cut: Sequence[tuple[torch.Tensor, ShardDim]], out: torch.Tensor
+) -> ShardDim | None:
     """Dimensions are aligned at the right; what is whole must be the same for all along the cut one."""
     places = {replace(a, dim=a.dim - tensor.dim() + out.dim()) for tensor, a in cut}
     if len(places) > 1:
@@ -187,7 +187,7 @@ def _pointwise(
 
 
 def _same_for_all(
-    operands: Sequence[torch.Tensor], known: Sequence[torch.Tensor], place: Along, out: torch.Tensor
+    operands: Sequence[torch.Tensor], known: Sequence[torch.Tensor], place: ShardDim, out: torch.Tensor
 ) -> None:
     """What is whole must be the same along the dimension that is cut: of size 1 there, or expanded to its size.
 
@@ -203,7 +203,7 @@ def _same_for_all(
         raise NeedsWhole(*met)
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, along: Callable[..., Any], out: torch.Tensor) -> Along | None:
+def _product(a: torch.Tensor, b: torch.Tensor, along: Callable[..., Any], out: torch.Tensor) -> ShardDim | None:
     left, right = along(a), along(b)
     if (left is not None and left.dim == a.dim() - 1) or (right is not None and right.dim == b.dim() - 2):
         raise NeedsWhole  # each rank would have a part of the sum
@@ -216,7 +216,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, along: Callable[..., Any], out: t
     return place
 
 
-def _added(tensor: torch.Tensor, a: Along | None, place: Along, out: torch.Tensor) -> None:
+def _added(tensor: torch.Tensor, a: ShardDim | None, place: ShardDim, out: torch.Tensor) -> None:
     """What is added to a product must be cut as the product is, or be the same for all."""
     if a is None:
         _same_for_all([tensor], [], place, out)
@@ -224,7 +224,7 @@ def _added(tensor: torch.Tensor, a: Along | None, place: Along, out: torch.Tenso
         raise NeedsWhole
 
 
-def _cat(operands: Sequence[torch.Tensor], cut: Sequence[tuple[torch.Tensor, Along]], dim: int) -> Along:
+def _cat(operands: Sequence[torch.Tensor], cut: Sequence[tuple[torch.Tensor, ShardDim]], dim: int) -> ShardDim:
     places = {a for _, a in cut}
     if len(places) > 1 or next(iter(places)).dim == dim:
         raise NeedsWhole
@@ -235,8 +235,8 @@ def _cat(operands: Sequence[torch.Tensor], cut: Sequence[tuple[torch.Tensor, Alo
 
 
 def _part(
-    name: str, told: dict[str, Any], x: torch.Tensor, a: Along, outputs: list[torch.Tensor]
-) -> list[Along | None]:
+    name: str, told: dict[str, Any], x: torch.Tensor, a: ShardDim, outputs: list[torch.Tensor]
+) -> list[ShardDim | None]:
     dim = told["dim"] % x.dim()
     if dim != a.dim:
         gone = name in ("select", "unbind") and dim < a.dim
@@ -255,7 +255,7 @@ def _part(
     return [_between(a, size, start, end) for start, end in pieces]
 
 
-def _between(a: Along, size: int, start: int, end: int) -> Along:
+def _between(a: ShardDim, size: int, start: int, end: int) -> ShardDim:
     """How what lies between two positions is cut; they must be boundaries of components."""
     sizes = a.components or (size,)
     bounds = [0, *accumulate(sizes)]
@@ -265,10 +265,10 @@ def _between(a: Along, size: int, start: int, end: int) -> Along:
     components, heads = sizes[chosen], a.heads[chosen]
     if set(heads) == {1}:
         return ON_ALL_RANKS
-    return Along(a.dim, 1, components if len(components) > 1 else (), heads if any(heads) else ())
+    return ShardDim(a.dim, 1, components if len(components) > 1 else (), heads if any(heads) else ())
 
 
-def _moved(name: str, told: dict[str, Any], x: torch.Tensor, a: Along, out: torch.Tensor) -> Along | None:
+def _moved(name: str, told: dict[str, Any], x: torch.Tensor, a: ShardDim, out: torch.Tensor) -> ShardDim | None:
     """Where an operation that computes nothing takes the cut dimension."""
     dim = a.dim
     if name in VIEWS:
@@ -312,7 +312,7 @@ def _stays(name: str, told: dict[str, Any], x: torch.Tensor, dim: int) -> bool:
     return True
 
 
-def _along_one(told: dict[str, Any], along: Callable[..., Any], *, places: bool) -> Along:
+def _along_one(told: dict[str, Any], along: Callable[..., Any], *, places: bool) -> ShardDim:
     """Elements are taken or put along a dimension while another one is cut: alike in all that has the elements.
 
     Args:
@@ -331,7 +331,7 @@ def _along_one(told: dict[str, Any], along: Callable[..., Any], *, places: bool)
     return place
 
 
-def _indexed(indices: Sequence[torch.Tensor | None], a: Along) -> Along | None:
+def _indexed(indices: Sequence[torch.Tensor | None], a: ShardDim) -> ShardDim | None:
     """Elements that are taken along other dimensions leave the cut between the dimensions that stay.
 
     Where indices stand side by side, what they are broadcast to comes in their place, else in front of all.
@@ -351,7 +351,7 @@ def _indexed(indices: Sequence[torch.Tensor | None], a: Along) -> Along | None:
     return replace(a, dim=a.dim - sum(dim < a.dim for dim in given) + before)
 
 
-def _viewed(before: Sequence[int], a: Along, after: Sequence[int]) -> Along | None:
+def _viewed(before: Sequence[int], a: ShardDim, after: Sequence[int]) -> ShardDim | None:
     """The dimension of a view that holds the cut, or its outermost part."""
     outside = prod(before[: a.dim]) * a.outer
     for index, size in enumerate(after):
@@ -361,7 +361,7 @@ def _viewed(before: Sequence[int], a: Along, after: Sequence[int]) -> Along | No
             if rest or size % outer:
                 return None
             components = _in_units(a.components, before[a.dim] // a.outer, size // outer)
-            return None if components is None else Along(index, outer, components, a.heads)
+            return None if components is None else ShardDim(index, outer, components, a.heads)
     return None
 
 

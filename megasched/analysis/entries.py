@@ -13,7 +13,7 @@ import torch
 from megasched.analysis.labels import Region
 
 if TYPE_CHECKING:
-    from megasched.analysis.structure import Structure
+    from megasched.analysis.structure import LayerStack
 
 
 @dataclass
@@ -29,7 +29,7 @@ def find_entries(
     calls: Iterable[ColumnCall],
     other_uses: Mapping[int, Container[str]],
     cuts: Container[str],
-    structure: Structure | None,
+    structure: LayerStack | None,
 ) -> dict[str, Region]:
     """Module path -> the arguments and the columns inside that read them.
 
@@ -70,7 +70,7 @@ def columns_that_share(calls: Iterable[ColumnCall]) -> list[tuple[str, ...]]:
 
 
 def _entry(
-    call: ColumnCall, used_in: Container[str], cuts: Container[str], structure: Structure | None
+    call: ColumnCall, used_in: Container[str], cuts: Container[str], structure: LayerStack | None
 ) -> tuple[str, tuple[int | str, ...]] | None:
     for path, args, kwargs in call.stack:
         slots = tuple(key for key, value in [*enumerate(args), *kwargs.items()] if value is call.source)
@@ -79,7 +79,7 @@ def _entry(
     return None
 
 
-def _below_layer(path: str, structure: Structure | None) -> bool:
+def _below_layer(path: str, structure: LayerStack | None) -> bool:
     if structure is None:
         return bool(path)
     index = structure.index_of(path)

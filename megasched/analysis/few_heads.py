@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megasched.analysis.labels import Derived
+from megasched.analysis.labels import TpFacts
 
 
-def is_uneven(column: str, derived: Derived, tp: int) -> bool:
+def is_uneven(column: str, derived: TpFacts, tp: int) -> bool:
     """Whether TP does not divide what stems from a column."""
     return any(size % tp for size in derived.cut_sizes.get(column, ()))
 
 
 def few_heads(
-    features: Mapping[str, int], derived: Derived, components: Mapping[str, tuple[int, ...]], tp: int
+    features: Mapping[str, int], derived: TpFacts, components: Mapping[str, tuple[int, ...]], tp: int
 ) -> dict[str, tuple[int, ...]]:
-    """Columns that can't be cut -> heads of their components (``dims.Along``) with which they may be.
+    """Columns that can't be cut -> heads of their components (``ShardDim``) with which they may be.
 
     Smaller ones are taken for key and value. Whether they are, the next labelled run shows: heads that ranks have
     in common fit nothing but attention, and one that all have is the same for all.

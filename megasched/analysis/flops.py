@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megasched.analysis.attention_flops import attended, attention_flops
-from megasched.analysis.meta_call import DefaultScalars, call_hooks, run_on_meta, tensors_in
+from megasched.analysis.meta_call import ScalarAnswers, call_hooks, run_on_meta, tensors_in
 from megasched.definition import attention_interface
 from megasched.definition.experts import has_form
 
@@ -56,13 +56,13 @@ def forward_flops(
         layers: paths of the layers.
     """
     run = _FlopRun(layers)
-    with attention_interface.stand_in(run.attend), call_hooks(probe, run.before, run.after, run.looks_at):
+    with attention_interface.use_attention(run.attend), call_hooks(probe, run.before, run.after, run.looks_at):
         run_on_meta(probe, inputs, run)
     run.flops.after = run.outside
     return run.flops
 
 
-class _FlopRun(DefaultScalars):
+class _FlopRun(ScalarAnswers):
     def __init__(self, layers: Sequence[str]) -> None:
         super().__init__()
         self.flops = ForwardFlops(layers=[0.0] * len(layers))

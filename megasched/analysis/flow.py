@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
-from megasched.analysis.structure import Structure
+from megasched.analysis.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.analysis.structure import LayerStack
 from megasched.definition.linears import is_linear, output_axis
 
 
@@ -40,7 +40,7 @@ class _Stem:
     bypasses: bool = False
 
 
-class _FlowRun(DefaultScalars):
+class _FlowRun(ScalarAnswers):
     def __init__(self, model: nn.Module, watched: dict[str, nn.Module]) -> None:
         super().__init__()
         self.flow = Flow()
@@ -99,13 +99,13 @@ class _FlowRun(DefaultScalars):
             self._set(tensors_in(output)[0], _Stem(frozenset([path])))
 
 
-def linears_in(model: nn.Module, structure: Structure) -> dict[str, nn.Module]:
+def linears_in(model: nn.Module, structure: LayerStack) -> dict[str, nn.Module]:
     """Every linear inside the layers."""
     prefix = structure.layers + "."
     return {path: m for path, m in model.named_modules() if path.startswith(prefix) and is_linear(m)}
 
 
-def watch_flow(model: nn.Module, structure: Structure) -> Flow:
+def watch_flow(model: nn.Module, structure: LayerStack) -> Flow:
     """Runs a causal language model once on meta.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.analysis.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in
 from megasched.definition import attention_interface
 
 _LENGTH = 6
@@ -25,7 +25,7 @@ def takes_counted_positions(model: nn.Module) -> bool:
     return _met(model, {}) == _met(model, {"position_ids": torch.arange(_LENGTH)[None]})
 
 
-class ValuesRun(DefaultScalars):
+class ValuesRun(ScalarAnswers):
     """A run in which tensors that are not on meta keep their values.
 
     Attributes:
@@ -74,7 +74,7 @@ def _met(model: nn.Module, positions: dict[str, torch.Tensor]) -> list[tuple[str
     probe, tokens = with_values(model)
     run = ValuesRun()
     inputs = {"input_ids": tokens, "use_cache": False, **positions}
-    with attention_interface.stand_in(_attend), call_hooks(probe):
+    with attention_interface.use_attention(_attend), call_hooks(probe):
         run_on_meta(probe, inputs, run)
     return run.met
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megasched.analysis.backward_code import Function, handed_to_hooks, watched_backward
-from megasched.analysis.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in, to_meta
+from megasched.analysis.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in, to_meta
 from megasched.analysis.stock import all_stock
 from megasched.definition.instances import close, real_tensors
 from megasched.definition.undisturbed import undisturbed
@@ -43,7 +43,7 @@ def why_by_scale(model: nn.Module, inputs: Mapping[str, Any]) -> Problem | None:
     return run.found
 
 
-class _Run(DefaultScalars):
+class _Run(ScalarAnswers):
     """A forward whose hooks on gradients, and functions with a backward of their own, are tried.
 
     Attributes:
@@ -64,7 +64,7 @@ class _Run(DefaultScalars):
         self.stack.pop()
 
     def custom_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
-        """See ``DefaultScalars``."""
+        """See ``ScalarAnswers``."""
         if not _function_scales(function, args):
             self._find(f"the backward of {function.__name__} goes by how large a gradient is")
 
@@ -76,7 +76,7 @@ class _Run(DefaultScalars):
             self._find("a hook on a gradient goes by how large that is")
 
     def grad_fn_read(self, tensor: torch.Tensor) -> None:
-        """See ``DefaultScalars``."""
+        """See ``ScalarAnswers``."""
         self._find("its code reads grad_fn, where it may register hooks on gradients")
 
     def _find(self, what: str) -> None:

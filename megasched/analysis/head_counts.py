@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from megasched.analysis.labels import Label
+from megasched.analysis.labels import TpSpec
 from megasched.analysis.meta_call import call_hooks, meta_copy, run_on_meta, tensors_in
 from megasched.analysis.module_calls import ModuleCall, RecordedCalls
-from megasched.analysis.parts import Argument, Part
+from megasched.analysis.parts import ArgRef, ArgSlice
 from megasched.analysis.propagate import recorded_calls
 from megasched.analysis.replay import PLACES, Rank, divided, local_linears, replay
-from megasched.analysis.structure import Structure
+from megasched.analysis.structure import LayerStack
 from megasched.language.roles import Cut
 
 # So many attributes at most must be divided together.
@@ -24,11 +24,11 @@ _AT_MOST = 3
 
 def find_counts(
     model: nn.Module,
-    structure: Structure,
+    structure: LayerStack,
     cuts: Mapping[str, Cut],
     components: Mapping[str, tuple[int, ...]],
     heads: Mapping[str, tuple[int, ...]],
-    parts: Mapping[Argument, Part],
+    parts: Mapping[ArgRef, ArgSlice],
     tp: int,
     inferred: set[str],
 ) -> tuple[dict[str, tuple[str, ...]], set[str]]:
@@ -45,7 +45,7 @@ def find_counts(
     known = (structure, False, frozenset(), frozenset(), components)
     run = RecordedCalls(probe, cuts, *known, parts=parts, heads=heads)
     for tensor in tensors_in(structure.trial_inputs()):
-        run._set(tensor, Label(fed=True))
+        run._set(tensor, TpSpec(fed=True))
     with recorded_calls(probe, run, takes_shards=True), call_hooks(probe, run.before, run.after):
         run_on_meta(probe, structure.trial_inputs(), run)
     found: dict[str, tuple[str, ...]] = {}
@@ -66,7 +66,7 @@ def find_counts(
     return found, hopeless
 
 
-def _own_code(structure: Structure, path: str) -> bool:
+def _own_code(structure: LayerStack, path: str) -> bool:
     """Whether a module lies below a layer: layers and what is around them only hand things on."""
     index = structure.index_of(path)
     return index is not None and path != structure.layer_path(index)

@@ -11,11 +11,11 @@ from megasched.analysis.choices import others_of_its_kind
 from megasched.analysis.few_heads import few_heads, is_uneven
 from megasched.analysis.flow import Flow, Group, find_groups, linears_in, watch_flow
 from megasched.analysis.head_counts import find_counts
-from megasched.analysis.labels import Derived
+from megasched.analysis.labels import TpFacts
 from megasched.analysis.meta_call import meta_copy
-from megasched.analysis.parts import Argument, Part
+from megasched.analysis.parts import ArgRef, ArgSlice
 from megasched.analysis.propagate import propagate
-from megasched.analysis.structure import Structure
+from megasched.analysis.structure import LayerStack
 from megasched.definition.linears import output_axis
 from megasched.language.roles import ROLES, Cut, Roles
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def infer_roles(
-    model: nn.Module, roles: Roles, structure: Structure | None, *, tp: int, sequence_parallel: bool = False
+    model: nn.Module, roles: Roles, structure: LayerStack | None, *, tp: int, sequence_parallel: bool = False
 ) -> Roles:
     """The roles, and ``column`` and ``row`` for the linears inside the layers that can be cut besides.
 
@@ -76,7 +76,7 @@ def infer_roles(
     )
 
 
-def _is_chosen(model: nn.Module, structure: Structure, flow: Flow, path: str) -> bool:
+def _is_chosen(model: nn.Module, structure: LayerStack, flow: Flow, path: str) -> bool:
     """Whether there are others of its kind in a list of the layer that were not called."""
     return any(
         structure.index_of(around) is not None and other.rpartition(".")[0] not in flow.feeds
@@ -89,13 +89,13 @@ class _Proven(NamedTuple):
 
     groups: list[Group]
     heads: Mapping[str, tuple[int, ...]]
-    parts: Mapping[Argument, Part]
+    parts: Mapping[ArgRef, ArgSlice]
 
 
 def _proven(
     model: nn.Module,
     roles: Roles,
-    structure: Structure,
+    structure: LayerStack,
     flow: Flow,
     groups: list[Group],
     tp: int,
@@ -138,7 +138,7 @@ def _features(model: nn.Module, group: Group) -> dict[str, int]:
     return {path: module.weight.shape[output_axis(module)] for path, module in columns.items()}
 
 
-def _left_of(group: Group, derived: Derived, tp: int, declined: dict[str, str]) -> Group | None:
+def _left_of(group: Group, derived: TpFacts, tp: int, declined: dict[str, str]) -> Group | None:
     """What of a group can be cut, after a run that had it cut."""
     for problem in derived.problems:
         around = problem.module + "."

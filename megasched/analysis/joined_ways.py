@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megasched.analysis.labels import Derived
-from megasched.analysis.structure import Structure
+from megasched.analysis.labels import TpFacts
+from megasched.analysis.structure import LayerStack
 from megasched.analysis.ways import Way
 from megasched.errors import Problem
 
@@ -23,7 +23,7 @@ _BY_MODULE = frozenset(
 )
 
 
-def join(base: Derived, other: Derived, way: Way, structure: Structure | None, *, split: bool) -> None:
+def join(base: TpFacts, other: TpFacts, way: Way, structure: LayerStack | None, *, split: bool) -> None:
     """Adds to what a trial told what another way tells.
 
     Args:
@@ -56,7 +56,7 @@ def join(base: Derived, other: Derived, way: Way, structure: Structure | None, *
     base.other_calls.append(other.calls)
 
 
-def _differing(base: Derived, other: Derived) -> Iterator[str]:
+def _differing(base: TpFacts, other: TpFacts) -> Iterator[str]:
     """Modules that both ways run, and that are dealt with otherwise."""
     both = base.called & other.called
     for name in sorted(_BY_MODULE):
@@ -76,7 +76,7 @@ def _differing(base: Derived, other: Derived) -> Iterator[str]:
             yield path
 
 
-def _ends(structure: Structure | None, base: Derived, other: Derived) -> list[str]:
+def _ends(structure: LayerStack | None, base: TpFacts, other: TpFacts) -> list[str]:
     """The first and the last layer, if only one of two ways runs them."""
     if structure is None:
         return []
@@ -84,6 +84,6 @@ def _ends(structure: Structure | None, base: Derived, other: Derived) -> list[st
     return [layer for layer in ends if (layer in base.called) != (layer in other.called)]
 
 
-def _problem(derived: Derived, problem: Problem) -> None:
+def _problem(derived: TpFacts, problem: Problem) -> None:
     if all(known.module != problem.module for known in derived.problems):
         derived.problems.append(problem)

@@ -17,18 +17,18 @@ from torch import nn
 from megasched.analysis.flops import ForwardFlops, forward_flops
 from megasched.analysis.given_positions import takes_counted_positions
 from megasched.analysis.gradient_scale import why_by_scale
-from megasched.analysis.labels import Derived
+from megasched.analysis.labels import TpFacts
 from megasched.analysis.later_calls import why_not_alike
 from megasched.analysis.meta_call import meta_copy, to_meta
 from megasched.analysis.noted import NotedLines, Numbers
 from megasched.analysis.propagate import propagate
 from megasched.analysis.recording import note_forward
 from megasched.analysis.replay import Rank
-from megasched.analysis.sequence_plan import SequencePlan
+from megasched.analysis.sequence_plan import CpFacts
 from megasched.analysis.sequence_run import plan_sequence
 from megasched.analysis.size_check import columns_of_unproven_sizes
 from megasched.analysis.stand_ins import sizes_read, why_seen
-from megasched.analysis.structure import Structure
+from megasched.analysis.structure import LayerStack
 from megasched.analysis.ways import Gathered, InputsOf, Ways, find_ways, numbers_at, what_goes_by_length
 from megasched.collector import collector_paused
 from megasched.definition.build import text_config
@@ -57,23 +57,23 @@ class KnownRuns:
         self._seen: dict[Hashable, list[Problem]] = {}
         self._sizes_read: dict[Hashable, set[str]] = {}
         self._numbers: dict[Hashable, list[Numbers]] = {}
-        self._derived: dict[Hashable, Derived] = {}
+        self._derived: dict[Hashable, TpFacts] = {}
         # Ranks -> plans, each with the answers of ``refuse_region`` on which it rests.
-        self._sequences: dict[int, list[tuple[dict[str, str], SequencePlan]]] = {}
+        self._sequences: dict[int, list[tuple[dict[str, str], CpFacts]]] = {}
         self._counted: bool | None = None
         self._unproven: dict[Hashable, set[str]] = {}
         self._flops: dict[Hashable, ForwardFlops] = {}
         self._probe: nn.Module | None = None  # of the last run; that of any would do
 
     @collector_paused()
-    def propagate(self, model: nn.Module, inputs: Mapping[str, Any], asked: Mapping[str, Any]) -> Derived:
+    def propagate(self, model: nn.Module, inputs: Mapping[str, Any], asked: Mapping[str, Any]) -> TpFacts:
         """As ``propagate`` does.
 
         Args:
             model: the definition, replacements made.
             asked: the other arguments.
         """
-        key = tuple((name, _frozen(value)) for name, value in asked.items() if not isinstance(value, Structure))
+        key = tuple((name, _frozen(value)) for name, value in asked.items() if not isinstance(value, LayerStack))
         if key not in self._derived:
             self._probe = meta_copy(model)
             ways = self.ways(model, inputs, asked["structure"])
@@ -81,7 +81,7 @@ class KnownRuns:
             self._derived[key] = propagate(self._probe, to_meta(dict(inputs)), **asked, **more)
         return self._derived[key]
 
-    def ways(self, model: nn.Module, inputs: Mapping[str, Any], structure: Structure | None) -> Ways:
+    def ways(self, model: nn.Module, inputs: Mapping[str, Any], structure: LayerStack | None) -> Ways:
         """As ``find_ways`` does; without its runs where those before have shown that there is one way alone."""
         if self._ways is None:
             short = structure and structure.noted
@@ -132,7 +132,7 @@ class KnownRuns:
     @collector_paused()
     def unproven_sizes(
         self,
-        derived: Derived,
+        derived: TpFacts,
         rank: Rank,
         cuts: Mapping[str, Cut],
         counts: Mapping[str, tuple[str, ...]],
@@ -148,7 +148,7 @@ class KnownRuns:
         return self._unproven[key]
 
     def forward_flops(
-        self, model: nn.Module, inputs: Mapping[str, torch.Tensor], structure: Structure | None
+        self, model: nn.Module, inputs: Mapping[str, torch.Tensor], structure: LayerStack | None
     ) -> ForwardFlops:
         """As ``forward_flops`` does, of the structure's layers."""
         layers = () if structure is None else tuple(structure.layer_paths())
@@ -159,8 +159,8 @@ class KnownRuns:
         return self._flops[key]
 
     def plan_sequence(
-        self, model: nn.Module, structure: Structure, size: int, refuse_region: Callable[[str], str]
-    ) -> SequencePlan:
+        self, model: nn.Module, structure: LayerStack, size: int, refuse_region: Callable[[str], str]
+    ) -> CpFacts:
         """As ``plan_sequence`` does."""
         known = self._sequences.setdefault(size, [])
         for answers, found in known:
@@ -181,7 +181,7 @@ class KnownRuns:
     def goes_by_length(
         self,
         model: nn.Module,
-        structure: Structure,
+        structure: LayerStack,
         size: int,
         is_whole: Callable[[str], bool],
         is_outside: Callable[[str], bool] = lambda path: False,
@@ -208,7 +208,7 @@ class KnownRuns:
             return compare(part, whole)
         return None
 
-    def _noted_at(self, model: nn.Module, structure: Structure) -> NotedLines | None:
+    def _noted_at(self, model: nn.Module, structure: LayerStack) -> NotedLines | None:
         """What a forward notes on a sequence as long as a run's; None where it can't run on such a one."""
         if self.noted_at_length is None and not self._is_too_long:
             inputs = inputs_of(model, structure.trial_inputs())(self.length or usual_length(model))
@@ -219,7 +219,7 @@ class KnownRuns:
         return self.noted_at_length
 
     def _numbers_at(
-        self, model: nn.Module, structure: Structure, length: int, gathered: Gathered
+        self, model: nn.Module, structure: LayerStack, length: int, gathered: Gathered
     ) -> list[Numbers]:
         key = length, *((path, frozenset(leaves)) for path, leaves in gathered.items())
         if key not in self._numbers:

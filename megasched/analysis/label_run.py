@@ -14,17 +14,17 @@ from torch import nn
 from megasched.analysis.backward_code import FunctionTrials
 from megasched.analysis.dims import NeedsWhole, NoRule, follow
 from megasched.analysis.entries import ColumnCall
-from megasched.analysis.labels import Derived, Label
-from megasched.analysis.meta_call import DefaultScalars, tensors_in
+from megasched.analysis.labels import TpFacts, TpSpec
+from megasched.analysis.meta_call import ScalarAnswers, tensors_in
 from megasched.analysis.operators import base_of, draws, written
-from megasched.analysis.parts import Argument, Part, Parts
+from megasched.analysis.parts import ArgRef, ArgSlice, SlicedArgs
 from megasched.analysis.sites import Site
-from megasched.analysis.structure import Structure
+from megasched.analysis.structure import LayerStack
 from megasched.definition.experts import find_experts
 from megasched.errors import Problem
 from megasched.language.lora import DROPOUT, A
 from megasched.language.roles import Cut
-from megasched.language.tensor_types import ON_ALL_RANKS, Along
+from megasched.language.tensor_types import ON_ALL_RANKS, ShardDim
 
 # Give tensors of one value, from nothing or from such a tensor: each rank can make its own part of one.
 _ALIKE = frozenset(["zeros", "ones", "full", "detach"])
@@ -32,7 +32,7 @@ _ALIKE = frozenset(["zeros", "ones", "full", "detach"])
 _OF_ANY_PART = frozenset(["detach", "alias", "clone", "_to_copy", "t", "transpose"])
 
 
-class LabelRun(DefaultScalars):
+class LabelRun(ScalarAnswers):
     """A run whose operations label what they give; ``Labelling`` (``labelling.py``) adds what modules do.
 
     A dispatch mode, so that it also sees what custom autograd functions do.
@@ -42,15 +42,15 @@ class LabelRun(DefaultScalars):
         not_regions: modules that can't be.
         rows_inside: row linears whose output stays inside of a region.
         parts: arguments of modules that are constants, and of which each rank takes its part.
-        heads: path of a column linear that ranks have the same heads of -> see ``Along``.
-        answers: see ``DefaultScalars``.
+        heads: path of a column linear that ranks have the same heads of -> see ``ShardDim``.
+        answers: see ``ScalarAnswers``.
     """
 
     def __init__(
         self,
         model: nn.Module,
         cuts: Mapping[str, Cut],
-        structure: Structure | None,
+        structure: LayerStack | None,
         sequence_parallel: bool,
         gather: frozenset[str],
         forked_by_user: frozenset[str],
@@ -58,7 +58,7 @@ class LabelRun(DefaultScalars):
         regions: frozenset[str] = frozenset(),
         not_regions: frozenset[str] = frozenset(),
         rows_inside: frozenset[str] = frozenset(),
-        parts: Mapping[Argument, Part] | None = None,
+        parts: Mapping[ArgRef, ArgSlice] | None = None,
         heads: Mapping[str, tuple[int, ...]] | None = None,
         answers: Mapping[Site, int] | None = None,
     ) -> None:
@@ -72,17 +72,17 @@ class LabelRun(DefaultScalars):
         self.regions, self.not_regions = regions, set(not_regions)
         self.rows_inside = rows_inside
         self.wanted_regions: set[str] = set()
-        self.parts = Parts(parts or {})
+        self.parts = SlicedArgs(parts or {})
         self.heads = heads or {}
-        self.derived = Derived()
-        self.labels: dict[int, Label] = {}
+        self.derived = TpFacts()
+        self.labels: dict[int, TpSpec] = {}
         self.kept: list[torch.Tensor] = []
         self.stack: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.slots: dict[str, tuple[int | str, ...]] = {}
         self.column_calls: list[ColumnCall] = []
         self.other_uses: dict[int, set[str]] = defaultdict(set)
         self.cut_outputs: dict[int, str] = {}  # id of a tensor -> path of what is cut and gave it
-        self.written: dict[int, Label] = {}  # id of a tensor of which a view was written to -> what was
+        self.written: dict[int, TpSpec] = {}  # id of a tensor of which a view was written to -> what was
         self.tokens = torch.Size((1, 1))
         self.alike: dict[int, int] = {}  # id of a tensor that has one value everywhere -> its number
         self.silent = 0
@@ -91,7 +91,7 @@ class LabelRun(DefaultScalars):
         self.weights: dict[int, str] = {}  # id of a parameter, or what is made of it -> the module that it is of
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters():
-            self._set(parameter, Label(params=frozenset([name])))
+            self._set(parameter, TpSpec(params=frozenset([name])))
         self.experts = set(find_experts(model))
         for path, module in model.named_modules():
             if path in cuts or path in self.experts:
@@ -99,13 +99,13 @@ class LabelRun(DefaultScalars):
 
     # labels -----------------------------------------------------------------------------------------
 
-    def label(self, tensor: torch.Tensor) -> Label:
-        found = self.labels.get(id(tensor), Label())
+    def label(self, tensor: torch.Tensor) -> TpSpec:
+        found = self.labels.get(id(tensor), TpSpec())
         if self.written and (written := self.written.get(id(base_of(tensor)))) is not None:
             return _joined(found, written)
         return found
 
-    def _set(self, tensor: torch.Tensor, label: Label) -> None:
+    def _set(self, tensor: torch.Tensor, label: TpSpec) -> None:
         self.labels[id(tensor)] = label
         self.kept.append(tensor)  # keeps the id from being given to another tensor
         if label.region == "T" and label.along is not None:
@@ -155,8 +155,8 @@ class LabelRun(DefaultScalars):
         return output
 
     def _follow(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], joined: Label
-    ) -> list[Along | None]:
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], joined: TpSpec
+    ) -> list[ShardDim | None]:
         """How the outputs are cut; what the operation needs whole is gathered."""
         if joined.region not in ("T", "S"):
             self.parts.follow(func, args, kwargs, tensors_in((args, kwargs)), outputs)
@@ -195,13 +195,13 @@ class LabelRun(DefaultScalars):
 
     def _write_through(self, tensor: torch.Tensor) -> None:
         """What a view is given, the tensor has that it is a view of, and so have all its other views."""
-        base, given = base_of(tensor), self.labels.get(id(tensor), Label())
+        base, given = base_of(tensor), self.labels.get(id(tensor), TpSpec())
         if base is not tensor and (given.active or given.fed):
             before = self.written.get(id(base))
             self.written[id(base)] = given if before is None else _joined(before, given)
             self.kept.append(base)
 
-    def _join(self, labels: list[Label]) -> Label:
+    def _join(self, labels: list[TpSpec]) -> TpSpec:
         """The label of what an operation makes of its operands."""
         regions = {label.region for label in labels}
         params = frozenset().union(*(label.params for label in labels))
@@ -213,7 +213,7 @@ class LabelRun(DefaultScalars):
             self.derived.partial |= params
             if (whole or "S" in regions) and not self._want_region():
                 self.derived.gather |= columns
-            return Label("T", columns, active=True, fed=True)
+            return TpSpec("T", columns, active=True, fed=True)
         if "P" in regions:
             self.derived.partial |= params
             columns = frozenset().union(*(label.columns for label in labels))
@@ -228,7 +228,7 @@ class LabelRun(DefaultScalars):
                 self.derived.gather |= columns
             elif whole or "S" in regions:
                 self._meets_inside(rows, [label for label in labels if label.active and label.region in "RS"])
-            return Label("P", columns, active=True, fed=True)
+            return TpSpec("P", columns, active=True, fed=True)
         if "S" in regions:
             self.derived.sequence |= params
             if whole:
@@ -236,11 +236,11 @@ class LabelRun(DefaultScalars):
                     "a whole activation meets one that is split along the sequence",
                     "switch sequence parallelism off for this architecture",
                 )
-            return Label("S", rows=rows, active=True, fed=True)
+            return TpSpec("S", rows=rows, active=True, fed=True)
         active = any(label.active for label in labels) or bool(params and fed)
         if active:
             self.derived.complete |= params
-        return Label(rows=rows, params=frozenset() if active else params, active=active, fed=fed)
+        return TpSpec(rows=rows, params=frozenset() if active else params, active=active, fed=fed)
 
     def _problem(self, what: str, remedy: str) -> None:
         self._problem_at(self.stack[-1][0] if self.stack else "", what, remedy)
@@ -249,7 +249,7 @@ class LabelRun(DefaultScalars):
         if all(problem.module != path for problem in self.derived.problems):
             self.derived.problems.append(Problem(what, path, remedy=remedy))
 
-    def _random(self, path: str, label: Label) -> None:
+    def _random(self, path: str, label: TpSpec) -> None:
         """A dropout on T activations must draw other numbers on each rank; S ones are covered layer by layer."""
         if label.region == "P" and self.sequence_parallel:
             self._problem(
@@ -320,7 +320,7 @@ class LabelRun(DefaultScalars):
         self.wanted_regions.add(path)
         return True
 
-    def _meets_inside(self, rows: frozenset[str], others: list[Label]) -> None:
+    def _meets_inside(self, rows: frozenset[str], others: list[TpSpec]) -> None:
         """Outside tensors meet whole ones inside a region: what rows give can stay inside, nothing else can."""
         region = f"{self._around()}."
         if rows and all(label.rows and all(row.startswith(region) for row in label.rows) for label in others):
@@ -358,13 +358,13 @@ class LabelRun(DefaultScalars):
             self.silent -= 1
 
 
-def _joined(own: Label, written: Label) -> Label:
+def _joined(own: TpSpec, written: TpSpec) -> TpSpec:
     """The label of a tensor of which a part was written to; only of one that was cut before it is known how."""
     if own.region == "R":
         region, along = written.region, None
     else:
         region, along = own.region, own.along if written.region in ("R", own.region) else None
-    return Label(
+    return TpSpec(
         region,
         own.columns | written.columns,
         own.rows | written.rows,

@@ -11,13 +11,13 @@ from torch import nn
 from megasched.analysis.backward_code import handed_to_hooks
 from megasched.analysis.entries import ColumnCall
 from megasched.analysis.label_backward import BackwardLabels
-from megasched.analysis.labels import Label
+from megasched.analysis.labels import TpSpec
 from megasched.analysis.meta_call import tensors_in
-from megasched.analysis.parts import Argument
+from megasched.analysis.parts import ArgRef
 from megasched.analysis.recorded import change_leaves
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 
-_SPLIT = Label("S", active=True, fed=True, along=Along(1))
+_SPLIT = TpSpec("S", active=True, fed=True, along=ShardDim(1))
 
 
 class Labelling(BackwardLabels):
@@ -68,7 +68,7 @@ class Labelling(BackwardLabels):
         self._note_sides(path, args, kwargs, changed)
         if self.sequence_parallel and self.structure and path == self.structure.layer_path(self.structure.last):
             hidden = self.structure.slot.result(changed)
-            whole = self._view(hidden, Label(active=True, fed=True))
+            whole = self._view(hidden, TpSpec(active=True, fed=True))
             return self.structure.slot.rewrap(changed, whole)
         return None if changed is output else changed
 
@@ -81,7 +81,7 @@ class Labelling(BackwardLabels):
                 if label.region in ("T", "S"):
                     self.derived.sides[place] = label.along.dim if label.along else None
 
-    def _view(self, tensor: torch.Tensor, label: Label) -> torch.Tensor:
+    def _view(self, tensor: torch.Tensor, label: TpSpec) -> torch.Tensor:
         """The same values under another label."""
         with self._silently():
             view = tensor.view_as(tensor)
@@ -121,8 +121,8 @@ class Labelling(BackwardLabels):
             for slot, value in found.items()
             if any(self.label(tensor).active and tensor.is_floating_point() for tensor in tensors_in(value))
         }
-        labels = {key: self.label(v) if isinstance(v, torch.Tensor) else Label("T") for key, v in active.items()}
-        known = (("R", None), ("S", Along(1)))
+        labels = {key: self.label(v) if isinstance(v, torch.Tensor) else TpSpec("T") for key, v in active.items()}
+        known = (("R", None), ("S", ShardDim(1)))
         usable = all((label.region, label.along) in known for label in labels.values())
         slots = tuple(active) if usable else ()
         self.derived.whole_slots[path] = {key for key in slots if labels[key].region == "R"}
@@ -134,7 +134,7 @@ class Labelling(BackwardLabels):
             self.not_regions.add(path)
             return None
         self.derived.needed_regions.add(path)
-        found.update({slot: self._view(active[slot], Label("P", active=True, fed=True)) for slot in slots})
+        found.update({slot: self._view(active[slot], TpSpec("P", active=True, fed=True)) for slot in slots})
         return tuple(found[index] for index in range(len(args))), {name: found[name] for name in kwargs}
 
     def _take_parts(self, path: str, args: Any, kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ class Labelling(BackwardLabels):
         found = dict([*enumerate(args), *kwargs.items()])
         taken = {}
         for slot, value in found.items():
-            argument = Argument(path, slot)
+            argument = ArgRef(path, slot)
             part = self.parts.known.get(argument)
             constant = isinstance(value, torch.Tensor) and self._is_constant(value)
             if part is None:
@@ -151,7 +151,7 @@ class Labelling(BackwardLabels):
             elif not constant:  # in another call it was one
                 self.derived.gather |= part.columns
             elif part.columns.isdisjoint(self.gather):
-                taken[slot] = self._view(value, Label("T", part.columns, along=part.along(value)))
+                taken[slot] = self._view(value, TpSpec("T", part.columns, along=part.along(value)))
                 self.derived.parts[argument] = part
         if not taken:
             return None
@@ -182,7 +182,7 @@ class Labelling(BackwardLabels):
         inside = [path for path, leaf in leaves if isinstance(leaf, torch.Tensor) and self._is_inside(leaf)]
         if not inside:
             return output
-        around, whole = self.stack[-1][0], Label(active=True, fed=True)
+        around, whole = self.stack[-1][0], TpSpec(active=True, fed=True)
         self.derived.recorded[around] = tuple(inside)
         return change_leaves(around, output, dict.fromkeys(inside, lambda leaf: self._view(leaf, whole)))
 
@@ -190,11 +190,11 @@ class Labelling(BackwardLabels):
         """Whether a tensor is whole, of a region, and carries a gradient."""
         return self.label(tensor).region == "P" and tensor.is_floating_point()
 
-    def _along_sequence(self, leaf: torch.Tensor) -> Along | None:
+    def _along_sequence(self, leaf: torch.Tensor) -> ShardDim | None:
         """How [b, s, ...] and flattened [b*s, ...] are cut along the sequence; None for another shape."""
         if leaf.shape[:2] == self.tokens:
-            return Along(1)
-        return Along(0, outer=self.tokens[0]) if leaf.shape[:1] == (self.tokens.numel(),) else None
+            return ShardDim(1)
+        return ShardDim(0, outer=self.tokens[0]) if leaf.shape[:1] == (self.tokens.numel(),) else None
 
     def _as_if_region(self, output: Any) -> None:
         """What comes of a module that will be a region in the next run, so that nothing after it asks for one: a
@@ -202,14 +202,14 @@ class Labelling(BackwardLabels):
         for tensor in tensors_in(output):
             label = self.label(tensor)
             if label.region == "S" and label.along is None and tensor.dim() > 1:
-                self._set(tensor, replace(label, along=Along(1)))
+                self._set(tensor, replace(label, along=ShardDim(1)))
             elif self._is_inside(tensor):
                 self._set(tensor, self._outside(tensor))
 
-    def _outside(self, inside: torch.Tensor) -> Label:
+    def _outside(self, inside: torch.Tensor) -> TpSpec:
         """Of a whole tensor that leaves a region: split as before it, or whole with a gradient that is, too."""
         along = self._along_sequence(inside) if self.sequence_parallel else None
-        return Label("R" if along is None else "S", active=True, fed=True, along=along)
+        return TpSpec("R" if along is None else "S", active=True, fed=True, along=along)
 
     def _enter_cut(self, path: str, args: Any, kwargs: Any) -> None:
         source = tensors_in((args, kwargs))[0]
@@ -234,36 +234,36 @@ class Labelling(BackwardLabels):
                     "a row-parallel linear whose input is not sharded can't run under sequence parallelism",
                     "shard the linear before it by columns, or leave this one whole",
                 )
-        elif cut == "row" and label.along != Along(source.dim() - 1):
+        elif cut == "row" and label.along != ShardDim(source.dim() - 1):
             # it takes a contiguous part of the last dimension, and nothing else
             self.derived.gather |= label.columns
 
-    def _cut_output(self, path: str, last: int, source: torch.Tensor) -> Label:
+    def _cut_output(self, path: str, last: int, source: torch.Tensor) -> TpSpec:
         cut = self.cuts[path]
         split = self.sequence_parallel and self._in_layers(path)
         if cut == "column" and path not in self.gather:
-            along = Along(last, components=self.components.get(path, ()), heads=self.heads.get(path, ()))
+            along = ShardDim(last, components=self.components.get(path, ()), heads=self.heads.get(path, ()))
             if along.heads == (1,):
-                return Label("P", frozenset([path]), active=True, fed=True)
-            return Label("T", frozenset([path]), active=True, fed=True, along=along)
+                return TpSpec("P", frozenset([path]), active=True, fed=True)
+            return TpSpec("T", frozenset([path]), active=True, fed=True, along=along)
         if cut == "column" and self.label(source).region == "P":
-            return Label("P", active=True, fed=True)
+            return TpSpec("P", active=True, fed=True)
         if cut == "column" and split:
             if not self._want_region():
                 self._problem(
                     "the gathered output of a column-parallel linear is whole along the sequence",
                     "pair it with a row-parallel linear, or switch sequence parallelism off",
                 )
-            return Label("P", active=True, fed=True)
+            return TpSpec("P", active=True, fed=True)
         if path in self.rows_inside:
-            return Label("P", active=True, fed=True)
+            return TpSpec("P", active=True, fed=True)
         if cut == "features":
-            return Label("T", frozenset([path]), active=True, fed=True, along=Along(last))
+            return TpSpec("T", frozenset([path]), active=True, fed=True, along=ShardDim(last))
         split = split and cut == "row"
         rows = frozenset([path]) if cut == "row" else frozenset()
         # Tokens may be flattened: [b*s, h].
-        place = Along(1) if last > 1 else Along(0, outer=self.tokens[0])
-        return Label("S" if split else "R", rows=rows, active=True, fed=True, along=place if split else None)
+        place = ShardDim(1) if last > 1 else ShardDim(0, outer=self.tokens[0])
+        return TpSpec("S" if split else "R", rows=rows, active=True, fed=True, along=place if split else None)
 
     def attend(self, real: Any, module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Attention is heads apart: it takes q, k and v [b, heads, s, d] that are cut along their heads."""
@@ -278,13 +278,13 @@ class Labelling(BackwardLabels):
             # Sinks, biases. The function takes those of its heads of a parameter.
             of_heads = [t for t in whole if t.dim() == 1 or (t.dim() == 4 and t.shape[1] > 1)]
             of_heads = [t for t in of_heads if t is not kwargs.get("s_aux") or not self.label(t).params]
-            met = [(t, Along(1 if t.dim() == 4 else 0)) for t in of_heads]
-            by_heads = all(along == Along(1) for along in cut)
+            met = [(t, ShardDim(1 if t.dim() == 4 else 0)) for t in of_heads]
+            by_heads = all(along == ShardDim(1) for along in cut)
             if not by_heads or (met and not self.parts.want(met, label.columns, self._around())):
                 self.derived.gather |= label.columns
         if label.region == "S":
             self._need_sequence()
         with self._silently():
             output = real(module, query, *args, **kwargs)
-        self._set(output[0], replace(label, along=Along(2) if label.region == "T" else None))
+        self._set(output[0], replace(label, along=ShardDim(2) if label.region == "T" else None))
         return output

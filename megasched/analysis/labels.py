@@ -10,18 +10,18 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from megasched.analysis.parts import Argument, Part
-from megasched.analysis.places import Place
+from megasched.analysis.parts import ArgRef, ArgSlice
+from megasched.analysis.places import OutputRef
 from megasched.analysis.recorded import LeafPath
 from megasched.errors import Problem
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 
 if TYPE_CHECKING:
     from megasched.analysis.module_calls import ModuleCall
 
 
 @dataclass(frozen=True)
-class Label:
+class TpSpec:
     """What is known of one tensor.
 
     Attributes:
@@ -40,7 +40,7 @@ class Label:
     params: frozenset[str] = frozenset()
     active: bool = False
     fed: bool = False
-    along: Along | None = None
+    along: ShardDim | None = None
 
 
 class Region(NamedTuple):
@@ -56,7 +56,7 @@ class Region(NamedTuple):
 
 
 @dataclass
-class Derived:
+class TpFacts:
     """What one run told.
 
     Attributes:
@@ -108,9 +108,9 @@ class Derived:
     regions: dict[str, Region] = field(default_factory=dict)
     needed_regions: set[str] = field(default_factory=set)
     whole_slots: dict[str, set[int | str]] = field(default_factory=dict)
-    exits: dict[str, dict[int, Along | None]] = field(default_factory=lambda: defaultdict(dict))
+    exits: dict[str, dict[int, ShardDim | None]] = field(default_factory=lambda: defaultdict(dict))
     recorded: dict[str, tuple[LeafPath, ...]] = field(default_factory=dict)
-    parts: dict[Argument, Part] = field(default_factory=dict)
+    parts: dict[ArgRef, ArgSlice] = field(default_factory=dict)
     inside: set[str] = field(default_factory=set)
     rows_inside: set[str] = field(default_factory=set)
     split_slots: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class Derived:
     forked: set[str] = field(default_factory=set)
     attention: dict[str, tuple[int, bool]] = field(default_factory=dict)
     experts: dict[str, str] = field(default_factory=dict)
-    sides: dict[Place, int | None] = field(default_factory=dict)
+    sides: dict[OutputRef, int | None] = field(default_factory=dict)
     met: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     calls: dict[str, ModuleCall] = field(default_factory=dict, compare=False, repr=False)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in, to_meta
+from megasched.analysis.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in, to_meta
 from megasched.analysis.noted import NotedLines
 from megasched.analysis.python_state import State
 from megasched.analysis.sequence_trial import numbers_in
@@ -92,7 +92,7 @@ def _later(probe: nn.Module) -> Iterator[None]:
         yield
 
 
-class CallTrace(DefaultScalars):
+class CallTrace(ScalarAnswers):
     """A forward.
 
     Args:

@@ -35,7 +35,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
         return copy_module(model, memo)
 
 
-class DefaultScalars(TorchDispatchMode):
+class ScalarAnswers(TorchDispatchMode):
     """Answers questions about values, which a meta tensor has not, with zero or False, or another number.
 
     What code does with other answers is looked at by ``analysis/ways.py``.
@@ -123,7 +123,7 @@ class DefaultScalars(TorchDispatchMode):
         return usual if site is None else self.answers.get(site, usual)
 
 
-# What ``DefaultScalars`` looks at; all else, which is nearly all, passes it by.
+# What ``ScalarAnswers`` looks at; all else, which is nearly all, passes it by.
 _ANSWERED = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.equal.default,
@@ -175,7 +175,7 @@ class Functions(TorchFunctionMode):
             return torch.full(args[0].shape, answer, dtype=args[0].dtype, device="cpu").tolist()
         output = func(*args, **(kwargs or {}))
         # None is where something is tried with tensors that have values.
-        if isinstance(self._mode, DefaultScalars) and _get_current_dispatch_mode() is not None:
+        if isinstance(self._mode, ScalarAnswers) and _get_current_dispatch_mode() is not None:
             if func in _OF_NUMBERS:
                 data = args[_OF_NUMBERS[func] :]
                 self._mode.numbers_given(data[0] if data else (kwargs or {}).get("data"))
@@ -199,7 +199,7 @@ def token_inputs(batch: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def own_inputs(model: nn.Module) -> dict[str, torch.Tensor] | None:
+def example_inputs(model: nn.Module) -> dict[str, torch.Tensor] | None:
     """Token ids [b, s] int64 for an HF model whose main input they are; None for any other module."""
     if getattr(model, "main_input_name", None) != "input_ids":
         return None
@@ -308,7 +308,7 @@ def run_on_meta(
         leaves_traces: what the code keeps outside of its modules is there for the next call; see ``undisturbed``.
     """
     model.train()
-    mode = mode or DefaultScalars()
+    mode = mode or ScalarAnswers()
     with (
         collector_paused(),
         nullcontext() if leaves_traces else undisturbed(model),

@@ -12,11 +12,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from megasched.analysis.labelling import Labelling
-from megasched.analysis.labels import Label
+from megasched.analysis.labels import TpSpec
 from megasched.analysis.meta_call import tensors_in
 from megasched.analysis.sequence_trial import COUNTING, goes_by_numbers, numbers_given, numbers_in
 from megasched.analysis.sites import Site
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 
 # They say nothing of shapes, and are not always there: a reshape copies where it can give no view, which may be
 # otherwise for one head of several; whether a new constant is detached depends on the modes that are on.
@@ -35,7 +35,7 @@ class Placed(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    along: Along | None = None
+    along: ShardDim | None = None
     one_value: int | None = None
 
     def on_rank(self, tp: int) -> tuple[int, ...]:
@@ -167,7 +167,7 @@ class RecordedCalls(Labelling):
         for layer, outputs in call.layers.items():
             around.layers.setdefault(layer, []).extend(outputs)
 
-    def _set(self, tensor: torch.Tensor, label: Label) -> None:
+    def _set(self, tensor: torch.Tensor, label: TpSpec) -> None:
         super()._set(tensor, label)
         if label.region == "T" and self.open:
             self.open[-1].columns |= label.columns

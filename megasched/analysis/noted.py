@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megasched.analysis.made import MadeOfNothing
-from megasched.analysis.meta_call import DefaultScalars, tensors_in
+from megasched.analysis.meta_call import ScalarAnswers, tensors_in
 from megasched.analysis.sequence_dims import CONSTANTS
 from megasched.analysis.sequence_trial import numbers_in
 from megasched.analysis.sites import Line, Lines, Site, running_lines
@@ -157,7 +157,7 @@ class NotedLines:
             self.asked.setdefault(site, set()).update(None if how_many else tensor.dtype for tensor in tensors)
 
 
-class Noting(DefaultScalars):
+class Noting(ScalarAnswers):
     """A run that notes.
 
     Args:
@@ -169,11 +169,11 @@ class Noting(DefaultScalars):
         self.noted, self.running = noted, running
 
     def asked_about_values(self, tensors: Any, site: Site | None, *, how_many: bool) -> None:
-        """See ``DefaultScalars``."""
+        """See ``ScalarAnswers``."""
         self.noted.note_question(tensors, site, how_many=how_many)
 
     def numbers_given(self, values: Any) -> None:
-        """See ``DefaultScalars``."""
+        """See ``ScalarAnswers``."""
         self.noted.note_given(self.running[-1] if self.running else "", values)
 
     def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from megasched.analysis.loss_trial import BATCH, IGNORED, LossTrial, OwnLabels, cross_entropy
-from megasched.analysis.meta_call import DefaultScalars, call_hooks, forward_of, meta_copy, run_on_meta, tensors_in
+from megasched.analysis.meta_call import ScalarAnswers, call_hooks, forward_of, meta_copy, run_on_meta, tensors_in
 from megasched.analysis.plain_loss import Sizes, why_not_plain
 from megasched.analysis.stock import all_stock, is_theirs
 from megasched.definition.objectives import Objective, objective_of
 from megasched.errors import ScheduleError
 
 if TYPE_CHECKING:
-    from megasched.analysis.structure import Structure
+    from megasched.analysis.structure import LayerStack
 
 # Of the batch that is tried: enough labels for those that a loss may leave out; no module has such a size.
 _LENGTH = 19
@@ -44,7 +44,7 @@ class OwnLoss(NamedTuple):
     labels: OwnLabels | None = None
 
 
-def own_loss(model: Any, structure: Structure) -> OwnLoss:
+def own_loss(model: Any, structure: LayerStack) -> OwnLoss:
     """Tries a definition's loss.
 
     The definition's own forward runs on real numbers: the modules that it calls are taken for given and hand out
@@ -91,7 +91,7 @@ class _Shifted(NamedTuple):
     labels: OwnLabels
 
 
-def _shifted(model: Any, structure: Structure) -> _Shifted | None:
+def _shifted(model: Any, structure: LayerStack) -> _Shifted | None:
     """None where it does not go by them."""
     try:
         trial = _trial(model, structure, _LENGTH, OwnLabels(False, False, shifted=True))
@@ -119,7 +119,7 @@ def _by_own_code(another: str, trial: LossTrial) -> OwnLoss:
     return OwnLoss(another, labels)
 
 
-def _trial(model: Any, structure: Structure, length: int, takes: OwnLabels = _AS_THEY_ARE) -> LossTrial:
+def _trial(model: Any, structure: LayerStack, length: int, takes: OwnLabels = _AS_THEY_ARE) -> LossTrial:
     objective = objective_of(model)
     try:
         probe = meta_copy(model)
@@ -131,7 +131,7 @@ def _trial(model: Any, structure: Structure, length: int, takes: OwnLabels = _AS
     return LossTrial(probe, objective, outputs, _made_real(probe, model, read), length, takes)
 
 
-def _fewer_labels(model: Any, structure: Structure) -> tuple[int, int] | None:
+def _fewer_labels(model: Any, structure: LayerStack) -> tuple[int, int] | None:
     """A length of sequences, and how many of their first positions have no labels, for a forward that runs then
     alone; None if there are none."""
     objective, probe = objective_of(model), meta_copy(model)
@@ -163,7 +163,7 @@ def _another(trial: LossTrial, own: Any, given: list[torch.Tensor], *, calls_los
     return "it has a loss of its own, which is not the cross entropy of its logits"
 
 
-def why_another_at(model: Any, structure: Structure, batch: int, length: int) -> str:
+def why_another_at(model: Any, structure: LayerStack, batch: int, length: int) -> str:
     """What of a loss that is else the cross entropy of each label is not so for a run's batches; empty where
     nothing is.
 
@@ -173,7 +173,7 @@ def why_another_at(model: Any, structure: Structure, batch: int, length: int) ->
     return _why_not_plain(model, structure, ((batch, length),))
 
 
-def _why_not_plain(model: Any, structure: Structure, sizes: Sizes = _SIZES) -> str:
+def _why_not_plain(model: Any, structure: LayerStack, sizes: Sizes = _SIZES) -> str:
     """What of its operations is not the cross entropy of each label; empty where nothing is. Transformers' own
     classes, whose loss was tried with numbers, go by nothing else: the matrix runs them."""
     if structure.calls_loss and all_stock(model) and _has_transformers_function(model):
@@ -200,7 +200,7 @@ def _has_transformers_function(model: Any) -> bool:
 
 
 @contextmanager
-def _layers_once(probe: nn.Module, structure: Structure) -> Iterator[None]:
+def _layers_once(probe: nn.Module, structure: LayerStack) -> Iterator[None]:
     """Has layers of a kind that ran once give what that one gave: of what they give, the shapes count."""
     layers = [probe.get_submodule(path) for path in structure.layer_paths()]
     known: dict[type, Any] = {}
@@ -219,7 +219,7 @@ def _layers_once(probe: nn.Module, structure: Structure) -> Iterator[None]:
         yield
 
 
-class _Reads(DefaultScalars):
+class _Reads(ScalarAnswers):
     """Notes what tensors the model's own code reads: operations while no module is taken for given."""
 
     def __init__(self, given_whole: list[bool]) -> None:

@@ -17,9 +17,9 @@ from torch import nn
 
 from megasched.analysis.given_positions import ValuesRun, with_values
 from megasched.analysis.meta_call import call_hooks, run_on_meta
-from megasched.analysis.sequence_plan import SequencePlan
+from megasched.analysis.sequence_plan import CpFacts
 from megasched.analysis.sequence_trial import takes_positions
-from megasched.analysis.structure import Structure
+from megasched.analysis.structure import LayerStack
 from megasched.definition import attention_interface
 from megasched.definition.mask_interface import packed_masks
 from megasched.errors import Problem, ScheduleError
@@ -29,7 +29,7 @@ REMEDY = "one conversation a line of the data file, so that a row holds one sequ
 
 
 @dataclass
-class PackedPlan:
+class PackedFacts:
     """What packed sequences do to a definition.
 
     Attributes:
@@ -41,14 +41,14 @@ class PackedPlan:
     hands_on_bounds: bool = False
 
 
-def plan_packed(model: nn.Module, structure: Structure, sequence: SequencePlan) -> PackedPlan:
+def plan_packed(model: nn.Module, structure: LayerStack, sequence: CpFacts) -> PackedFacts:
     """
     Args:
         sequence: what of a model needs a whole sequence, and what is each token's own.
     """
     if not takes_positions(model):
         what = "packed sequences: its forward takes no position_ids, by which it could tell them apart"
-        return PackedPlan([Problem(what, remedy=REMEDY)])
+        return PackedFacts([Problem(what, remedy=REMEDY)])
     problems = [
         Problem("packed sequences: it mixes tokens otherwise than by attention that Hugging Face masks", path)
         for path in sequence.regions
@@ -65,7 +65,7 @@ def plan_packed(model: nn.Module, structure: Structure, sequence: SequencePlan) 
         if not apart:
             what = "packed sequences: attention gets no mask that Hugging Face makes, which would divide them"
             problems.append(Problem(what, path))
-    return PackedPlan([replace(p, remedy=REMEDY) for p in problems], bool(calls) and all(b for *_, b in calls))
+    return PackedFacts([replace(p, remedy=REMEDY) for p in problems], bool(calls) and all(b for *_, b in calls))
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def _attention_calls(model: nn.Module) -> list[tuple[str, bool, bool]]:
         return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     hooks = call_hooks(probe, lambda path, *call: paths.append(path), lambda *result: paths.pop() and None)
-    with attention_interface.stand_in(attend), hooks, packed_masks(numbers):
+    with attention_interface.use_attention(attend), hooks, packed_masks(numbers):
         run_on_meta(probe, inputs, ValuesRun())
     return found
 

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import torch
 
 from megasched.analysis.dims import NeedsWhole, follow
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 
 
-class Argument(NamedTuple):
+class ArgRef(NamedTuple):
     """An argument of a module: its position (int) or name (str) in the call."""
 
     path: str
     slot: int | str
 
 
-class Part(NamedTuple):
+class ArgSlice(NamedTuple):
     """What each rank takes of an argument.
 
     Attributes:
@@ -37,12 +37,12 @@ class Part(NamedTuple):
     count: int
     columns: frozenset[str] = frozenset()
 
-    def along(self, tensor: torch.Tensor) -> Along:
+    def along(self, tensor: torch.Tensor) -> ShardDim:
         """How such an argument is cut."""
-        return Along(self.dim, tensor.shape[self.dim] // self.count)
+        return ShardDim(self.dim, tensor.shape[self.dim] // self.count)
 
 
-class Parts:
+class SlicedArgs:
     """What one run learns of arguments that could be cut.
 
     Attributes:
@@ -50,15 +50,15 @@ class Parts:
         wanted: those that should be in the next, too.
     """
 
-    def __init__(self, known: Mapping[Argument, Part]) -> None:
+    def __init__(self, known: Mapping[ArgRef, ArgSlice]) -> None:
         self.known = known
-        self.wanted: dict[Argument, Part] = {}
+        self.wanted: dict[ArgRef, ArgSlice] = {}
         # id of a tensor -> what could be taken of an argument that it stems from -> how the tensor is cut then
-        self._ways: dict[int, dict[tuple[Argument, Part], Along]] = {}
+        self._ways: dict[int, dict[tuple[ArgRef, ArgSlice], ShardDim]] = {}
 
-    def offer(self, argument: Argument, tensor: torch.Tensor) -> None:
+    def offer(self, argument: ArgRef, tensor: torch.Tensor) -> None:
         """A constant that a module was handed: a rank may take a part of it."""
-        found = [Part(dim, count) for dim, size in enumerate(tensor.shape) for count in _counts(size)]
+        found = [ArgSlice(dim, count) for dim, size in enumerate(tensor.shape) for count in _counts(size)]
         self._ways[id(tensor)] = {(argument, part): part.along(tensor) for part in found}
 
     def follow(
@@ -79,7 +79,9 @@ class Parts:
                         if along is not None:
                             self._ways.setdefault(id(output), {})[way] = along
 
-    def want(self, met: Iterable[tuple[torch.Tensor, Along]], columns: frozenset[str], around: str | None) -> bool:
+    def want(
+        self, met: Iterable[tuple[torch.Tensor, ShardDim]], columns: frozenset[str], around: str | None
+    ) -> bool:
         """Asks for arguments to be cut so that the tensors made of them are; False where that can't be.
 
         Args:
@@ -87,7 +89,7 @@ class Parts:
             columns: whose outputs they meet.
             around: the module whose arguments can be cut.
         """
-        found: dict[Argument, Part] = {}
+        found: dict[ArgRef, ArgSlice] = {}
         for tensor, place in met:
             ways = [way for way, along in self._ways.get(id(tensor), {}).items() if along == place]
             if len(ways) != 1:

@@ -12,7 +12,7 @@ BEFORE = -1  # where modules run that the model calls before its layers
 
 
 @dataclass(frozen=True)
-class Place:
+class OutputRef:
     """Where a tensor stands once a module has run.
 
     Attributes:
@@ -52,7 +52,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Side:
+class StageInput:
     """A tensor that is read past the layer after the one that made it.
 
     Attributes:
@@ -63,7 +63,7 @@ class Side:
 
     made: int
     read: int
-    places: tuple[Place, ...] = ()
+    places: tuple[OutputRef, ...] = ()
 
     def crosses(self, boundary: int) -> bool:
         """Whether a cut before the layer ``boundary`` has it made on one side and read on the other."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megasched.analysis.loss_trial import IGNORED
-from megasched.analysis.meta_call import DefaultScalars, loss_function_of, meta_copy, run_on_meta, tensors_in
+from megasched.analysis.meta_call import ScalarAnswers, loss_function_of, meta_copy, run_on_meta, tensors_in
 from megasched.analysis.python_state import State
 
 _aten = torch.ops.aten
@@ -47,7 +47,7 @@ _OF_ONE = {_aten.neg.default, *_VIEWS} - {_aten.transpose.int, _aten.t.default, 
 _MEAN = 1  # torch's number for that reduction
 
 
-class _LossRun(DefaultScalars):
+class _LossRun(ScalarAnswers):
     """Notes how what a forward returns came about.
 
     Args:
@@ -86,7 +86,7 @@ class _LossRun(DefaultScalars):
         return loss
 
     def asked_about_values(self, tensors: Any, site: Any, *, how_many: bool) -> None:
-        """See ``DefaultScalars``."""
+        """See ``ScalarAnswers``."""
         self.asked = True
 
     def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

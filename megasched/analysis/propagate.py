@@ -19,11 +19,11 @@ from torch import nn
 from megasched.analysis.backward_code import watched_backward
 from megasched.analysis.entries import columns_that_share, find_entries
 from megasched.analysis.joined_ways import join
-from megasched.analysis.labels import Derived, Label, Region
+from megasched.analysis.labels import Region, TpFacts, TpSpec
 from megasched.analysis.meta_call import call_hooks, can_set_loss, run_on_meta, tensors_in
 from megasched.analysis.module_calls import RecordedCalls
-from megasched.analysis.parts import Argument, Part
-from megasched.analysis.structure import Structure
+from megasched.analysis.parts import ArgRef, ArgSlice
+from megasched.analysis.structure import LayerStack
 from megasched.analysis.ways import NO_OTHERS, InputsOf, Way, Ways
 from megasched.definition import attention_interface
 from megasched.errors import Problem
@@ -35,7 +35,7 @@ def propagate(
     inputs: Mapping[str, Any],
     cuts: Mapping[str, Cut],
     *,
-    structure: Structure | None = None,
+    structure: LayerStack | None = None,
     sequence_parallel: bool = False,
     loss_takes_shards: bool = False,
     forked_by_user: frozenset[str] = frozenset(),
@@ -44,7 +44,7 @@ def propagate(
     heads: Mapping[str, tuple[int, ...]] | None = None,
     ways: Ways = NO_OTHERS,
     inputs_of: InputsOf | None = None,
-) -> Derived:
+) -> TpFacts:
     """Labels one forward of each way through the code, and says what follows.
 
     Args:
@@ -56,7 +56,7 @@ def propagate(
         forked_by_user: modules with a ``fork_rng`` record.
         gathered_by_user: column linears whose output the user wants gathered.
         components: path of a column linear -> sizes of the projections packed into its output.
-        heads: path of one with fewer heads than ranks -> how many, for each of its components (``dims.Along``).
+        heads: path of one with fewer heads than ranks -> how many, for each of its components (``ShardDim``).
         ways: through the code of its modules.
         inputs_of: arguments by the length of a sequence, for ways that have one.
     """
@@ -65,7 +65,7 @@ def propagate(
     regions: frozenset[str] = frozenset()
     not_regions: frozenset[str] = frozenset()
     rows_inside: frozenset[str] = frozenset()
-    parts: dict[Argument, Part] = {}
+    parts: dict[ArgRef, ArgSlice] = {}
     without_rule: dict[str, set[str]] = defaultdict(set)
     while True:
         known = (gather, forked_by_user, components or {}, regions, not_regions, rows_inside, parts)
@@ -122,7 +122,7 @@ def _labelled(
     """The same, once its forward has run."""
     for tensor in tensors_in(dict(inputs)):
         # A float input is an activation; what is made of ids alone (masks, positions) carries no gradient.
-        run._set(tensor, Label(fed=True, active=tensor.is_floating_point()))
+        run._set(tensor, TpSpec(fed=True, active=tensor.is_floating_point()))
     with (
         recorded_calls(model, run, takes_shards=loss_takes_shards, own_loss=own_loss),
         call_hooks(model, run.before, run.after),
@@ -159,7 +159,7 @@ def recorded_calls(model: nn.Module, run: RecordedCalls, *, takes_shards: bool, 
             run.derived.gather |= run.label(logits).columns
         with run._silently():
             found = logits.new_zeros(())
-        run._set(found, Label(active=True, fed=True))  # a forward may add to it what it makes of parameters
+        run._set(found, TpSpec(active=True, fed=True))  # a forward may add to it what it makes of parameters
         return found
 
     def attend(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -171,5 +171,5 @@ def recorded_calls(model: nn.Module, run: RecordedCalls, *, takes_shards: bool, 
     real = attention_interface.registered()
     if hasattr(model, "loss_function") and can_set_loss(model) and not own_loss:
         model.loss_function = loss
-    with attention_interface.stand_in(attend):
+    with attention_interface.use_attention(attend):
         yield

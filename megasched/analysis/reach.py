@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 
 from megasched.analysis.choices import others_of_its_kind
 from megasched.analysis.meta_call import (
-    DefaultScalars,
+    ScalarAnswers,
     call_hooks,
     loss_function_of,
     run_on_meta,
@@ -74,7 +74,7 @@ def find_reach(model: nn.Module, inputs: Mapping[str, Any], *, with_loss: bool) 
     return Reach(tuple(never), perhaps, frozenset(owners - called), noted)
 
 
-class _ReachRun(DefaultScalars):
+class _ReachRun(ScalarAnswers):
     """One forward, and what its loss depends on.
 
     Attributes:
@@ -112,12 +112,12 @@ class _ReachRun(DefaultScalars):
         self._stack.pop()
 
     def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
-        """See ``DefaultScalars``."""
+        """See ``ScalarAnswers``."""
         self._asked.add(self._stack[-1] if self._stack else "")
         self.noted.note_question(tensors, site, how_many=how_many)
 
     def numbers_given(self, values: Any) -> None:
-        """See ``DefaultScalars``."""
+        """See ``ScalarAnswers``."""
         self.noted.note_given(self._stack[-1] if self._stack else "", values)
 
     def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 
 from megasched.analysis.leaves import leaves_of
 from megasched.analysis.meta_call import tensors_in
-from megasched.analysis.places import Place
+from megasched.analysis.places import OutputRef
 from megasched.errors import MegaschedError
 
 # Where a leaf stands in what a module returns: keys and indices, as ``tree_map_with_path`` gives them.
@@ -26,7 +26,7 @@ def find_recorded(
     calls: Iterable[tuple[str, Any]],
     inside: Callable[[str], bool],
     around: Callable[[str], bool],
-) -> tuple[Place, ...]:
+) -> tuple[OutputRef, ...]:
     """Where the tensors stand that were recorded in one run, in the order of their making.
 
     Args:
@@ -38,7 +38,7 @@ def find_recorded(
     calls = list(calls)
     collected = {id(tensor) for path, output in calls if around(path) for tensor in tensors_in(output)}
     return tuple(
-        Place(path, index)
+        OutputRef(path, index)
         for path, output in calls
         if inside(path) and model.get_submodule(path)._forward_hooks
         for index, tensor in leaves_of(output)

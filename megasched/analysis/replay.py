@@ -19,8 +19,8 @@ from torch import nn
 
 from megasched.analysis.made import VIEWS
 from megasched.analysis.meta_call import (
-    DefaultScalars,
     Functions,
+    ScalarAnswers,
     call_hooks,
     forward_of,
     loss_function_of,
@@ -32,7 +32,7 @@ from megasched.definition import attention_interface
 from megasched.definition.linears import output_axis
 from megasched.definition.undisturbed import undisturbed
 from megasched.language.roles import Cut
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 
 # Which layer a module is of, as HF calls it: no count, and other than that layers may be the same.
 PLACES = frozenset(["layer_idx", "layer_id", "layer_number", "block_idx"])
@@ -55,7 +55,7 @@ class Rank:
         out, taken = linear.weight.shape[axis], linear.weight.shape[1 - axis]
         if self.cuts[path] == "row":
             return out, taken // self.tp
-        along = Along(0, components=self.components.get(path, ()), heads=self.heads.get(path, ()))
+        along = ShardDim(0, components=self.components.get(path, ()), heads=self.heads.get(path, ()))
         return along.on_rank(out, self.tp), taken
 
     def count(self, path: str, whole: int) -> int | None:
@@ -68,7 +68,7 @@ class Mismatch(Exception):
     """A module does not do on a rank what it must."""
 
 
-class Replay(DefaultScalars):
+class Replay(ScalarAnswers):
     """One module's forward with a rank's tensors; every operation is compared with what it must give.
 
     Attributes:
@@ -116,7 +116,7 @@ class Replay(DefaultScalars):
                 raise Mismatch
 
     def numbers_given(self, values: Any) -> None:
-        """See ``DefaultScalars``."""
+        """See ``ScalarAnswers``."""
         if not self.silent and (numbers := numbers_given(values)):
             self._compute(tuple(numbers))
 
@@ -173,7 +173,7 @@ def replay(
     args, kwargs = call.arguments(tp, made)
     try:
         with (
-            attention_interface.stand_in(silently),
+            attention_interface.use_attention(silently),
             loss_function_of(module, loss) if hasattr(module, "loss_function") else nullcontext(),
             _given_by_layers(module, path, call),
             call_hooks(module, before, after),

@@ -15,9 +15,9 @@ import torch
 from megasched.analysis.dims import MOVES, NORMS, PRODUCTS, STAYS, VIEWS, WHOLE, NeedsWhole, follow
 from megasched.analysis.op_rules import op_rule
 from megasched.analysis.operators import arguments_of
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 
-Place = Callable[[torch.Tensor], Along | None]
+Place = Callable[[torch.Tensor], ShardDim | None]
 
 CONSTANTS = frozenset(["zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"])
 # Each value goes where it was, or a new one is made for it without looking at others.
@@ -36,7 +36,7 @@ _KNOWN = _SAME | MOVES | VIEWS | STAYS | _COMPUTED
 
 def follow_sequence(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], along: Place
-) -> list[Along | None]:
+) -> list[ShardDim | None]:
     """Where the sequence is in each output; None where other tokens than its own may be in a value.
 
     Args:
@@ -59,12 +59,12 @@ def follow_sequence(
         return [None] * len(outputs)
 
 
-def _embedding(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | None:
+def _embedding(told: dict[str, Any], along: Place, out: torch.Tensor) -> ShardDim | None:
     by_frequency = told["scale_grad_by_freq"]  # of an id in all of the sequence
     return along(told["indices"]) if along(told["weight"]) is None and not by_frequency else None
 
 
-def _index(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | None:
+def _index(told: dict[str, Any], along: Place, out: torch.Tensor) -> ShardDim | None:
     """A table that is the same for all, read at one index for each token."""
     indices = told["indices"]
     given = [place for place, index in enumerate(indices) if index is not None]
@@ -74,7 +74,7 @@ def _index(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | Non
     return None if found is None else replace(found, dim=found.dim + given[0])
 
 
-def _gather(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | None:
+def _gather(told: dict[str, Any], along: Place, out: torch.Tensor) -> ShardDim | None:
     """Each token reads a table that is whole along the sequence itself, or one that is the same for all tokens."""
     table, index = along(told["self"]), along(told["index"])
     if index is None:
@@ -85,33 +85,33 @@ def _gather(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | No
     return index if table == index and not along_sequence else None
 
 
-def _scatter(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | None:
+def _scatter(told: dict[str, Any], along: Place, out: torch.Tensor) -> ShardDim | None:
     place = along(told["self"])
     source = told.get("src")
     same = along(told["index"]) == place and (not isinstance(source, torch.Tensor) or along(source) == place)
     return place if same and place is not None and told["dim"] % out.dim() != place.dim else None
 
 
-def _index_select(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | None:
+def _index_select(told: dict[str, Any], along: Place, out: torch.Tensor) -> ShardDim | None:
     index = along(told["index"])
     if index is None or along(told["self"]) is not None:
         return None
     return replace(index, dim=told["dim"] % out.dim())
 
 
-def _repeat(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | None:
+def _repeat(told: dict[str, Any], along: Place, out: torch.Tensor) -> ShardDim | None:
     place, new = along(told["self"]), len(told["repeats"]) - told["self"].dim()
     if place is None or told["repeats"][new + place.dim] != 1:
         return None
     return replace(place, dim=new + place.dim)
 
 
-def _glu(told: dict[str, Any], along: Place, out: torch.Tensor) -> Along | None:
+def _glu(told: dict[str, Any], along: Place, out: torch.Tensor) -> ShardDim | None:
     place = along(told["self"])
     return place if place is not None and told["dim"] % out.dim() != place.dim else None
 
 
-_SPECIAL: dict[str, Callable[[dict[str, Any], Place, torch.Tensor], Along | None]] = {
+_SPECIAL: dict[str, Callable[[dict[str, Any], Place, torch.Tensor], ShardDim | None]] = {
     "embedding": _embedding,
     "index": _index,
     "gather": _gather,

@@ -10,20 +10,20 @@ import torch
 from torch import nn
 
 from megasched.analysis.backward_code import Function, FunctionTrials
-from megasched.analysis.meta_call import DefaultScalars, tensors_in
+from megasched.analysis.meta_call import ScalarAnswers, tensors_in
 from megasched.analysis.sequence_dims import CONSTANTS, follow_sequence
-from megasched.analysis.sequence_plan import SequencePlan
+from megasched.analysis.sequence_plan import CpFacts
 from megasched.analysis.sequence_trial import REMEDY, Call, Origin, dims_as_long, goes_by_numbers, numbers_in
 from megasched.analysis.sites import Site
-from megasched.analysis.structure import Structure
+from megasched.analysis.structure import LayerStack
 from megasched.definition.experts import find_experts
 from megasched.errors import Problem
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 
 _WRITES = "_"  # ends the name of an operation that changes its operand
 
 
-class SequenceFlow(DefaultScalars):
+class SequenceFlow(ScalarAnswers):
     """A run that follows where the sequence is in every tensor, and what was made of a part of it alone.
 
     Attributes:
@@ -36,7 +36,7 @@ class SequenceFlow(DefaultScalars):
     def __init__(
         self,
         model: nn.Module,
-        structure: Structure,
+        structure: LayerStack,
         size: int,
         sizes: tuple[int, int],
         regions: frozenset[str],
@@ -51,9 +51,9 @@ class SequenceFlow(DefaultScalars):
         self.batch, self.length = sizes
         self.experts = set(find_experts(model))
         self.numbers: list[tuple[Any, ...]] = []
-        self.plan = SequencePlan()
+        self.plan = CpFacts()
         self.wanted: set[str] = set()
-        self.places: dict[int, Along] = {}
+        self.places: dict[int, ShardDim] = {}
         self.local: dict[int, Origin] = {}
         self.spoiled: dict[int, Origin] = {}
         self.of_positions: set[int] = set()
@@ -67,11 +67,11 @@ class SequenceFlow(DefaultScalars):
         self.functions = FunctionTrials()
         self.packing = 0
 
-    def place(self, tensor: torch.Tensor) -> Along | None:
+    def place(self, tensor: torch.Tensor) -> ShardDim | None:
         """Where the sequence is in a tensor; None for one that is the same on all ranks."""
         return self.places.get(id(tensor))
 
-    def _put(self, tensor: torch.Tensor, along: Along) -> None:
+    def _put(self, tensor: torch.Tensor, along: ShardDim) -> None:
         self.places[id(tensor)] = along
         self.local.pop(id(tensor), None)
         self.kept.append(tensor)  # keeps the id from being given to another tensor
@@ -151,7 +151,7 @@ class SequenceFlow(DefaultScalars):
         self.packing += change
 
     def grad_fn_read(self, tensor: torch.Tensor) -> None:
-        """See ``DefaultScalars``."""
+        """See ``ScalarAnswers``."""
         self.hooked(tensor)
 
     def hooked(self, tensor: torch.Tensor) -> None:
@@ -191,7 +191,7 @@ class SequenceFlow(DefaultScalars):
                 self.spoiled[tensor.untyped_storage()._cdata] = origin
 
     def numbers_given(self, values: Any) -> None:
-        """See ``DefaultScalars``."""
+        """See ``ScalarAnswers``."""
         if not self.silent and not self.inside:
             self.numbers.append((self.stack[-1].path if self.stack else "", "tensor", repr(values)))
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from megasched.analysis.recorded import LeafPath
 from megasched.errors import Problem
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 
 
-class SequenceRegion(NamedTuple):
+class CpRegion(NamedTuple):
     """A module that is run on the whole sequence.
 
     Attributes:
@@ -20,12 +20,12 @@ class SequenceRegion(NamedTuple):
         outputs: the same in what it returns.
     """
 
-    inputs: Mapping[int, Along]
-    outputs: Mapping[int, Along]
+    inputs: Mapping[int, ShardDim]
+    outputs: Mapping[int, ShardDim]
 
 
 @dataclass
-class SequencePlan:
+class CpFacts:
     """What context parallelism does to a definition.
 
     Attributes:
@@ -37,8 +37,8 @@ class SequencePlan:
         problems: what can't be made right.
     """
 
-    regions: dict[str, SequenceRegion] = field(default_factory=dict)
+    regions: dict[str, CpRegion] = field(default_factory=dict)
     attention: set[str] = field(default_factory=set)
-    recorded: dict[str, dict[LeafPath, Along]] = field(default_factory=dict)
+    recorded: dict[str, dict[LeafPath, ShardDim]] = field(default_factory=dict)
     takes_positions: bool = False
     problems: list[Problem] = field(default_factory=list)

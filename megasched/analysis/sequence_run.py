@@ -21,7 +21,7 @@ from megasched.analysis.given_positions import takes_counted_positions
 from megasched.analysis.meta_call import call_hooks, meta_copy, run_on_meta, tensors_in
 from megasched.analysis.recorded import change_leaves
 from megasched.analysis.sequence_flow import SequenceFlow
-from megasched.analysis.sequence_plan import SequencePlan, SequenceRegion
+from megasched.analysis.sequence_plan import CpFacts, CpRegion
 from megasched.analysis.sequence_trial import (
     REMEDY,
     Call,
@@ -32,23 +32,23 @@ from megasched.analysis.sequence_trial import (
     takes_positions,
     trial_sizes,
 )
-from megasched.analysis.structure import Structure
+from megasched.analysis.structure import LayerStack
 from megasched.analysis.ways import NO_OTHERS, Way, Ways
 from megasched.definition import attention_interface
 from megasched.definition.mask_interface import context_masks, whole_sequence
 from megasched.definition.sequence_split import Zigzag
 from megasched.errors import Problem, ScheduleError
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 
 
 def plan_sequence(
     model: nn.Module,
-    structure: Structure,
+    structure: LayerStack,
     size: int,
     refuse_region: Callable[[str], str],
     positions_count: Callable[[nn.Module], bool] = takes_counted_positions,
     ways: Ways = NO_OTHERS,
-) -> SequencePlan:
+) -> CpFacts:
     """What context parallelism over ``size`` ranks does to a causal language model.
 
     Args:
@@ -89,7 +89,7 @@ def plan_sequence(
     return run.plan
 
 
-def _join(plan: SequencePlan, other: SequencePlan, way: Way) -> None:
+def _join(plan: CpFacts, other: CpFacts, way: Way) -> None:
     """Adds what another way through the code tells."""
     for name in ("regions", "recorded"):
         held, more = getattr(plan, name), getattr(other, name)
@@ -117,14 +117,14 @@ class SequenceRun(SequenceFlow):
             inputs["labels"] = ids.clone()
             self.model.loss_function = self._loss
         for tensor in tensors_in(inputs):
-            self._put(tensor, Along(1))
+            self._put(tensor, ShardDim(1))
         zigzag = Zigzag(self.size, 0)
         self.attention = attention_interface.registered()
         hooks = call_hooks(self.model, self.before, self.after)
         masks = context_masks(zigzag, lambda part, along: self._resized(part, along, self.size), self._mask)
         try:
             backward = watched_backward(self.custom_function, self.hooked, self.packs)
-            with attention_interface.stand_in(self.attend), hooks, masks, backward, self.open_regions:
+            with attention_interface.use_attention(self.attend), hooks, masks, backward, self.open_regions:
                 output = run_on_meta(self.model, inputs, self, autograd=True)
         except ScheduleError as error:  # a mask for all keys, e.g., in attention code of its own
             if self.plan.problems:
@@ -187,7 +187,7 @@ class SequenceRun(SequenceFlow):
             elif along is not None:
                 inputs[index] = along
                 leaves[index] = self._resized(leaf, along, self.size)
-        self.plan.regions.setdefault(path, SequenceRegion(inputs, {}))
+        self.plan.regions.setdefault(path, CpRegion(inputs, {}))
         if self.plan.regions[path].inputs != inputs:
             self._problem(path, "context parallelism: it is called in several ways, on the whole sequence", REMEDY)
         self.inside = path
@@ -209,7 +209,7 @@ class SequenceRun(SequenceFlow):
                 outputs[index] = dims[0]
                 leaves[index] = self._resized(leaf, dims[0], 1 / self.size)
                 self._put(leaves[index], dims[0])
-        self.plan.regions[path] = SequenceRegion(self.plan.regions[path].inputs, outputs)
+        self.plan.regions[path] = CpRegion(self.plan.regions[path].inputs, outputs)
         return torch.utils._pytree.tree_unflatten(leaves, structure)
 
     def _leave_layers(self, path: str, output: Any) -> Any:
@@ -225,14 +225,14 @@ class SequenceRun(SequenceFlow):
             return None
         self.plan.recorded[path] = split
 
-        def gathered(leaf: torch.Tensor, along: Along) -> torch.Tensor:
+        def gathered(leaf: torch.Tensor, along: ShardDim) -> torch.Tensor:
             whole = self._resized(leaf, along, self.size)
             self._note_whole([whole])
             return whole
 
         return change_leaves(path, output, {at: partial(gathered, along=along) for at, along in split.items()})
 
-    def _resized(self, tensor: torch.Tensor, along: Along, factor: float) -> torch.Tensor:
+    def _resized(self, tensor: torch.Tensor, along: ShardDim, factor: float) -> torch.Tensor:
         shape = list(tensor.shape)
         shape[along.dim] = round(shape[along.dim] * factor)
         with self._silently():
@@ -269,9 +269,9 @@ class SequenceRun(SequenceFlow):
         harmless = attention_interface.HARMLESS
         others = [t for n, t in kwargs.items() if n not in harmless and isinstance(t, torch.Tensor)]
         fits = attention_mask is None or (
-            self.place(attention_mask) == Along(2) and attention_mask.shape[-1] == whole
+            self.place(attention_mask) == ShardDim(2) and attention_mask.shape[-1] == whole
         )
-        aligned = all(self.place(t) in (None, Along(2)) for t in (query, key, value))
+        aligned = all(self.place(t) in (None, ShardDim(2)) for t in (query, key, value))
         if not fits or not aligned or any(id(t) in self.places or self._origin_of(t) for t in others):
             self._need(self._origin("attention gets a mask, or more, that was made of a part of the sequence"))
             for tensor in [*others, *([] if attention_mask is None else [attention_mask])]:
@@ -280,7 +280,7 @@ class SequenceRun(SequenceFlow):
         self.plan.attention.add(self.stack[-1].path)
         with self._silently():
             output = value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-        self._put(output, Along(1))
+        self._put(output, ShardDim(1))
         return output, None
 
     def _mask(self, function: Callable[..., Any], build: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
@@ -290,7 +290,7 @@ class SequenceRun(SequenceFlow):
         if mask is not None and made_of:
             self._spoil(mask, Origin(None, self.stack[-1].path, "a mask is made of other tensors than positions"))
         elif mask is not None:
-            self._put(mask, Along(2))
+            self._put(mask, ShardDim(2))
         return mask
 
     def _loss(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

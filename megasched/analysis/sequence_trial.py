@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 
 REMEDY = "run it without --context-parallel-size"
 # Module path, operation, and the numbers it got beside tensors.
@@ -65,10 +65,10 @@ def trial_sizes(model: nn.Module, size: int, at_least: int = 0) -> tuple[int, tu
     return batch, (first, second)
 
 
-def dims_as_long(tensor: torch.Tensor, batch: int, length: int) -> list[Along]:
+def dims_as_long(tensor: torch.Tensor, batch: int, length: int) -> list[ShardDim]:
     """Dimensions of that length, or of batch and length flattened."""
     outer = {length: 1, batch * length: batch}
-    return [Along(dim, outer[size]) for dim, size in enumerate(tensor.shape) if size in outer]
+    return [ShardDim(dim, outer[size]) for dim, size in enumerate(tensor.shape) if size in outer]
 
 
 def closed_over(function: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:

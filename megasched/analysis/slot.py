@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Slot:
+class HiddenStateArg:
     """Where the hidden state stands in a layer's call and in what it returns.
 
     Attributes:

@@ -21,7 +21,7 @@ from megasched.analysis.loss_trial import OwnLabels
 from megasched.analysis.meta_call import meta_copy, tensors_in, token_inputs
 from megasched.analysis.noted import NotedLines
 from megasched.analysis.own_loss import OwnLoss, own_loss
-from megasched.analysis.places import Place, Side
+from megasched.analysis.places import OutputRef, StageInput
 from megasched.analysis.recorded import find_recorded
 from megasched.analysis.recording import (
     ModuleCallRecord,
@@ -34,7 +34,7 @@ from megasched.analysis.recording import (
 )
 from megasched.analysis.shape import SIZES, FollowsNeither, Shape, shape_of
 from megasched.analysis.sites import Site
-from megasched.analysis.slot import Slot
+from megasched.analysis.slot import HiddenStateArg
 from megasched.collector import collector_paused
 from megasched.definition.build import cast_as_loaded
 from megasched.definition.objectives import CAUSAL_LM, objective_of
@@ -45,7 +45,7 @@ _UNKNOWN = Shape((), torch.float32)  # until it is learnt
 
 
 @dataclass
-class Structure:
+class LayerStack:
     """How a definition runs.
 
     Attributes:
@@ -79,15 +79,15 @@ class Structure:
 
     layers: str
     count: int
-    slot: Slot
+    slot: HiddenStateArg
     before: dict[str, Any] = field(default_factory=dict)
     after: tuple[str, ...] = ()
     calls_loss: bool = True
     between: dict[str, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
     hidden: Shape = _UNKNOWN
     called: tuple[int, ...] = ()
-    sides: tuple[Side, ...] = ()
-    recorded: tuple[Place, ...] = ()
+    sides: tuple[StageInput, ...] = ()
+    recorded: tuple[OutputRef, ...] = ()
     bare: tuple[str, ...] = ()
     changed_buffers: tuple[str, ...] = ()
     changed_parameters: dict[str, bool] = field(default_factory=dict)
@@ -144,22 +144,24 @@ class Structure:
         return max((i for i in self.called or range(self.count) if i < boundary), default=None)
 
     @property
-    def token_ids(self) -> Side | None:
+    def token_ids(self) -> StageInput | None:
         """The token ids, where layers read them, or what is made of them without parameters."""
         return next((side for side in self.sides if not side.places[0].path), None)
 
-    def sides_at(self, boundary: int) -> tuple[Side, ...]:
+    def sides_at(self, boundary: int) -> tuple[StageInput, ...]:
         """What has to cross a cut before the layer ``boundary``, beside the hidden state."""
         hidden = self.hidden_sides(boundary)
         return tuple(side for side in self.sides if side.crosses(boundary) and side not in hidden)
 
-    def hidden_sides(self, boundary: int) -> tuple[Side, ...]:
+    def hidden_sides(self, boundary: int) -> tuple[StageInput, ...]:
         """Sides that are the hidden state there: they are read again further on."""
         layer = self.last_before(boundary)
-        hidden = None if layer is None else Place(self.layer_path(layer), self.slot.output)
+        hidden = None if layer is None else OutputRef(self.layer_path(layer), self.slot.output)
         return tuple(side for side in self.sides if hidden in side.places)
 
-    def measure(self, model: nn.Module, batch: int, length: int, dtype: torch.dtype) -> dict[Place, torch.Tensor]:
+    def measure(
+        self, model: nn.Module, batch: int, length: int, dtype: torch.dtype
+    ) -> dict[OutputRef, torch.Tensor]:
         """Place of each side -> a tensor on meta of its shape and dtype in a run without parallelism.
 
         Args:
@@ -184,7 +186,7 @@ class Structure:
         return int(path[len(self.layers) + 1 :].partition(".")[0])
 
 
-def _follow(run: FlowRun, model: nn.Module, batch: int, length: int, structure: Structure) -> None:
+def _follow(run: FlowRun, model: nn.Module, batch: int, length: int, structure: LayerStack) -> None:
     """Only a causal language model's later stages lack its inputs; other batches are read on every stage. What a
     forward adds to the result of ``loss_function`` may read what layers left, so it is looked at, too."""
     first_stage_only = "input_ids" if objective_of(model) is CAUSAL_LM else None
@@ -193,7 +195,7 @@ def _follow(run: FlowRun, model: nn.Module, batch: int, length: int, structure: 
 
 
 @collector_paused()
-def find_structure(model: nn.Module) -> Structure:
+def find_layer_stack(model: nn.Module) -> LayerStack:
     """The structure of an HF model that was built for an objective.
 
     Raises:
@@ -206,7 +208,7 @@ def find_structure(model: nn.Module) -> Structure:
     paths = {f"{layers}.{i}" for i in range(count)}
     of_layers = [call for call in calls if call.path in paths]
     called = tuple(int(call.path.rpartition(".")[2]) for call in of_layers)
-    found = Structure(layers, count, _find_slot(of_layers), calls_loss=calls_loss, repeated=repeated)
+    found = LayerStack(layers, count, _find_slot(of_layers), calls_loss=calls_loss, repeated=repeated)
     with undisturbed(model):
         found.loss = own_loss(model, found)
     if found.own_labels is not None:  # its loss may call more modules
@@ -248,13 +250,13 @@ def find_structure(model: nn.Module) -> Structure:
                 next(i for i, layer in zip(called, of_layers, strict=True) if layer.end > number)
             )
     found.between = {path: (tuple(indices), None) for path, indices in between.items()}
-    found.sides = tuple(Side(of.made, of.read, tuple(of.places)) for of in run.sides())
+    found.sides = tuple(StageInput(of.made, of.read, tuple(of.places)) for of in run.sides())
     _learn_shapes(found, probe, calls if between else calls[: start + 1])
     return found
 
 
 def flow_of(
-    model: nn.Module, structure: Structure, answers: Mapping[Site, int] | None = None, length: int | None = None
+    model: nn.Module, structure: LayerStack, answers: Mapping[Site, int] | None = None, length: int | None = None
 ) -> tuple[Any, ...]:
     """What goes from layer to layer, and what else a pipeline has to know, as something that can be compared.
 
@@ -268,18 +270,18 @@ def flow_of(
     run = FlowRun(probe, layers, outside, structure.slot, structure.recorded, answers)
     batch, usual = SIZES[0]
     _follow(run, probe, batch, length or usual, structure)
-    sides = [Side(of.made, of.read, tuple(of.places)) for of in run.sides()]
+    sides = [StageInput(of.made, of.read, tuple(of.places)) for of in run.sides()]
     return run.ran, sides, run.bare, run.changed_buffers, run.refused
 
 
-def structure_of(model: nn.Module) -> Structure | None:
+def layer_stack_of(model: nn.Module) -> LayerStack | None:
     """The same; None where there is none."""
     with suppress(ScheduleError):
-        return find_structure(model)
+        return find_layer_stack(model)
     return None
 
 
-def _learn_shapes(structure: Structure, probe: nn.Module, calls: list[ModuleCallRecord]) -> None:
+def _learn_shapes(structure: LayerStack, probe: nn.Module, calls: list[ModuleCallRecord]) -> None:
     """What follows the batch and the sequence, and which floats stay in float32 in another precision.
 
     Args:
@@ -325,7 +327,7 @@ def _find_layers(model: nn.Module, calls: list[ModuleCallRecord]) -> tuple[str, 
     return path, not once
 
 
-def _find_slot(calls: list[ModuleCallRecord]) -> Slot:
+def _find_slot(calls: list[ModuleCallRecord]) -> HiddenStateArg:
     """Where the hidden state is: the argument that is, for most layers, what the layer before returned."""
     votes: Counter[int | str] = Counter()
     for previous, call in pairwise(calls):
@@ -343,7 +345,7 @@ def _find_slot(calls: list[ModuleCallRecord]) -> Slot:
         argument = floats[0]
     output = calls[-1].output
     if isinstance(output, torch.Tensor):
-        return Slot(argument, None)
+        return HiddenStateArg(argument, None)
     first = calls[0]
     hidden = first.args[argument] if isinstance(argument, int) else first.kwargs[argument]
     items = output if isinstance(output, (tuple, list)) else ()
@@ -352,10 +354,10 @@ def _find_slot(calls: list[ModuleCallRecord]) -> Slot:
         kind = type(output).__name__
         raise _no_hidden_state(calls[-1].path, f"returns a {kind} without a tensor like what it takes")
     others = tuple(None if isinstance(v, torch.Tensor) else v for v in items)
-    return Slot(argument, fits[0], others, type(items))
+    return HiddenStateArg(argument, fits[0], others, type(items))
 
 
-def _handing_containers(slot: Slot, calls: list[ModuleCallRecord]) -> str:
+def _handing_containers(slot: HiddenStateArg, calls: list[ModuleCallRecord]) -> str:
     """Why layers can't be cut that take something else than a tensor; empty where they take tensors."""
     handed = (slot.get(call.args, call.kwargs) for call in calls)
     names = [type(value).__name__ for value in handed if not isinstance(value, torch.Tensor)]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.analysis.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in
 from megasched.analysis.noted import NotedLines, Numbers
 from megasched.analysis.recorded import LeafPath
 from megasched.analysis.sequence_trial import numbers_in
@@ -46,7 +46,7 @@ class Way:
     """What makes the code go one way.
 
     Attributes:
-        answers: to questions about values; others are answered as ``DefaultScalars`` does.
+        answers: to questions about values; others are answered as ``ScalarAnswers`` does.
         length: of a sequence; None for that of a trial.
     """
 
@@ -225,7 +225,7 @@ class _TooLong(BaseException):
     """Ends a run. No error, so nothing that catches errors may catch it."""
 
 
-class _WayRun(DefaultScalars):
+class _WayRun(ScalarAnswers):
     """A forward. What happens in attention through HF's registry is left aside.
 
     Attributes:
@@ -252,7 +252,7 @@ class _WayRun(DefaultScalars):
         self.stack: list[str] = [""]
         self.too_long = False
         try:
-            with attention_interface.stand_in(self.attend), call_hooks(model, self.before, self.after):
+            with attention_interface.use_attention(self.attend), call_hooks(model, self.before, self.after):
                 run_on_meta(model, inputs, self)
         except _TooLong:
             self.too_long = True
@@ -275,7 +275,7 @@ class _WayRun(DefaultScalars):
         return value.new_empty(batch, length, heads, value.shape[-1]), None
 
     def asked_about_values(self, tensors: Any, site: Site | None, *, how_many: bool) -> None:
-        """See ``DefaultScalars``."""
+        """See ``ScalarAnswers``."""
         self.noted.note_question(tensors, site, how_many=how_many)
 
     def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -289,6 +289,6 @@ class _WayRun(DefaultScalars):
         return output
 
     def numbers_given(self, values: Any) -> None:
-        """See ``DefaultScalars``."""
+        """See ``ScalarAnswers``."""
         self.done.append((self.stack[-1], None, None, (), repr(values)))
         self.noted.note_given(self.stack[-1], values)

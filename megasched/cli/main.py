@@ -23,7 +23,7 @@ from megasched.cli.search.commands import plan, tune
 from megasched.cli.show.commands import explain, primitives, show
 from megasched.cli.weights import export, import_, inspect
 from megasched.errors import MegaschedError
-from megasched.json_output import nothing_but_json, print_json
+from megasched.json_output import json_only, print_json
 from megasched.reading.files import printable
 
 # Set to 1, the traceback of an error is printed too; entry.py reads it for the runs of scripts.
@@ -133,7 +133,7 @@ def doctor(as_json: Json = False) -> None:
     """
     from megasched.cli.console import quiet_imports, report_console
 
-    with quiet_imports(), nothing_but_json(as_json):
+    with quiet_imports(), json_only(as_json):
         from megasched.cli.doctor import diagnose
 
         diagnosis = diagnose()

@@ -10,7 +10,7 @@ import typer
 
 from megasched.cli.options import Json, Objective, TrustRemoteCode
 from megasched.errors import ConfigError
-from megasched.json_output import nothing_but_json, print_json
+from megasched.json_output import json_only, print_json
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ def import_(
     """
     from megasched.cli.console import quiet_imports, report_console
 
-    with quiet_imports(), nothing_but_json(as_json):
+    with quiet_imports(), json_only(as_json):
         from megasched.cli.weights_view import print_imported
         from megasched.weights.importing import import_weights
         from megasched.weights.progress import transfer
@@ -79,7 +79,7 @@ def export(
     """
     from megasched.cli.console import quiet_imports, report_console
 
-    with quiet_imports(), nothing_but_json(as_json):
+    with quiet_imports(), json_only(as_json):
         from megasched.cli.weights_view import print_exported
         from megasched.weights.exporting import export_weights
         from megasched.weights.progress import transfer
@@ -112,7 +112,7 @@ def inspect(
     """
     from megasched.cli.console import quiet_imports, report_console
 
-    with quiet_imports(), nothing_but_json(as_json):
+    with quiet_imports(), json_only(as_json):
         from megasched.cli.weights_view import print_inspection
         from megasched.weights.inspection import inspect_checkpoint
 

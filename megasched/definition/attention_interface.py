@@ -48,7 +48,7 @@ def _missing(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 @contextmanager
-def stand_in(function: Callable[..., Any]) -> Iterator[None]:
+def use_attention(function: Callable[..., Any]) -> Iterator[None]:
     """Has another function called for attention while a trial lasts."""
     from transformers.modeling_utils import AttentionInterface
 

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 
 from megasched.definition.sequence_split import Zigzag
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 
 Mask = torch.Tensor | None
 
 
 class _Context(NamedTuple):
     zigzag: Zigzag
-    gather: Callable[[torch.Tensor, Along], torch.Tensor]
+    gather: Callable[[torch.Tensor, ShardDim], torch.Tensor]
     watch: Callable[[Callable[..., Any], Callable[[], Mask]], Mask]
 
 
@@ -82,7 +82,7 @@ def of_queries(make: Callable[..., Mask]) -> Callable[..., Mask]:
         if skips and (window is None or length < window):
             return None  # plain causal attention
         if padding is not None:  # of this rank's own tokens
-            options["attention_mask"] = gather(padding.to(torch.uint8), Along(1)).bool()
+            options["attention_mask"] = gather(padding.to(torch.uint8), ShardDim(1)).bool()
         options["allow_is_causal_skip"] = False
 
         def build() -> Mask:
@@ -101,7 +101,7 @@ def of_queries(make: Callable[..., Mask]) -> Callable[..., Mask]:
 @contextmanager
 def context_masks(
     zigzag: Zigzag,
-    gather: Callable[[torch.Tensor, Along], torch.Tensor],
+    gather: Callable[[torch.Tensor, ShardDim], torch.Tensor],
     watch: Callable[[Callable[..., Any], Callable[[], Mask]], Mask] = lambda function, build: build(),
 ) -> Iterator[None]:
     """While a definition runs on a rank's part of the sequence, the masks it asks for are those of its queries.

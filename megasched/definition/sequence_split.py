@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Zigzag:
         piece = length // 2
         return torch.cat([torch.arange(p * piece, (p + 1) * piece, device=device) for p in self.pieces])
 
-    def own_part(self, whole: torch.Tensor, along: Along) -> torch.Tensor:
+    def own_part(self, whole: torch.Tensor, along: ShardDim) -> torch.Tensor:
         """What this rank has of a tensor that is whole along the sequence."""
         x = _unmerge(whole, along)
         dim = along.dim + (along.outer > 1)
@@ -50,12 +50,12 @@ class Zigzag:
         held = [piece for rank in range(self.size) for piece in Zigzag(self.size, rank).pieces]
         return torch.cat([pieces[held.index(index)] for index in range(2 * self.size)])
 
-    def sequence_first(self, part: torch.Tensor, along: Along) -> torch.Tensor:
+    def sequence_first(self, part: torch.Tensor, along: ShardDim) -> torch.Tensor:
         """A tensor with its sequence as dimension 0, contiguous."""
         dim = along.dim + (along.outer > 1)
         return _unmerge(part, along).movedim(dim, 0).contiguous()
 
-    def sequence_back(self, whole: torch.Tensor, along: Along) -> torch.Tensor:
+    def sequence_back(self, whole: torch.Tensor, along: ShardDim) -> torch.Tensor:
         """The opposite of ``sequence_first``."""
         dim = along.dim + (along.outer > 1)
         return _merge(whole.movedim(0, dim), along).contiguous()
@@ -71,10 +71,10 @@ def causal_mask(places: torch.Tensor, length: int, window: int | None = None) ->
     return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 
 
-def _unmerge(x: torch.Tensor, along: Along) -> torch.Tensor:
+def _unmerge(x: torch.Tensor, along: ShardDim) -> torch.Tensor:
     """Splits off what a view has merged with the sequence: [b * s, h] -> [b, s, h]."""
     return x.unflatten(along.dim, (along.outer, -1)) if along.outer > 1 else x
 
 
-def _merge(x: torch.Tensor, along: Along) -> torch.Tensor:
+def _merge(x: torch.Tensor, along: ShardDim) -> torch.Tensor:
     return x.flatten(along.dim, along.dim + 1) if along.outer > 1 else x

@@ -40,7 +40,7 @@ class Graph:
 
     module: fx.GraphModule
     feeds: list[str | torch.Tensor | int]
-    result: opaque.Structure
+    result: opaque.TensorTree
     names: dict[str, fx.Node] = field(default_factory=dict)
     inputs: dict[str, fx.Node] = field(default_factory=dict)
 
@@ -64,17 +64,17 @@ class _Entry(nn.Module):
     """What is exported: takes the tensors of a call alone, and makes the call of them."""
 
     def __init__(
-        self, root: nn.Module, forward: Callable[..., Any], call: opaque.Structure, limits: Limits
+        self, root: nn.Module, forward: Callable[..., Any], call: opaque.TensorTree, limits: Limits
     ) -> None:
         super().__init__()
         self.root = root
         self.inner, self.call, self.limits = forward, call, limits
-        self.result: opaque.Structure | None = None
+        self.result: opaque.TensorTree | None = None
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = self.call.put(tensors)
         with intercepting(self.root, self.limits):  # here: export itself replaces how modules are called
-            self.result, found = opaque.Structure.take(self.inner(*args, **kwargs))
+            self.result, found = opaque.TensorTree.take(self.inner(*args, **kwargs))
         return found
 
 
@@ -101,7 +101,7 @@ def capture(
     Raises:
         ScheduleError: it can't be traced; with the module, its line and what can be done.
     """
-    call, tensors = opaque.Structure.take((args, kwargs))
+    call, tensors = opaque.TensorTree.take((args, kwargs))
     calls = opaque.Recording()
     entry = _Entry(root, forward, call, limits)
     try:

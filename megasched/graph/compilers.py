@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megasched.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megasched.graph.partition import Part
+    from megasched.graph.partition import ExtractedSubgraph
     from megasched.graph.subgraph import Subgraph
 
 GROUP = "megasched.compilers"
@@ -25,7 +25,7 @@ OWN = ("megasched.layers.megatron.fusions",)
 # Compilations of one sub-graph beyond which it is reported.
 FEW = 4
 
-Make = Callable[["Part"], Callable[..., Any]]
+Make = Callable[["ExtractedSubgraph"], Callable[..., Any]]
 Refuse = Callable[["Subgraph"], str]
 
 
@@ -97,7 +97,7 @@ def _no_inductor(subgraph: Subgraph) -> str:
 
 
 @register_compiler("inductor", _no_inductor)
-def inductor(part: Part) -> Callable[..., Any]:
+def inductor(part: ExtractedSubgraph) -> Callable[..., Any]:
     """``torch.compile`` of the part; says so when it is compiled again and again, or not at all."""
     import torch
     from torch._dynamo import config as dynamo
@@ -131,7 +131,7 @@ def _no_te(subgraph: Subgraph) -> str:
 
 
 @register_compiler("te", _no_te)
-def te(part: Part) -> Callable[..., Any]:
+def te(part: ExtractedSubgraph) -> Callable[..., Any]:
     """Transformer Engine's fusible operation for what the pattern computes."""
     import torch
     from transformer_engine.pytorch import ops

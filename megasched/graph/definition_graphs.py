@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.meta_call import DefaultScalars, call_hooks, meta_copy, own_inputs, run_on_meta
+from megasched.analysis.meta_call import ScalarAnswers, call_hooks, example_inputs, meta_copy, run_on_meta
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.capture import Graph, capture
 from megasched.graph.intercept import Limits, keeps_weights_of_its_own
@@ -19,7 +19,7 @@ from megasched.language.schedule import matches_glob
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
-class Trial:
+class DefinitionGraphs:
     """A copy of a model on meta, and how each of its modules is called.
 
     Attributes:
@@ -36,7 +36,7 @@ class Trial:
         self._calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         if hasattr(self.model, "config"):
             self.model.config.use_cache = False
-        inputs = own_inputs(self.model)
+        inputs = example_inputs(self.model)
         if inputs is not None:
             with call_hooks(self.model, self._note):
                 run_on_meta(self.model, inputs)
@@ -76,7 +76,7 @@ class Trial:
                     limits,
                     path=path,
                     source=caller_source(),
-                    probe=DefaultScalars,
+                    probe=ScalarAnswers,
                 )
         self.graphs[path] = self._alike[key]
         return self.graphs[path]
@@ -112,11 +112,11 @@ def _form(value: Any) -> Any:
     return str(spec), tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
 
 
-def trial_of(node: Any) -> Trial:
+def trial_of(node: Any) -> DefinitionGraphs:
     """The trial of a schedule's model, made when first asked for."""
     memory = node.root.memory
     if "trial" not in memory:
-        memory["trial"] = Trial(node.root.mod)
+        memory["trial"] = DefinitionGraphs(node.root.mod)
     return memory["trial"]
 
 

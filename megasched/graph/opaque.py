@@ -23,14 +23,14 @@ _HOLE = object()  # where a tensor stands in a flattened structure
 
 
 @dataclass
-class Structure:
+class TensorTree:
     """Nested arguments or results: where the tensors are, and everything else as it is."""
 
     spec: pytree.TreeSpec
     leaves: list[Any]
 
     @classmethod
-    def take(cls, value: Any) -> tuple[Structure, list[torch.Tensor]]:
+    def take(cls, value: Any) -> tuple[TensorTree, list[torch.Tensor]]:
         """The structure of a value, and its tensors in order."""
         leaves, spec = pytree.tree_flatten(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -62,14 +62,14 @@ class OpaqueCall:
     name: str
     function: Callable[..., Any]
     shapes: list[tuple[torch.Size, torch.dtype, torch.device]]
-    result: Structure
-    arguments: Structure | None = None
+    result: TensorTree
+    arguments: TensorTree | None = None
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """The live call; returns its tensors: one by itself, several in a tuple."""
         assert self.arguments is not None
         args, kwargs = self.arguments.put(tensors)
-        _, found = Structure.take(self.function(*args, **kwargs))
+        _, found = TensorTree.take(self.function(*args, **kwargs))
         return found[0] if len(self.shapes) == 1 else tuple(found)
 
 
@@ -110,7 +110,7 @@ def call(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
             output = function(*args, **kwargs)
         finally:
             current.inside = False
-        result, tensors = Structure.take(output)
+        result, tensors = TensorTree.take(output)
         shapes = [(t.shape, t.dtype, t.device) for t in tensors]
         current.calls.append(OpaqueCall(name, function, shapes, result))
         return output
@@ -119,7 +119,7 @@ def call(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
         raise MegaschedError(f"the forward calls {name} now, which it did not in the run before: it is not static")
     made = current.calls[index]
     made.function = function
-    made.arguments, tensors = Structure.take((args, kwargs))
+    made.arguments, tensors = TensorTree.take((args, kwargs))
     return made.result.put(torch.ops.megasched.opaque(index, tensors))
 
 

@@ -21,7 +21,7 @@ CASTS = (torch.ops.aten.to.dtype, torch.ops.aten.to.device, torch.ops.aten._to_c
 
 
 @dataclass
-class Part:
+class ExtractedSubgraph:
     """What a compiler gets.
 
     Attributes:
@@ -47,7 +47,7 @@ class Edit:
     """
 
     subgraph: Subgraph
-    make: Callable[[Part], Callable[..., Any]]
+    make: Callable[[ExtractedSubgraph], Callable[..., Any]]
     source: str = ""
     inlined: bool = False
     kept: dict[str, Any] = field(default_factory=dict)
@@ -151,7 +151,7 @@ def apply_edit(graph: Graph, edit: Edit, path: str) -> None:
     if edit.subgraph.inputs:
         inputs = _in_order(graph, edit, part, inputs, path)
     known = replace(edit.subgraph, inputs=_names_of(graph, inputs))
-    run = edit.make(Part(part, known, edit.kept))
+    run = edit.make(ExtractedSubgraph(part, known, edit.kept))
     now = _put(module, members, inputs, outputs, _checked(run, outputs, path, edit.source))
     _name_again(graph, edit.subgraph.nodes, {**idle, **now})
 

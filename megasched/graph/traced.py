@@ -14,7 +14,7 @@ from torch import nn
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.capture import Graph, capture
 from megasched.graph.intercept import Limits
-from megasched.graph.opaque import Structure
+from megasched.graph.opaque import TensorTree
 from megasched.graph.partition import Edit, apply_edit
 
 # Forms of call (shapes, types, training or not, hooked or not) beyond which a module is reported; each costs
@@ -46,7 +46,7 @@ class TracedModule:
         self.graphs: dict[Any, Graph] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call, tensors = Structure.take((args, kwargs))
+        call, tensors = TensorTree.take((args, kwargs))
         key = self._form(args, kwargs, call, tensors)
         graph = self.graphs.get(key)
         if graph is None:
@@ -77,7 +77,7 @@ class TracedModule:
         return graph
 
     def _form(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Structure, tensors: list[torch.Tensor]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: TensorTree, tensors: list[torch.Tensor]
     ) -> Any:
         for name, value in [*enumerate(args), *kwargs.items()]:
             strange = _strange(value)

@@ -36,7 +36,7 @@ ROLES: Mapping[str, Cut | None] = {
 
 
 @dataclass(frozen=True)
-class Expert:
+class ExpertSpec:
     """What an expert computes, and how HF keeps all of them (``use_experts_implementation`` in
     transformers/integrations/moe.py).
 
@@ -73,7 +73,7 @@ class Expert:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MoeSpec:
     """Experts in the place of a gated MLP, of which a router chooses by scores of its logits, in float32.
 
     Paths are relative to the layer.
@@ -112,7 +112,7 @@ class Mixture:
     scale: float = 1.0
     shared: str = ""
     shared_gate: str = ""
-    expert: Expert = Expert()
+    expert: ExpertSpec = ExpertSpec()
     with_scores: bool = False
 
     @property
@@ -133,7 +133,7 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class Latent:
+class MlaSpec:
     """Attention whose q, k and v are made of compressed forms (arXiv 2405.04434). Paths are relative to the layer.
 
     Attributes:
@@ -167,7 +167,7 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class Mlp:
+class MlpSpec:
     """What Megatron's ``MLP`` computes: ``down(activation(gate(x)) * up(x))``, or ``down(activation(up(x)))``.
 
     Paths are relative to the layer.
@@ -197,7 +197,7 @@ class Mlp:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionSpec:
     """What Megatron's ``SelfAttention`` computes: causal attention of the hidden state to itself.
 
     Paths are relative to the layer.
@@ -205,7 +205,7 @@ class Attention:
     Attributes:
         heads, groups, head_dim: attention heads, heads of k and v, and their size.
         normalization: which kind norms are, with weights, and biases or none: of heads, and of the layer in a
-            ``Block``.
+            ``LayerSpec``.
         zero_centered: weights of norms are kept less 1.
         eps: of norms.
         q, k, v, out: projections; biases on all of q, k and v or on none, and then perhaps on out.
@@ -255,7 +255,7 @@ class Attention:
     rotated: tuple[bool, ...] = ()
     windows: tuple[int | None, ...] = ()
     sinks: str = ""
-    latent: Latent | None = None
+    latent: MlaSpec | None = None
 
     @property
     def module(self) -> str:
@@ -281,20 +281,20 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Block:
+class LayerSpec:
     """A decoder layer that computes what Megatron's ``TransformerLayer`` does: norm, attention, norm, MLP (in its
-    place some have a ``Mixture``), either added to the hidden state. Paths are relative to the layer.
+    place some have a ``MoeSpec``), either added to the hidden state. Paths are relative to the layer.
 
     Attributes:
         attention: which speaks of the layer's norms, too.
-        mlp: where there is no ``Mixture``.
+        mlp: where there is no ``MoeSpec``.
         input_norm, mlp_norm: norms before attention and before the MLP; empty: there are none.
         attention_post_norm, mlp_post_norm: of what either gives, before it is added; empty for none.
         hidden_dropout: probability of dropout in what is added.
     """
 
-    attention: Attention
-    mlp: Mlp = Mlp()
+    attention: AttentionSpec
+    mlp: MlpSpec = MlpSpec()
     input_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     attention_post_norm: str = ""
@@ -332,10 +332,10 @@ class Roles:
     local_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     origin: Mapping[str, str] = field(default_factory=dict)
     declined: Mapping[str, str] = field(default_factory=dict)
-    block: Block | str = "nothing is known of its decoder layers"
-    attention: Attention | str = "nothing is known of its attention"
-    mixture: Mixture | str = "nothing is known of its mixtures of experts"
-    mlps: Mapping[str, Mlp | str] = field(default_factory=dict)
+    block: LayerSpec | str = "nothing is known of its decoder layers"
+    attention: AttentionSpec | str = "nothing is known of its attention"
+    mixture: MoeSpec | str = "nothing is known of its mixtures of experts"
+    mlps: Mapping[str, MlpSpec | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for path, role in self.role.items():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Along:
+class ShardDim:
     """How a tensor is cut.
 
     Attributes:
@@ -32,4 +32,4 @@ class Along:
 
 
 # What ``follow`` says of a component of one head: every rank has all of it.
-ON_ALL_RANKS = Along(-1)
+ON_ALL_RANKS = ShardDim(-1)

@@ -29,7 +29,7 @@ from megasched.layers.te.attention import TeCore, why_not_te, window_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from megasched.layers.context_parallel import ContextParallel
+    from megasched.layers.context_parallel import CpGroup
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class AttentionSettings:
         local_heads: int | None,
         sharded: bool,
         te: TeCore | None = None,
-        context: ContextParallel | None = None,
+        context: CpGroup | None = None,
         packed: bool = False,
         first_head: int = 0,
     ) -> None:
@@ -211,7 +211,7 @@ def attention_forward(
 
 
 def _of_all_ranks(
-    context: ContextParallel,
+    context: CpGroup,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -318,7 +318,7 @@ def register() -> None:
     attention_interface.register(attention_forward)
 
 
-def switch_on(model: Any, inputs: Mapping[str, Any] | None = None) -> Callable[[], None]:
+def enable(model: Any, inputs: Mapping[str, Any] | None = None) -> Callable[[], None]:
     """Has a definition call this module's attention, if it calls attention by a name and this does the same.
 
     Args:
@@ -328,4 +328,4 @@ def switch_on(model: Any, inputs: Mapping[str, Any] | None = None) -> Callable[[
         What puts the names back.
     """
     register()
-    return attention_switch.switch_on(model, inputs)
+    return attention_switch.enable(model, inputs)

@@ -13,19 +13,19 @@ from torch import nn
 
 from megasched.definition.build import init_empty_weights
 from megasched.layers.tokens import Tokens
-from megasched.plan.param_mapping import Assembly
+from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
 
 if TYPE_CHECKING:
     from megatron.core import ModelParallelConfig
 
-    from megasched.layers.context_parallel import ContextParallel
+    from megasched.layers.context_parallel import CpGroup
     from megasched.weights.source import WeightSource
 
 
 @dataclass
-class Context:
+class BuildContext:
     """The surroundings of one build.
 
     Attributes:
@@ -53,11 +53,11 @@ class Context:
     source: WeightSource | None
     device: torch.device
     megatron_finalizes: bool
-    assemblies: dict[str, Assembly] = field(default_factory=dict)
+    assemblies: dict[str, ParamMapping] = field(default_factory=dict)
     renamed_buffers: dict[str, str] = field(default_factory=dict)
     made: dict[str, nn.Parameter] = field(default_factory=dict)
     expert_group: Any = None
-    context_parallel: ContextParallel | None = None
+    context_parallel: CpGroup | None = None
     float32: frozenset[str] = frozenset()
     tokens: Tokens = field(default_factory=Tokens)
     process_groups: Any = None
@@ -102,7 +102,9 @@ class Context:
         deferred = self.source is None and held.device.type == "meta"
         return init_empty_weights() if deferred else nullcontext()
 
-    def adopt_assembled(self, parameter: nn.Parameter, assembly: Assembly, held: Sequence[nn.Parameter]) -> None:
+    def adopt_assembled(
+        self, parameter: nn.Parameter, assembly: ParamMapping, held: Sequence[nn.Parameter]
+    ) -> None:
         """The same as ``adopt`` for a parameter that is made of several HF tensors."""
         parameter.requires_grad_(held[0].requires_grad)
         self._fill(parameter, assembly, held)
@@ -116,7 +118,7 @@ class Context:
             return placement.shard(held, rank, size)
         return None  # deferred by init_empty_weights
 
-    def _fill(self, parameter: nn.Parameter, assembly: Assembly, held: Sequence[torch.Tensor]) -> None:
+    def _fill(self, parameter: nn.Parameter, assembly: ParamMapping, held: Sequence[torch.Tensor]) -> None:
         """Gives a parameter of this rank its values, from the source or from the tensors the model held."""
         device, dtype = parameter.device, parameter.dtype
         if self.source is not None:
@@ -146,12 +148,12 @@ class Context:
         parameter.__dict__.update(held.__dict__)
         parameter.__dict__.update(own)
         parameter.requires_grad_(held.requires_grad)
-        self._fill(parameter, Assembly((placement,)), [held.detach()])
+        self._fill(parameter, ParamMapping((placement,)), [held.detach()])
         self.made[placement.name] = parameter
         reduce_partial_gradient(parameter, placement, self)
 
 
-def reduce_partial_gradient(parameter: nn.Parameter, placement: Placement, context: Context) -> None:
+def reduce_partial_gradient(parameter: nn.Parameter, placement: Placement, context: BuildContext) -> None:
     """Has the gradient of a replicated parameter summed over TP where each rank computes a part of it."""
     if placement.tp_gradient == "complete" or context.size == 1 or not parameter.requires_grad:
         if hasattr(parameter, "sequence_parallel"):

@@ -14,17 +14,17 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import nn
 
 from megasched.analysis.recorded import LeafPath, change_leaves
-from megasched.analysis.sequence_plan import SequenceRegion
+from megasched.analysis.sequence_plan import CpRegion
 from megasched.definition.mask_interface import whole_sequence
 from megasched.definition.sequence_split import Zigzag
 from megasched.errors import MegaschedError
 from megasched.graph import opaque
-from megasched.language.tensor_types import Along
-from megasched.layers.te.attention import TeContext
+from megasched.language.tensor_types import ShardDim
+from megasched.layers.te.attention import TeCpArgs
 from megasched.layers.wrap import Forward, wrap_forward
 
 
-class ContextParallel:
+class CpGroup:
     """The ranks that share a sequence, and what they exchange.
 
     Attributes:
@@ -39,7 +39,7 @@ class ContextParallel:
         self.zigzag = Zigzag(group.size(), group.rank())
         self.batch = 1
 
-    def gather(self, part: torch.Tensor, along: Along) -> torch.Tensor:
+    def gather(self, part: torch.Tensor, along: ShardDim) -> torch.Tensor:
         """The whole of a tensor that is split along the sequence, in the order of the sequence.
 
         Each rank's gradient of the whole is a part of it, so they are summed and split again (reduce-scatter).
@@ -50,10 +50,10 @@ class ContextParallel:
 
     def gather_together(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [b, heads, s, d] of the whole sequence, of parts of it; one collective."""
-        together = self.gather(torch.cat([key, value], dim=-1), Along(2))
+        together = self.gather(torch.cat([key, value], dim=-1), ShardDim(2))
         return together.split([key.shape[-1], value.shape[-1]], dim=-1)
 
-    def for_te(self, config: Any, layer: int | None) -> TeContext:
+    def for_te(self, config: Any, layer: int | None) -> TeCpArgs:
         """What Transformer Engine's attention is told, as Megatron's ``TEDotProductAttention`` tells it
         (megatron/core/extensions/transformer_engine.py).
 
@@ -64,7 +64,7 @@ class ContextParallel:
         kind = comm_type(config, layer or 0)
         group = get_hierarchical_context_parallel_groups() if kind == "a2a+p2p" else self.group
         ranks = torch.distributed.get_process_group_ranks(self.group)
-        return TeContext(group, ranks, _stream(), kind, self.zigzag.size)
+        return TeCpArgs(group, ranks, _stream(), kind, self.zigzag.size)
 
 
 def comm_type(config: Any, layer: int) -> str:
@@ -79,7 +79,7 @@ def _stream() -> Any:
     return torch.cuda.Stream()
 
 
-def enter_sequence_region(path: str, module: nn.Module, region: SequenceRegion, context: ContextParallel) -> None:
+def enter_sequence_region(path: str, module: nn.Module, region: CpRegion, context: CpGroup) -> None:
     """Has a module compute whole sequences, the same on every CP rank, of which each then takes its own part.
 
     A rank's gradient inside is that of its own part of the output; summed over data parallelism, which includes
@@ -99,9 +99,7 @@ def enter_sequence_region(path: str, module: nn.Module, region: SequenceRegion, 
     wrap_forward(module, wrapper)
 
 
-def gather_recorded(
-    path: str, module: nn.Module, places: Mapping[LeafPath, Along], context: ContextParallel
-) -> None:
+def gather_recorded(path: str, module: nn.Module, places: Mapping[LeafPath, ShardDim], context: CpGroup) -> None:
     """Hands out of whole sequences what HF's hooks recorded inside of layers.
 
     Args:
@@ -120,12 +118,12 @@ def gather_recorded(
     wrap_forward(module, wrapper)
 
 
-def _in_batch[Leaf](places: Mapping[Leaf, Along], batch: int) -> dict[Leaf, Along]:
+def _in_batch[Leaf](places: Mapping[Leaf, ShardDim], batch: int) -> dict[Leaf, ShardDim]:
     """The trial call's batch was another one."""
     return {index: replace(along, outer=batch if along.outer > 1 else 1) for index, along in places.items()}
 
 
-def _mapped(value: Any, places: Mapping[int, Along], function: Any, path: str) -> Any:
+def _mapped(value: Any, places: Mapping[int, ShardDim], function: Any, path: str) -> Any:
     """The same structure with ``function`` of the tensors that are split, which the trial call has found."""
     leaves, structure = torch.utils._pytree.tree_flatten(value)
     for index, along in places.items():

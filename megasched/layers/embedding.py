@@ -13,7 +13,7 @@ import torch
 from megatron.core.tensor_parallel import VocabParallelEmbedding, set_tensor_model_parallel_attributes
 from torch import nn
 
-from megasched.layers.build_context import Context
+from megasched.layers.build_context import BuildContext
 from megasched.layers.ids import refuse_ids
 from megasched.layers.linear import make_parameter
 
@@ -52,7 +52,7 @@ def _lookup(module: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.where((ids == module.padding_idx).unsqueeze(-1), found.detach(), found)
 
 
-def lower_features(path: str, module: nn.Embedding, context: Context) -> nn.Module:
+def lower_features(path: str, module: nn.Embedding, context: BuildContext) -> nn.Module:
     """This rank's columns of a table, its values filled in: ids [...] -> [..., features / tp]. Nothing is sent."""
     held = module.weight
     parallel = nn.Embedding(1, 1, device="meta")
@@ -63,7 +63,7 @@ def lower_features(path: str, module: nn.Embedding, context: Context) -> nn.Modu
     return parallel
 
 
-def lower_embedding(path: str, module: nn.Embedding, context: Context) -> nn.Module:
+def lower_embedding(path: str, module: nn.Embedding, context: BuildContext) -> nn.Module:
     """The vocabulary-parallel embedding that takes the place of an HF one, its values filled in."""
     placement = context.plan.placement(path, "weight")
     held = module.weight

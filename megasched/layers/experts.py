@@ -24,14 +24,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from megasched.graph import opaque
-from megasched.layers.build_context import Context
+from megasched.layers.build_context import BuildContext
 from megasched.layers.linear import make_parameter
 from megasched.layers.wrap import wrap_forward
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def lower_experts(path: str, module: nn.Module, context: Context) -> None:
+def lower_experts(path: str, module: nn.Module, context: BuildContext) -> None:
     """Leaves a module of experts (``megasched.definition.experts``) with those of this EP rank, and has pairs sent
     to them.
 

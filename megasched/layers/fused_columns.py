@@ -45,7 +45,7 @@ class _Join(torch.autograd.Function):
         )
 
 
-class HandingOut:
+class SharedProduct:
     """Linears with the same input, computed at the first call; not a module, so that the module tree stays the
     definition's."""
 
@@ -80,7 +80,7 @@ class HandingOut:
         return self._source is not None and self._source[0] is source[0] and self._source[1:] == source[1:]
 
 
-class JointColumns(HandingOut):
+class FusedColumns(SharedProduct):
     """Columns by one product of torch's.
 
     Args:

@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from megasched.definition.linears import output_axis
-from megasched.layers.build_context import Context
-from megasched.layers.fused_columns import JointColumns
-from megasched.layers.regions import sum_gradient
+from megasched.layers.build_context import BuildContext
+from megasched.layers.fused_columns import FusedColumns
+from megasched.layers.regions import all_reduce_gradient
 from megasched.layers.tokens import Tokens
 from megasched.plan.placement import Placement
 
@@ -44,7 +44,7 @@ class ColumnLinear(ColumnParallelLinear):
     real_features: int | None = None
     inside: bool = False
     overwritten: bool = False
-    joint: JointColumns | None = None
+    joint: FusedColumns | None = None
     tokens: Tokens
     # Megatron's has an empty entry for Transformer Engine in its state dict; the definition's has none.
     get_extra_state = nn.Module.get_extra_state
@@ -99,7 +99,7 @@ class RowLinear(RowParallelLinear):
         else:
             output = super().forward(x)[0]
         if self.inside:
-            output = sum_gradient(output, self.tp_group)
+            output = all_reduce_gradient(output, self.tp_group)
         return output.clone() if self.overwritten else output
 
 
@@ -137,7 +137,7 @@ class ReplicatedHeadsLinear(nn.Module):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def lower_linear(path: str, module: nn.Module, context: Context, *, entered: bool) -> nn.Module:
+def lower_linear(path: str, module: nn.Module, context: BuildContext, *, entered: bool) -> nn.Module:
     """The layer of Megatron's that takes the place of an HF linear, its values filled in.
 
     Args:
@@ -210,7 +210,7 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 
 
 def make_parameter(
-    owner: nn.Module, name: str, placement: Placement, held: nn.Parameter, context: Context
+    owner: nn.Module, name: str, placement: Placement, held: nn.Parameter, context: BuildContext
 ) -> nn.Parameter:
     """Registers this rank's part of an HF parameter, its values filled in."""
     dtype = context.dtype(placement, held)

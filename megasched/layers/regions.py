@@ -18,9 +18,9 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 
 from megasched.analysis.recorded import LeafPath, change_leaves
-from megasched.analysis.slot import Slot
+from megasched.analysis.slot import HiddenStateArg
 from megasched.graph import opaque
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 from megasched.layers.wrap import Forward, wrap_forward
 
 
@@ -43,14 +43,16 @@ def enter_region(
         whole: those of a needed region's slots that are not split.
     """
     if needed:
-        transfer = functools.partial(_gather_contiguous if split else sum_gradient, group=group)
+        transfer = functools.partial(_gather_contiguous if split else all_reduce_gradient, group=group)
     else:
         transfer = functools.partial(
             gather_for_region if split else copy_to_tensor_model_parallel_region, group=group
         )
     # In a graph of a module around this one it stays a call: a trace would lose its backward.
     take = functools.partial(opaque.call, "enter_region", transfer)
-    take_whole = functools.partial(opaque.call, "enter_region", functools.partial(sum_gradient, group=group))
+    take_whole = functools.partial(
+        opaque.call, "enter_region", functools.partial(all_reduce_gradient, group=group)
+    )
 
     def wrapper(forward: Forward) -> Forward:
         def entered(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +67,7 @@ def enter_region(
     wrap_forward(module, wrapper)
 
 
-def leave_region(module: nn.Module, slot: int | str, leaves: Mapping[int, Along | None], group: Any) -> None:
+def leave_region(module: nn.Module, slot: int | str, leaves: Mapping[int, ShardDim | None], group: Any) -> None:
     """Hands out whole what is whole inside a region, or this rank's part of the sequence.
 
     Each rank then has a part of the gradient inside, as a region needs it: of its part of the sequence, or its
@@ -118,7 +120,7 @@ def _part(x: torch.Tensor, dim: int, batch: int, group: Any) -> torch.Tensor:
     return part if dim == 1 else part.flatten(0, 1)
 
 
-def take_own_sequence(module: nn.Module, group: Any) -> None:
+def take_local_sequence(module: nn.Module, group: Any) -> None:
     """The module inside of a region gets this rank's part of the sequence: [b, s, ...] -> [b, s / tp, ...]."""
 
     def wrapper(forward: Forward) -> Forward:
@@ -127,7 +129,7 @@ def take_own_sequence(module: nn.Module, group: Any) -> None:
     wrap_forward(module, wrapper)
 
 
-def sum_gradient(x: torch.Tensor, group: Any) -> torch.Tensor:
+def all_reduce_gradient(x: torch.Tensor, group: Any) -> torch.Tensor:
     """Identity; the gradient is summed over TP.
 
     Unlike Megatron's ``copy_to_tensor_model_parallel_region``, which sums in the very tensor it is handed: that
@@ -174,7 +176,7 @@ def _gather_contiguous(x: torch.Tensor, group: Any) -> torch.Tensor:
     return gather_for_region(x, group).contiguous()
 
 
-def split_sequence(layer: nn.Module, slot: Slot, group: Any) -> None:
+def split_sequence(layer: nn.Module, slot: HiddenStateArg, group: Any) -> None:
     """The hidden state is split along the sequence as it enters this (first) layer, to [b, s / tp, h]."""
 
     def wrapper(forward: Forward) -> Forward:
@@ -207,7 +209,7 @@ def _split(x: torch.Tensor, group: Any) -> torch.Tensor:
     return scatter_to_sequence_parallel_region(x.transpose(0, 1).contiguous(), group=group).transpose(0, 1)
 
 
-def join_sequence(layer: nn.Module, slot: Slot, group: Any) -> None:
+def join_sequence(layer: nn.Module, slot: HiddenStateArg, group: Any) -> None:
     """The hidden state is whole again as it leaves this (last) layer: [b, s / tp, h] -> [b, s, h].
 
     What follows is the same on all TP ranks, so the gradient is only split again, not summed.

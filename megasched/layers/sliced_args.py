@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.parts import Part
+from megasched.analysis.parts import ArgSlice
 from megasched.layers.wrap import Forward, wrap_forward
 from megasched.plan.plan import Plan
 
 
-def parts_of(plan: Plan, path: str) -> dict[int | str, Part]:
+def parts_of(plan: Plan, path: str) -> dict[int | str, ArgSlice]:
     """Arguments of one module of which each rank takes its part."""
     return {argument.slot: part for argument, part in plan.derived.parts.items() if argument.path == path}
 
 
-def take_parts(module: nn.Module, parts: Mapping[int | str, Part], group: Any) -> None:
+def slice_args(module: nn.Module, parts: Mapping[int | str, ArgSlice], group: Any) -> None:
     """Hands the module this rank's part of these arguments: [..., heads, ...] -> [..., heads / tp, ...].
 
     They carry no gradient, so nothing is communicated.
@@ -35,7 +35,7 @@ def take_parts(module: nn.Module, parts: Mapping[int | str, Part], group: Any) -
     wrap_forward(module, wrapper)
 
 
-def _taken(x: torch.Tensor, part: Part, group: Any) -> torch.Tensor:
+def _taken(x: torch.Tensor, part: ArgSlice, group: Any) -> torch.Tensor:
     """A view where the dimension counts nothing else: masks of every head are large."""
     length = part.count // group.size()
     start = length * group.rank()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.slot import Slot
+from megasched.analysis.slot import HiddenStateArg
 from megasched.layers.wrap import Forward, wrap_forward
 
 
@@ -34,7 +34,7 @@ class Tokens:
         return output.unflatten(1, (x.shape[0], *x.shape[2:-1])).transpose(0, 1)
 
 
-def note_batch(layer: nn.Module, slot: Slot, tokens: Tokens) -> None:
+def note_batch(layer: nn.Module, slot: HiddenStateArg, tokens: Tokens) -> None:
     """Has a layer say of how many sequences its hidden state [b, s, h] is."""
 
     def wrapper(forward: Forward) -> Forward:

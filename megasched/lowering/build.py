@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from megasched.analysis.known_runs import KnownRuns, usual_length
-from megasched.analysis.meta_call import own_inputs
+from megasched.analysis.meta_call import example_inputs
 from megasched.errors import Problem, ScheduleError
 from megasched.language.schedule import Schedule, current_layout
-from megasched.layers.attention import switch_on
+from megasched.layers.attention import enable
 from megasched.lowering.lora import adapt_modules
 from megasched.lowering.replace import replace_modules
 from megasched.plan.make import make_plan
@@ -44,11 +44,11 @@ def carry_out(schedule: Schedule, inputs: Mapping[str, Any] | None = None) -> Pl
     _check_place(schedule)
     model = schedule.mod
     length = None  # of a run's sequences; the inputs that are given have their own
-    if inputs is None and (inputs := own_inputs(model)) is not None:
+    if inputs is None and (inputs := example_inputs(model)) is not None:
         length = usual_length(model)
     with ExitStack() as undo:
         if inputs is not None:
-            undo.callback(switch_on(model, inputs))
+            undo.callback(enable(model, inputs))
         replace_modules(schedule, model, inputs=inputs, undo=undo)
         adapt_modules(schedule, model, undo)
         plan = make_plan(schedule, model=model, inputs=inputs, runs=KnownRuns(length))
@@ -87,12 +87,12 @@ def _lower_here(schedule: Schedule, model: nn.Module, plan: Plan) -> None:
     from megatron.core import parallel_state
     from megatron.core.model_parallel_config import ModelParallelConfig
 
-    from megasched.layers.build_context import Context
+    from megasched.layers.build_context import BuildContext
     from megasched.lowering.lower import lower
 
     first = next(model.parameters(), torch.empty(0))
     grouped = parallel_state.model_parallel_is_initialized()
-    context = Context(
+    context = BuildContext(
         # Megatron's layers need its groups; without any there is nothing to share a layer with.
         plan=plan if grouped else replace(plan, cuts={}, joint=[]),
         group=parallel_state.get_tensor_model_parallel_group() if grouped else _Alone(),

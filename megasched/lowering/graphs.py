@@ -18,17 +18,17 @@ from megasched.errors import Problem, ScheduleError
 from megasched.graph.compilers import get_compiler
 from megasched.graph.definition_graphs import standing_leaves
 from megasched.graph.intercept import Hook, Limits
-from megasched.graph.partition import Edit, Part
+from megasched.graph.partition import Edit, ExtractedSubgraph
 from megasched.graph.subgraph import Subgraph
 from megasched.graph.traced import TracedModule, trace_module
 from megasched.language.records import Record
-from megasched.layers.build_context import Context
+from megasched.layers.build_context import BuildContext
 from megasched.layers.linear import ReplicatedHeadsLinear
 from megasched.layers.recompute import recompute, tracker_states
 from megasched.layers.te.linear import TeLinear
 
 
-def trace_modules(model: nn.Module, context: Context, here: Callable[[str], bool]) -> Callable[[str], bool]:
+def trace_modules(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) -> Callable[[str], bool]:
     """Puts graphs in the place of the forwards that the records ask for.
 
     Returns:
@@ -89,7 +89,7 @@ def _edit(record: Record, traced: TracedModule) -> Edit:
     return Edit(subgraph, partial(_replaced, record), record.source)
 
 
-def _recomputed(root: nn.Module, part: Part) -> Callable[..., Any]:
+def _recomputed(root: nn.Module, part: ExtractedSubgraph) -> Callable[..., Any]:
     def run(*tensors: torch.Tensor) -> Any:
         if root.training and torch.is_grad_enabled():
             return recompute(part.graph, *tensors)
@@ -98,7 +98,7 @@ def _recomputed(root: nn.Module, part: Part) -> Callable[..., Any]:
     return run
 
 
-def _replaced(record: Record, part: Part) -> Callable[..., Any]:
+def _replaced(record: Record, part: ExtractedSubgraph) -> Callable[..., Any]:
     factory = record.arguments["factory"]
     new = factory if isinstance(factory, nn.Module) else factory(part.graph)
     if not callable(new):

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megasched.analysis.known_runs import KnownRuns
-from megasched.analysis.structure import Structure, structure_of
+from megasched.analysis.structure import LayerStack, layer_stack_of
 from megasched.definition.objectives import find_objective
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language.schedule import Schedule
@@ -34,7 +34,7 @@ class KnownModel:
     """
 
     definition: PreTrainedModel
-    structure: Structure | None
+    structure: LayerStack | None
     schedule: str
     function: ScheduleFunction
     runs: KnownRuns = field(default_factory=KnownRuns)
@@ -98,8 +98,8 @@ def know_model(
         what = "a function on it (its forward, or a hook) holds a parameter or a buffer, and a run has others"
         remedy = "have the function hold the module, and read the tensor off that when it runs"
         raise ScheduleError(Problem(what, path, remedy=remedy))
-    attention.switch_on(definition)
-    return KnownModel(definition, structure_of(definition), schedule, function)
+    attention.enable(definition)
+    return KnownModel(definition, layer_stack_of(definition), schedule, function)
 
 
 def _refuse_computed_weights(schedule: Schedule) -> None:

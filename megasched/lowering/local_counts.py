@@ -12,10 +12,12 @@ from megasched.language.roles import Roles
 from megasched.plan.record_checks import local_value, owner_of, sharded_attention
 
 if TYPE_CHECKING:
-    from megasched.layers.build_context import Context
+    from megasched.layers.build_context import BuildContext
 
 
-def divide_local_attributes(roles: Roles, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
+def divide_local_attributes(
+    roles: Roles, model: nn.Module, context: BuildContext, here: Callable[[str], bool]
+) -> None:
     """Divides the attributes that the adapter names by TP, where the module's heads are sharded.
 
     ``config.x`` divides a field of the module's config, on a copy of its own.

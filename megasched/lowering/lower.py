@@ -11,14 +11,14 @@ from torch import nn
 from megasched.analysis.labels import Region
 from megasched.definition.linears import plain_attributes
 from megasched.language.lora import DROPOUT
-from megasched.language.roles import Attention, Block, Mixture
+from megasched.language.roles import AttentionSpec, LayerSpec, MoeSpec
 from megasched.language.schedule import Schedule
 from megasched.layers.attention import AttentionSettings
-from megasched.layers.build_context import Context
+from megasched.layers.build_context import BuildContext
 from megasched.layers.context_parallel import enter_sequence_region, gather_recorded
 from megasched.layers.embedding import lower_embedding, lower_features
 from megasched.layers.experts import lower_experts
-from megasched.layers.fused_columns import JointColumns
+from megasched.layers.fused_columns import FusedColumns
 from megasched.layers.linear import lower_linear
 from megasched.layers.norms import fuse_norms
 from megasched.layers.regions import (
@@ -28,9 +28,9 @@ from megasched.layers.regions import (
     share_recorded,
     split_arguments,
     split_sequence,
-    take_own_sequence,
+    take_local_sequence,
 )
-from megasched.layers.sliced_args import parts_of, take_parts
+from megasched.layers.sliced_args import parts_of, slice_args
 from megasched.layers.te.attention import TeCore, uses_transformer_engine
 from megasched.layers.te.linear import TeProduct, lower_te_linear
 from megasched.layers.tokens import note_batch
@@ -39,13 +39,13 @@ from megasched.lowering.annotations import carried_annotations
 from megasched.lowering.graphs import trace_modules
 from megasched.lowering.local_counts import divide_local_attributes
 from megasched.lowering.records import PLANNED, carry_out_record
-from megasched.lowering.transfer import carry_hooks, module_places
+from megasched.lowering.transfer import module_places, transfer_hooks
 from megasched.plan.communication import shared_regions
 from megasched.plan.fused_columns import fused_paths
 from megasched.plan.plan import Plan
 
 
-def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
+def lower(schedule: Schedule, model: nn.Module, context: BuildContext, here: Callable[[str], bool]) -> None:
     """Lowers the modules for which ``here(path)`` holds; the others are left alone."""
     plan = context.plan
     regions = shared_regions(plan) if context.size > 1 else {}
@@ -81,7 +81,7 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
     if context.size > 1:
         for path in {argument.path for argument in plan.derived.parts}:
             if alone(path):
-                take_parts(model.get_submodule(path), parts_of(plan, path), context.group)
+                slice_args(model.get_submodule(path), parts_of(plan, path), context.group)
     divide_local_attributes(schedule.roles, model, context, own)
     _settle_attention(model, context, own)
     for path in plan.derived.forked:
@@ -93,7 +93,7 @@ def lower(schedule: Schedule, model: nn.Module, context: Context, here: Callable
 
 
 def lower_sequence_boundaries(
-    model: nn.Module, context: Context, here: Callable[[str], bool], *, first: bool, last: bool
+    model: nn.Module, context: BuildContext, here: Callable[[str], bool], *, first: bool, last: bool
 ) -> None:
     """Sequence parallelism: the layers run on a part of the sequence each; draws inside them differ.
 
@@ -115,7 +115,9 @@ def lower_sequence_boundaries(
         join_sequence(model.get_submodule(paths[structure.last]), structure.slot, context.group)
 
 
-def _lower_blocks(schedule: Schedule, model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
+def _lower_blocks(
+    schedule: Schedule, model: nn.Module, context: BuildContext, here: Callable[[str], bool]
+) -> None:
     """Puts Megatron's layers, attention, mixtures and MLPs in the places of the definition's; their parameters are
     all filled then."""
     # They import Megatron's specs, which few runs need.
@@ -130,21 +132,21 @@ def _lower_blocks(schedule: Schedule, model: nn.Module, context: Context, here: 
     def put(path: str, make: Callable[[nn.Module], nn.Module]) -> None:
         old = model.get_submodule(path)
         new = make(old)
-        carry_hooks(old, new)
+        transfer_hooks(old, new)
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, new.train(old.training))
 
-    attention = roles.block.attention if isinstance(roles.block, Block) else roles.attention
+    attention = roles.block.attention if isinstance(roles.block, LayerSpec) else roles.attention
     if context.plan.blocks or context.plan.attentions:
-        assert isinstance(attention, Attention)
+        assert isinstance(attention, AttentionSpec)
         angles = rotary_angles(model, attention, context.context_parallel)
     for path in filter(here, sorted(context.plan.blocks)):
         put(path, lambda old, path=path: lower_block(path, old, model, roles, angles, context))
     for path in filter(here, sorted(context.plan.attentions)):
-        assert isinstance(roles.attention, Attention)
+        assert isinstance(roles.attention, AttentionSpec)
         put(path, lambda old, path=path: lower_attention(path, model, roles.attention, angles, context))
     for path in filter(here, sorted(context.plan.mixtures)):
-        assert isinstance(roles.mixture, Mixture)
+        assert isinstance(roles.mixture, MoeSpec)
         put(path, lambda old, path=path: lower_mixture(path, model, roles.mixture, context))
     for path in filter(here, sorted(context.plan.mlps)):
         put(path, lambda old, path=path: lower_mlp(path, model, context))
@@ -156,12 +158,12 @@ def _join(model: nn.Module, plan: Plan, here: Callable[[str], bool]) -> None:
     apart = plan.te_linears.difference(*together)
     for paths in [*together, *((path,) for path in sorted(apart) if here(path))]:
         members: list[Any] = [model.get_submodule(path) for path in paths]
-        joint = TeProduct(members) if paths[0] in plan.te_linears else JointColumns(members)
+        joint = TeProduct(members) if paths[0] in plan.te_linears else FusedColumns(members)
         for member in members:
             member.joint = joint
 
 
-def _lower_cut(path: str, module: nn.Module, context: Context, entered: bool) -> nn.Module:
+def _lower_cut(path: str, module: nn.Module, context: BuildContext, entered: bool) -> nn.Module:
     if isinstance(module, nn.Embedding):
         by_rows = context.plan.cuts[path] == "vocab"
         lowered = (lower_embedding if by_rows else lower_features)(path, module, context)
@@ -172,13 +174,13 @@ def _lower_cut(path: str, module: nn.Module, context: Context, entered: bool) ->
     for name, value in plain_attributes(module).items():
         if not hasattr(lowered, name):
             setattr(lowered, name, value)
-    carry_hooks(module, lowered)
+    transfer_hooks(module, lowered)
     for name, child in module.named_children():  # of an adapter
         lowered.add_module(name, child)
     return lowered.train(module.training)
 
 
-def _lower_whole(path: str, module: nn.Module, context: Context) -> None:
+def _lower_whole(path: str, module: nn.Module, context: BuildContext) -> None:
     """Parameters that every TP rank holds whole: made real where they are on meta, filled, marked."""
     for name, held in list(module.named_parameters(recurse=False)):
         placement = context.plan.placement(path, name)
@@ -198,7 +200,7 @@ def _lower_whole(path: str, module: nn.Module, context: Context) -> None:
 
 
 def _lower_regions(
-    regions: Mapping[str, Region], model: nn.Module, context: Context, here: Callable[[str], bool]
+    regions: Mapping[str, Region], model: nn.Module, context: BuildContext, here: Callable[[str], bool]
 ) -> None:
     """Wraps the modules where activations are taken over to TP once for all inside."""
     derived = context.plan.derived
@@ -219,15 +221,15 @@ def _lower_regions(
         share_recorded(path, model.get_submodule(path), leaves, context.group)
 
 
-def _read_own_part(column: nn.Module, context: Context) -> None:
+def _read_own_part(column: nn.Module, context: BuildContext) -> None:
     """A column's adapter reads this rank's part of the sequence that the region has gathered: its own gathers what
     is of the rank's size only, and a dropout draws for each token once."""
     dropout = getattr(column, DROPOUT, None)
     if isinstance(dropout, nn.Module):
-        take_own_sequence(dropout, context.group)
+        take_local_sequence(dropout, context.group)
 
 
-def _enter_sequence_regions(model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
+def _enter_sequence_regions(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) -> None:
     """Whole sequences for what needs them; outside of layers, each stage runs what has no parameters."""
     plan, ranks = context.plan, context.context_parallel
     if plan.sequence is None or plan.structure is None or ranks is None:
@@ -239,7 +241,7 @@ def _enter_sequence_regions(model: nn.Module, context: Context, here: Callable[[
         gather_recorded(path, model.get_submodule(path), places, ranks)
 
 
-def _settle_attention(model: nn.Module, context: Context, here: Callable[[str], bool]) -> None:
+def _settle_attention(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) -> None:
     plan = context.plan
     for path, (heads, sharded) in plan.derived.attention.items():
         if here(path):

@@ -12,10 +12,10 @@ from torch import nn
 from megasched.errors import ConfigError
 from megasched.graph import opaque
 from megasched.language.records import Record
-from megasched.layers.build_context import Context
+from megasched.layers.build_context import BuildContext
 from megasched.layers.wrap import draw_forked, recompute_module, wrap_forward
 
-RecordLowering = Callable[[nn.Module, Record, Context], None]
+RecordLowering = Callable[[nn.Module, Record, BuildContext], None]
 _RECORD_LOWERINGS: dict[str, RecordLowering] = {}
 
 
@@ -63,29 +63,29 @@ PLANNED = frozenset(
 )
 
 
-def carry_out_record(module: nn.Module, record: Record, context: Context) -> None:
+def carry_out_record(module: nn.Module, record: Record, context: BuildContext) -> None:
     """Does what a record asks for; its primitive must not be one that is planned as a whole."""
     _RECORD_LOWERINGS[record.primitive](module, record, context)
 
 
 @register_lowering("checkpoint")
-def _checkpoint(module: nn.Module, record: Record, context: Context) -> None:
+def _checkpoint(module: nn.Module, record: Record, context: BuildContext) -> None:
     if "subgraph" not in record.arguments:  # a part of a module is done in its graph (graphs.py)
         recompute_module(module, record.path)
 
 
 @register_lowering("fork_rng")
-def _fork_rng(module: nn.Module, record: Record, context: Context) -> None:
+def _fork_rng(module: nn.Module, record: Record, context: BuildContext) -> None:
     draw_forked(module)
 
 
 @register_lowering("annotate")
-def _annotate(module: nn.Module, record: Record, context: Context) -> None:
+def _annotate(module: nn.Module, record: Record, context: BuildContext) -> None:
     setattr(getattr(module, record.arguments["param"]), record.arguments["key"], record.arguments["value"])
 
 
 @register_lowering("hook")
-def _hook(module: nn.Module, record: Record, context: Context) -> None:
+def _hook(module: nn.Module, record: Record, context: BuildContext) -> None:
     register = {
         "fw_pre": module.register_forward_pre_hook,
         "fw_post": module.register_forward_hook,
@@ -95,7 +95,7 @@ def _hook(module: nn.Module, record: Record, context: Context) -> None:
 
 
 @register_lowering("sync")
-def _sync(module: nn.Module, record: Record, context: Context) -> None:
+def _sync(module: nn.Module, record: Record, context: BuildContext) -> None:
     """On a sharded module the plan has checked it and the layer does it; elsewhere it is done as written."""
     if record.path in context.plan.cuts or context.size == 1:
         return
@@ -118,7 +118,7 @@ def _sync(module: nn.Module, record: Record, context: Context) -> None:
     wrap_forward(module, wrapper)
 
 
-def _operation(record: Record, context: Context) -> Callable[[torch.Tensor], torch.Tensor]:
+def _operation(record: Record, context: BuildContext) -> Callable[[torch.Tensor], torch.Tensor]:
     from megatron.core import tensor_parallel as tp
 
     op = record.arguments["op"]

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from megasched.analysis.meta_call import call_hooks, meta_copy, own_inputs, run_on_meta, to_meta
+from megasched.analysis.meta_call import call_hooks, example_inputs, meta_copy, run_on_meta, to_meta
 from megasched.errors import Problem, ScheduleError
 from megasched.language.primitives.replace_all import matches
 from megasched.language.records import Record
 from megasched.language.schedule import Schedule
-from megasched.lowering.transfer import carry_hooks, carry_weights, module_places
+from megasched.lowering.transfer import module_places, transfer_hooks, transfer_weights
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -70,7 +70,7 @@ def _replacements(schedule: Schedule) -> Iterator[tuple[Record, str]]:
 
 def _calls(model: nn.Module, paths: set[str], inputs: Mapping[str, Any] | None) -> dict[str, list[Call]]:
     """How each of these modules is called in one forward; nothing where no inputs are known."""
-    inputs = own_inputs(model) if inputs is None else inputs
+    inputs = example_inputs(model) if inputs is None else inputs
     found: dict[str, list[Call]] = {}
     if inputs is None:
         return found
@@ -109,11 +109,11 @@ def _replace_one(
     if new is None:
         return found
     found = _wrong_call(old, new, path, record, calls)
-    found += carry_weights(old, new, path, record, schedule.renamed)
+    found += transfer_weights(old, new, path, record, schedule.renamed)
     if found:
         return found
     if all(module is not old for module in new.modules()):  # the old one would run its hooks itself
-        carry_hooks(old, new)
+        transfer_hooks(old, new)
     new.train(old.training)
     for parent, name in module_places(model)[old]:
         setattr(parent, name, new)

@@ -33,7 +33,7 @@ class _Reads(Mapping[str, torch.Tensor]):
         return len(self.parameters)
 
 
-def carry_weights(
+def transfer_weights(
     old: nn.Module, new: nn.Module, path: str, record: Record, renamed: MutableMapping[str, tuple[str, ...]]
 ) -> list[Problem]:
     """Gives every parameter and persistent buffer of the new module its value; complete on both sides.
@@ -141,7 +141,7 @@ def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in kept}
 
 
-def carry_hooks(old: nn.Module, new: nn.Module) -> None:
+def transfer_hooks(old: nn.Module, new: nn.Module) -> None:
     """Registers the old module's forward and backward hooks on the new one, after its own."""
     if old._is_full_backward_hook is not None and new._is_full_backward_hook is None:
         new._is_full_backward_hook = old._is_full_backward_hook

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megasched.language.roles import Roles
-from megasched.plan.indices import label_indices
+from megasched.plan.indices import fold_indices
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
 from megasched.trainer.session import Session
@@ -109,7 +109,7 @@ def fold_decisions(decisions: Iterable[Decision]) -> list[Decision]:
             pattern = f"{pattern[: index.start()]}.*.{pattern[index.end() :]}"
         groups.setdefault(replace(decision, parameter=pattern), []).append(int(index[1]) if index else -1)
     return [
-        replace(decision, parameter=decision.parameter.replace("*", label_indices(indices), 1))
+        replace(decision, parameter=decision.parameter.replace("*", fold_indices(indices), 1))
         for decision, indices in groups.items()
     ]
 
@@ -133,4 +133,4 @@ def fold_paths(paths: Iterable[str]) -> list[str]:
         index = re.search(r"\.(\d+)(?=\.|$)", path)
         pattern = path if index is None else f"{path[: index.start()]}.*{path[index.end() :]}"
         groups.setdefault(pattern, []).append(int(index[1]) if index else -1)
-    return [pattern.replace("*", label_indices(indices), 1) for pattern, indices in groups.items() if pattern]
+    return [pattern.replace("*", fold_indices(indices), 1) for pattern, indices in groups.items() if pattern]

@@ -17,7 +17,7 @@ from torch import nn
 from megasched.definition.linears import is_linear
 from megasched.errors import Problem
 from megasched.language.lora import adapted, adapter_names
-from megasched.language.roles import Attention, Mixture, Roles
+from megasched.language.roles import AttentionSpec, MoeSpec, Roles
 from megasched.layers.wrap import Forward, wrap_forward
 from megasched.plan.megatron_params import (
     ROUTER,
@@ -27,7 +27,7 @@ from megasched.plan.megatron_params import (
     mixture_assemblies,
     mlp_assemblies,
 )
-from megasched.plan.param_mapping import Assembly
+from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -60,9 +60,12 @@ def choose_fp8(plan: Plan, roles: Roles) -> list[Problem]:
             linears = _linears(plan, index)
             plan.te_linears.update(linears)
             products = _products(plan, linears)
-            if isinstance(roles.mixture, Mixture) and f"{layer}.{roles.mixture.module}" in plan.mixtures:
+            if isinstance(roles.mixture, MoeSpec) and f"{layer}.{roles.mixture.module}" in plan.mixtures:
                 products += _weights(plan, mixture_assemblies(plan, layer, roles.mixture))
-            if isinstance(roles.attention, Attention) and f"{layer}.{roles.attention.module}" in plan.attentions:
+            if (
+                isinstance(roles.attention, AttentionSpec)
+                and f"{layer}.{roles.attention.module}" in plan.attentions
+            ):
                 products += _weights(plan, attention_assemblies(plan, layer, roles.attention))
             for mlp in mlps[index]:
                 products += _weights(plan, mlp_assemblies(plan, layer, mlp))
@@ -75,7 +78,7 @@ def choose_fp8(plan: Plan, roles: Roles) -> list[Problem]:
     return problems
 
 
-def _weights(plan: Plan, made: dict[str, Assembly]) -> list[Assembly]:
+def _weights(plan: Plan, made: dict[str, ParamMapping]) -> list[ParamMapping]:
     """What Megatron's modules multiply with in 8 bits; experts are alike."""
     found = {product.name: product for name, product in made.items() if not name.endswith((ROUTER, SHARED_GATE))}
     return [product for product in found.values() if len(product.local_shape(plan.layout.tp)) == 2]
@@ -112,18 +115,18 @@ def _linears(plan: Plan, index: int) -> list[str]:
     ]
 
 
-def _products(plan: Plan, linears: list[str]) -> list[Assembly]:
+def _products(plan: Plan, linears: list[str]) -> list[ParamMapping]:
     """The weights of linears, those that are computed by one product together."""
     groups = {paths[0]: paths for paths in plan.joint if paths[0] in linears}
     later = {path for paths in groups.values() for path in paths[1:]}
     return [
-        Assembly(tuple(plan.placement(member, "weight") for member in groups.get(path, (path,))))
+        ParamMapping(tuple(plan.placement(member, "weight") for member in groups.get(path, (path,))))
         for path in linears
         if path not in later
     ]
 
 
-def _misfits(plan: Plan, layer: str, products: list[Assembly]) -> list[Problem]:
+def _misfits(plan: Plan, layer: str, products: list[ParamMapping]) -> list[Problem]:
     """Weights whose sizes on one rank no 8-bit matrix product takes."""
     fp8 = plan.layout.fp8
     assert fp8 is not None

@@ -6,7 +6,7 @@ from __future__ import annotations
 LABEL_PIECES = 4
 
 
-def label_indices(indices: list[int]) -> str:
+def fold_indices(indices: list[int]) -> str:
     """``0-3`` for neighbours, ``0,2,…,30`` for every second, ``0,3,7`` for what has no rule."""
     runs: list[list[int]] = []
     for index in indices:

@@ -15,7 +15,7 @@ from torch import nn
 from megasched.analysis.known_runs import KnownRuns
 from megasched.analysis.replay import Rank
 from megasched.analysis.stock import is_theirs
-from megasched.analysis.structure import Structure, find_structure
+from megasched.analysis.structure import LayerStack, find_layer_stack
 from megasched.definition.experts import find_experts, not_apart
 from megasched.errors import Problem, ScheduleError
 from megasched.language.records import Record
@@ -42,7 +42,7 @@ def make_plan(
     inputs: Mapping[str, Any] | None = None,
     causal_lm: bool = False,
     vocab_multiple: int | None = None,
-    structure: Structure | None = None,
+    structure: LayerStack | None = None,
     runs: KnownRuns | None = None,
 ) -> Plan:
     """Validates a schedule and derives everything from it.
@@ -179,7 +179,7 @@ def _derive(
     like: dict[str, str] = {}
     try:
         if causal_lm:
-            plan.structure = plan.structure or find_structure(model)
+            plan.structure = plan.structure or find_layer_stack(model)
             inputs = plan.structure.trial_inputs() if inputs is None else inputs
         if plan.cuts and inputs is None:
             return take_pairs(plan, model) + check_syncs(plan)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megasched.language.records import Record
-from megasched.language.roles import Attention, Block, Cut, Mixture, Mlp, Roles
+from megasched.language.roles import AttentionSpec, Cut, LayerSpec, MlpSpec, MoeSpec, Roles
 from megasched.layers.megatron.trials import Subject, Trials
 from megasched.plan.megatron_params import (
     assemblies,
@@ -29,14 +29,14 @@ from megasched.plan.plan import Plan
 if TYPE_CHECKING:
     from torch import nn
 
-    from megasched.plan.param_mapping import Assembly
+    from megasched.plan.param_mapping import ParamMapping
 
 # Calls on a module itself are carried out on what takes its place; nothing inside it is left to call.
 _INSIDE = ("shard", "level")
 
 
 @dataclass(frozen=True)
-class Part:
+class MegatronCandidate:
     """A module that one of Megatron's may stand for.
 
     Attributes:
@@ -48,7 +48,7 @@ class Part:
     kind: Literal["layer", "attention", "mixture", "MLP"]
     layer: str
     around: tuple[str, ...] = ()
-    mlp: Mlp | str = ""
+    mlp: MlpSpec | str = ""
 
 
 class _Inside:
@@ -88,10 +88,10 @@ class _Content:
     whole: Iterable[str]
 
 
-class WhyNot:
+class MegatronFit:
     """Why Megatron's modules can't stand for those of one plan; empty where they can."""
 
-    def __init__(self, plan: Plan, model: nn.Module, roles: Roles, parts: Mapping[str, Part]) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, roles: Roles, parts: Mapping[str, MegatronCandidate]) -> None:
         self.plan, self.roles = plan, roles
         self.subjects = {
             path: Subject(part.kind, path, part.layer)
@@ -102,23 +102,23 @@ class WhyNot:
         self.trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         self.inside = _Inside(plan)
 
-    def __call__(self, path: str, part: Part) -> str:
+    def __call__(self, path: str, part: MegatronCandidate) -> str:
         reason = self._by_description(path, part)
         if reason or part.kind == "MLP":  # which was tried when it was described
             return reason
         return self.trials(self.subjects[path])
 
-    def _is_described(self, path: str, part: Part) -> bool:
+    def _is_described(self, path: str, part: MegatronCandidate) -> bool:
         """Whether it is known how a layer, attention or mixture would be Megatron's."""
         roles = self.roles
         if part.kind == "layer":
-            described = isinstance(roles.block, Block)
+            described = isinstance(roles.block, LayerSpec)
             return described and self.plan.holds_parameters(f"{path}.{roles.block.attention.out}")
         if part.kind == "attention":
-            return isinstance(roles.attention, Attention) and path == f"{part.layer}.{roles.attention.module}"
-        return part.kind == "mixture" and isinstance(roles.mixture, Mixture)
+            return isinstance(roles.attention, AttentionSpec) and path == f"{part.layer}.{roles.attention.module}"
+        return part.kind == "mixture" and isinstance(roles.mixture, MoeSpec)
 
-    def _by_description(self, path: str, part: Part) -> str:
+    def _by_description(self, path: str, part: MegatronCandidate) -> str:
         if part.kind == "layer":
             return self._why_not_layer(path)
         if part.kind == "attention":
@@ -146,7 +146,7 @@ class WhyNot:
             or self._unlike(content, assemblies(plan, layer, self.roles))
         )
 
-    def _why_not_attention(self, path: str, part: Part) -> str:
+    def _why_not_attention(self, path: str, part: MegatronCandidate) -> str:
         plan, attention = self.plan, self.roles.attention
         if isinstance(attention, str):
             return attention
@@ -164,14 +164,14 @@ class WhyNot:
             or self._unlike(content, attention_assemblies(plan, part.layer, attention))
         )
 
-    def _attention_wants(self, attention: Attention) -> str:
+    def _attention_wants(self, attention: AttentionSpec) -> str:
         layout = self.plan.layout
         if attention.latent is not None and layout.tp > 1 and not layout.sp:
             return "its latent attention wants sequence parallelism where there are TP ranks"
         packed = bool(attention.sinks) and layout.packed_sequences
         return "Transformer Engine has no sinks for packed sequences" if packed else ""
 
-    def _why_not_mixture(self, path: str, part: Part) -> str:
+    def _why_not_mixture(self, path: str, part: MegatronCandidate) -> str:
         plan, mixture = self.plan, self.roles.mixture
         if isinstance(mixture, str):
             return mixture
@@ -187,7 +187,7 @@ class WhyNot:
             or self._unlike(content, mixture_assemblies(plan, part.layer, mixture))
         )
 
-    def _why_not_mlp(self, path: str, part: Part) -> str:
+    def _why_not_mlp(self, path: str, part: MegatronCandidate) -> str:
         plan, mlp = self.plan, part.mlp
         if isinstance(mlp, str):
             return mlp
@@ -200,7 +200,7 @@ class WhyNot:
             or self._unlike(content, mlp_assemblies(plan, part.layer, mlp))
         )
 
-    def _handed_whole(self, path: str, part: Part) -> str:
+    def _handed_whole(self, path: str, part: MegatronCandidate) -> str:
         """Whether a module in a layer is handed what was sent already, or more than its part of a sequence."""
         plan, layer = self.plan, part.layer
         around = {layer, *(path[:end] for end in range(len(layer), len(path)) if path[end] == ".")}
@@ -238,7 +238,7 @@ class WhyNot:
                 return f"{name} is sharded"
         return ""
 
-    def _unlike(self, content: _Content, made: Mapping[str, Assembly]) -> str:
+    def _unlike(self, content: _Content, made: Mapping[str, ParamMapping]) -> str:
         """What of a part's parameters is not its own, or not trained as the others."""
         if any(self.plan.canonical[name] != name for name in self._names(content)):
             return "a parameter is tied to one of another layer"
@@ -255,7 +255,7 @@ class WhyNot:
         uneven = len({has_bias(self.plan, layer, name) for name in names}) > 1
         return f"only some of {', '.join(names)} have a bias" if uneven else ""
 
-    def _biases_of_attention(self, layer: str, attention: Attention) -> str:
+    def _biases_of_attention(self, layer: str, attention: AttentionSpec) -> str:
         first, out = attention.inputs[0], attention.out
         lone = has_bias(self.plan, layer, out) and not has_bias(self.plan, layer, first)
         uneven = self._uneven_biases(layer, attention.inputs)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from megasched.definition.experts import find_experts
 from megasched.errors import Problem
 from megasched.language.records import Record
-from megasched.language.roles import Attention, Block, Mixture, Mlp, Roles
+from megasched.language.roles import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, Roles
 from megasched.plan.fused_columns import level_at, levels_asked, required
-from megasched.plan.megatron_fit import Part, WhyNot
+from megasched.plan.megatron_fit import MegatronCandidate, MegatronFit
 from megasched.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def choose_blocks(plan: Plan, model: nn.Module, roles: Roles, by_trainer: bool) 
         remedy = "train through `python -m megasched pretrain_gpt.py`, or use level('fused')"
         return [Problem(what, path, r.source, remedy) for path, r in asked.items() if required(r)]
     parts = _parts(plan, model, roles)
-    why_not = WhyNot(plan, model, roles, parts)
+    why_not = MegatronFit(plan, model, roles, parts)
     problems = []
     for path, record in asked.items():
         if structure.index_of(path) is not None and path not in parts:
@@ -56,21 +56,21 @@ def choose_blocks(plan: Plan, model: nn.Module, roles: Roles, by_trainer: bool) 
     return problems
 
 
-def _parts(plan: Plan, model: nn.Module, roles: Roles) -> dict[str, Part]:
+def _parts(plan: Plan, model: nn.Module, roles: Roles) -> dict[str, MegatronCandidate]:
     """By their paths; what is in another comes after it."""
     assert plan.structure is not None
     layers = plan.structure.layer_paths()
-    found = {layer: Part("layer", layer) for layer in layers}
+    found = {layer: MegatronCandidate("layer", layer) for layer in layers}
     for path, layer in _attention_modules(plan, roles).items():
-        found[path] = Part("attention", layer, (layer,))
+        found[path] = MegatronCandidate("attention", layer, (layer,))
     for path, layer in _mixture_modules(plan, model).items():
-        found[path] = Part("mixture", layer, (layer,))
+        found[path] = MegatronCandidate("mixture", layer, (layer,))
     for path, mlp in roles.mlps.items():
         index = plan.structure.index_of(path)
         if index is not None and path not in found:
             layer = plan.structure.layer_path(index)
             outer = (path[:end] for end in range(len(layer) + 1, len(path)) if path[end] == ".")
-            found[path] = Part("MLP", layer, (layer, *(path for path in outer if path in found)), mlp)
+            found[path] = MegatronCandidate("MLP", layer, (layer, *(path for path in outer if path in found)), mlp)
     return found
 
 
@@ -79,7 +79,7 @@ def _attention_modules(plan: Plan, roles: Roles) -> dict[str, str]:
     structure = plan.structure
     assert structure is not None
     found = {}
-    if isinstance(roles.attention, Attention):
+    if isinstance(roles.attention, AttentionSpec):
         for layer in structure.layer_paths():
             if f"{layer}.{roles.attention.out}.weight" in plan.canonical:
                 found[f"{layer}.{roles.attention.module}"] = layer
@@ -90,31 +90,31 @@ def _attention_modules(plan: Plan, roles: Roles) -> dict[str, str]:
     return found
 
 
-def _take(plan: Plan, path: str, part: Part, roles: Roles) -> None:
+def _take(plan: Plan, path: str, part: MegatronCandidate, roles: Roles) -> None:
     """Has a module be Megatron's, which can stand for it."""
     if part.kind == "layer":
         plan.blocks.add(path)
-        assert isinstance(roles.block, Block)
+        assert isinstance(roles.block, LayerSpec)
         _share_sinks(plan, path, roles.block.attention)
     elif part.kind == "attention":
         plan.attentions.add(path)
-        assert isinstance(roles.attention, Attention)
+        assert isinstance(roles.attention, AttentionSpec)
         _share_sinks(plan, part.layer, roles.attention)
     elif part.kind == "mixture":
         plan.mixtures.add(path)
     else:
-        assert isinstance(part.mlp, Mlp)
+        assert isinstance(part.mlp, MlpSpec)
         plan.mlps[path] = part.mlp
 
 
-def _share_sinks(plan: Plan, layer: str, attention: Attention) -> None:
+def _share_sinks(plan: Plan, layer: str, attention: AttentionSpec) -> None:
     """Sinks are whole on each rank at other levels; in Megatron's attention a rank has those of its heads."""
     if attention.sinks:
         whole = plan.placement(*f"{layer}.{attention.sinks}".rsplit(".", 1))
         plan.placements[whole.name] = replace(whole, axis=0, tp_gradient="complete")
 
 
-def _settled(plan: Plan, path: str, part: Part, record: Record) -> bool:
+def _settled(plan: Plan, path: str, part: MegatronCandidate, record: Record) -> bool:
     """Whether a module around is Megatron's, or was to be by the same call, and a problem says why it can't."""
     asked = f"{record.path}." if record.path else ""
     by_same = required(record) and any(f"{outer}.".startswith(asked) for outer in part.around)
@@ -160,7 +160,7 @@ def mixture_problems(plan: Plan, model: nn.Module, roles: Roles) -> list[Problem
         if path not in plan.mixtures and layer not in plan.blocks:
             reason = plan.not_blocks.get(path, "") or plan.not_blocks.get(layer, "")
             problems.append(Problem(f"{what}, and not this one{reason and f': {reason}'}", path, remedy=remedy))
-    corrected = isinstance(roles.mixture, Mixture) and bool(roles.mixture.correction)
+    corrected = isinstance(roles.mixture, MoeSpec) and bool(roles.mixture.correction)
     bias = "--moe-router-enable-expert-bias"
     if bias in flags and not problems and not corrected:
         problems.append(Problem(f"{bias}: the definition's routers choose without a bias", remedy="leave it out"))

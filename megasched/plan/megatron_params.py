@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from megasched.language.roles import Attention, Block, Latent, Mixture, Mlp, Roles
-from megasched.plan.param_mapping import Assembly
+from megasched.language.roles import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec, Roles
+from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
 
@@ -30,14 +30,14 @@ def output_features(plan: Plan, layer: str, name: str) -> int:
     return weight.shape[1 if weight.transposed else 0]
 
 
-def mixture_in(plan: Plan, layer: str, roles: Roles) -> Mixture | None:
+def mixture_in(plan: Plan, layer: str, roles: Roles) -> MoeSpec | None:
     """The mixture of experts in a layer; None where there is none, or none that is Megatron's."""
     mixture = roles.mixture
-    known = isinstance(mixture, Mixture) and f"{layer}.{mixture.router}.weight" in plan.canonical
-    return mixture if known and isinstance(mixture, Mixture) else None
+    known = isinstance(mixture, MoeSpec) and f"{layer}.{mixture.router}.weight" in plan.canonical
+    return mixture if known and isinstance(mixture, MoeSpec) else None
 
 
-def mlp_of(block: Block, mixture: Mixture | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def mlp_of(block: LayerSpec, mixture: MoeSpec | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Linears in a layer of the gated MLP that all tokens go through, and have an input or an output of; of a
     mixture, those of its shared experts, if it has any."""
     if mixture is None:
@@ -45,14 +45,14 @@ def mlp_of(block: Block, mixture: Mixture | None) -> tuple[tuple[str, ...], tupl
     return mixture.shared_inputs, mixture.shared_outputs
 
 
-def parameter_names(block: Block, mixture: Mixture | None) -> list[str]:
+def parameter_names(block: LayerSpec, mixture: MoeSpec | None) -> list[str]:
     """Names in a layer of all that the block speaks of; biases need not be there."""
     found = [f"{name}.{kind}" for name in block.norms for kind in ("weight", "bias")]
     found += attention_parameter_names(block.attention)
     return found + (mlp_parameter_names(block.mlp) if mixture is None else mixture_parameter_names(mixture))
 
 
-def attention_parameter_names(attention: Attention) -> list[str]:
+def attention_parameter_names(attention: AttentionSpec) -> list[str]:
     """Names in a layer of all that attention speaks of; biases need not be there."""
     linears, latent = (*attention.inputs, attention.out), attention.latent
     norms = attention.norms if latent is None else (latent.q_norm, latent.kv_norm)
@@ -61,12 +61,12 @@ def attention_parameter_names(attention: Attention) -> list[str]:
     return [*found, *(f"{name}.bias" for name in (*norms, *linears) if latent is None)]
 
 
-def mlp_parameter_names(mlp: Mlp) -> list[str]:
+def mlp_parameter_names(mlp: MlpSpec) -> list[str]:
     """Names in a layer of all that an MLP speaks of; biases need not be there."""
     return [f"{name}.{kind}" for name in (*mlp.inputs, mlp.down) for kind in ("weight", "bias")]
 
 
-def mixture_parameter_names(mixture: Mixture) -> list[str]:
+def mixture_parameter_names(mixture: MoeSpec) -> list[str]:
     """Names in a layer of all that a mixture speaks of."""
     linears = (*whole_of_mixture(mixture), *mixture.shared_inputs, *mixture.shared_outputs)
     stacked = [f"{mixture.experts}.{name}" for name in mixture.expert.stacked.values()]
@@ -74,12 +74,12 @@ def mixture_parameter_names(mixture: Mixture) -> list[str]:
     return [*stacked, *biases, *(f"{name}.weight" for name in linears)]
 
 
-def whole_of_mixture(mixture: Mixture) -> list[str]:
+def whole_of_mixture(mixture: MoeSpec) -> list[str]:
     """Linears of a mixture that every TP rank has whole."""
     return [name for name in (mixture.router, mixture.shared_gate) if name]
 
 
-def assemblies(plan: Plan, layer: str, roles: Roles, ep_rank: int = 0) -> dict[str, Assembly]:
+def assemblies(plan: Plan, layer: str, roles: Roles, ep_rank: int = 0) -> dict[str, ParamMapping]:
     """Parameter of Megatron's ``TransformerLayer`` -> HF tensors. Norms have two names: their own module's, and
     that of Transformer Engine's linear that has the norm in it; experts, that of a module for each and that of
     Transformer Engine's for all.
@@ -88,7 +88,7 @@ def assemblies(plan: Plan, layer: str, roles: Roles, ep_rank: int = 0) -> dict[s
         ep_rank: which experts are meant.
     """
     block = roles.block
-    assert isinstance(block, Block)
+    assert isinstance(block, LayerSpec)
     mixture = mixture_in(plan, layer, roles)
     if mixture is None:
         mlp = mlp_assemblies(plan, layer, block.mlp)
@@ -102,7 +102,7 @@ def assemblies(plan: Plan, layer: str, roles: Roles, ep_rank: int = 0) -> dict[s
     }
 
 
-def attention_assemblies(plan: Plan, layer: str, attention: Attention) -> dict[str, Assembly]:
+def attention_assemblies(plan: Plan, layer: str, attention: AttentionSpec) -> dict[str, ParamMapping]:
     """Parameter of Megatron's ``SelfAttention``, or of its ``MLASelfAttention``, -> HF tensors; see
     ``assemblies``."""
     found = {"linear_proj.weight": _of(plan, layer, [f"{attention.out}.weight"])}
@@ -116,7 +116,7 @@ def attention_assemblies(plan: Plan, layer: str, attention: Attention) -> dict[s
     return found | _projections(plan, layer, attention) | _of_norms(plan, layer, norms)
 
 
-def mlp_assemblies(plan: Plan, layer: str, mlp: Mlp) -> dict[str, Assembly]:
+def mlp_assemblies(plan: Plan, layer: str, mlp: MlpSpec) -> dict[str, ParamMapping]:
     """Parameter of Megatron's ``MLP`` -> HF tensors; see ``assemblies``."""
     linears = {"linear_fc1": mlp.inputs, "linear_fc2": (mlp.down,)}
     kinds = ("weight", "bias") if has_bias(plan, layer, mlp.down) else ("weight",)
@@ -127,7 +127,7 @@ def mlp_assemblies(plan: Plan, layer: str, mlp: Mlp) -> dict[str, Assembly]:
     }
 
 
-def mixture_assemblies(plan: Plan, layer: str, mixture: Mixture, ep_rank: int = 0) -> dict[str, Assembly]:
+def mixture_assemblies(plan: Plan, layer: str, mixture: MoeSpec, ep_rank: int = 0) -> dict[str, ParamMapping]:
     """Parameter of Megatron's ``MoELayer`` -> HF tensors; see ``assemblies``."""
     found = {}
     if mixture.shared:
@@ -136,18 +136,18 @@ def mixture_assemblies(plan: Plan, layer: str, mixture: Mixture, ep_rank: int = 
         found |= {"shared_experts.linear_fc1.weight": fc1, "shared_experts.linear_fc2.weight": fc2}
     for own, name in ((ROUTER, mixture.router), (SHARED_GATE, mixture.shared_gate)):
         if name:
-            found[own] = Assembly((_of_part(plan, plan.placement(f"{layer}.{name}", "weight")),))
+            found[own] = ParamMapping((_of_part(plan, plan.placement(f"{layer}.{name}", "weight")),))
     if mixture.expert.biased:
-        found[ROUTER_BIAS] = Assembly((_of_part(plan, plan.placement(f"{layer}.{mixture.router}", "bias")),))
+        found[ROUTER_BIAS] = ParamMapping((_of_part(plan, plan.placement(f"{layer}.{mixture.router}", "bias")),))
     return found | _experts(plan, layer, mixture, ep_rank)
 
 
-def _of(plan: Plan, layer: str, names: Iterable[str], groups: int = 1) -> Assembly:
+def _of(plan: Plan, layer: str, names: Iterable[str], groups: int = 1) -> ParamMapping:
     """Of parameters in a layer, one after the other."""
-    return Assembly(tuple(plan.placement(*f"{layer}.{name}".rsplit(".", 1)) for name in names), groups)
+    return ParamMapping(tuple(plan.placement(*f"{layer}.{name}".rsplit(".", 1)) for name in names), groups)
 
 
-def _projections(plan: Plan, layer: str, attention: Attention) -> dict[str, Assembly]:
+def _projections(plan: Plan, layer: str, attention: AttentionSpec) -> dict[str, ParamMapping]:
     """Of q, k and v."""
     qkv, groups = attention.inputs, 1 if attention.by_heads else attention.groups
     kinds = ("weight", "bias") if has_bias(plan, layer, qkv[0]) else ("weight",)
@@ -156,7 +156,7 @@ def _projections(plan: Plan, layer: str, attention: Attention) -> dict[str, Asse
     return {f"linear_qkv.{kind}": replace(assembly, paired=paired) for kind, assembly in parts.items()}
 
 
-def _norms(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
+def _norms(plan: Plan, layer: str, block: LayerSpec) -> dict[str, ParamMapping]:
     """Of norms of the hidden state."""
     own = {
         "input_layernorm.": block.input_norm,
@@ -169,7 +169,7 @@ def _norms(plan: Plan, layer: str, block: Block) -> dict[str, Assembly]:
     return _of_norms(plan, layer, own)
 
 
-def _of_norms(plan: Plan, layer: str, own: Mapping[str, str]) -> dict[str, Assembly]:
+def _of_norms(plan: Plan, layer: str, own: Mapping[str, str]) -> dict[str, ParamMapping]:
     """Of norms by what their parameters' names in Megatron's module begin with."""
     return {
         f"{prefix}{kind}": _of(plan, layer, [f"{norm}.{kind}"])
@@ -179,7 +179,7 @@ def _of_norms(plan: Plan, layer: str, own: Mapping[str, str]) -> dict[str, Assem
     }
 
 
-def _latent_projections(plan: Plan, layer: str, latent: Latent) -> dict[str, Assembly]:
+def _latent_projections(plan: Plan, layer: str, latent: MlaSpec) -> dict[str, ParamMapping]:
     """Of compressed q, k and v."""
     whole = {
         "linear_q_down_proj.weight": latent.q_down,
@@ -192,10 +192,10 @@ def _latent_projections(plan: Plan, layer: str, latent: Latent) -> dict[str, Ass
     cut = {"linear_q_up_proj.weight": latent.q_up, "linear_kv_up_proj.weight": latent.kv_up}
     found = {own: _of_part(plan, plan.placement(f"{layer}.{name}", "weight")) for own, name in whole.items()}
     found |= {own: plan.placement(f"{layer}.{name}", "weight") for own, name in cut.items()}
-    return {own: Assembly((placement,)) for own, placement in found.items()}
+    return {own: ParamMapping((placement,)) for own, placement in found.items()}
 
 
-def _experts(plan: Plan, layer: str, mixture: Mixture, ep_rank: int) -> dict[str, Assembly]:
+def _experts(plan: Plan, layer: str, mixture: MoeSpec, ep_rank: int) -> dict[str, ParamMapping]:
     """Of the experts that an EP rank has, which Megatron counts from 0."""
     found, expert = {}, mixture.expert
     for parameter, name in expert.stacked.items():
@@ -206,7 +206,7 @@ def _experts(plan: Plan, layer: str, mixture: Mixture, ep_rank: int) -> dict[str
         interleaved = expert.interleaved and parameter.startswith("linear_fc1")
         for own in range(count):
             entry = ep_rank * count + own
-            one = Assembly((stacked,), entry=entry, transposed=transposed, interleaved=interleaved)
+            one = ParamMapping((stacked,), entry=entry, transposed=transposed, interleaved=interleaved)
             found[f"experts.local_experts.{own}.{parameter}"] = one
             found[f"experts.{parameter}{own}"] = one
     return found

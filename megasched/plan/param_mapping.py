@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Assembly:
+class ParamMapping:
     """One parameter of a rank, made of its pieces of HF tensors that lie one after the other along axis 0.
 
     Attributes:

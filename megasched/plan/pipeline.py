@@ -14,11 +14,11 @@ from megasched.errors import Problem, ScheduleError
 
 if TYPE_CHECKING:
     from megasched.analysis.flops import ForwardFlops
-    from megasched.analysis.structure import Structure
+    from megasched.analysis.structure import LayerStack
     from megasched.language.schedule import Schedule
 
 
-def cuts_asked_for(schedule: Schedule, structure: Structure, stages: int) -> list[int] | None:
+def cuts_asked_for(schedule: Schedule, structure: LayerStack, stages: int) -> list[int] | None:
     """Layers of each stage as the schedule's cuts say; None without any cut.
 
     Raises:

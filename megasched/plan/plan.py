@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megasched.analysis.labels import Derived
-from megasched.analysis.packed_plan import PackedPlan
-from megasched.analysis.sequence_plan import SequencePlan
-from megasched.analysis.structure import Structure
+from megasched.analysis.labels import TpFacts
+from megasched.analysis.packed_plan import PackedFacts
+from megasched.analysis.sequence_plan import CpFacts
+from megasched.analysis.structure import LayerStack
 from megasched.language.parallel_dims import Layout
 from megasched.language.records import Record
-from megasched.language.roles import Cut, Mlp
+from megasched.language.roles import Cut, MlpSpec
 from megasched.plan.kv_heads import ReplicatedHeads
 from megasched.plan.placement import Placement
 
@@ -53,14 +53,14 @@ class Plan:
     left_whole: dict[str, str] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)
     canonical: dict[str, str] = field(default_factory=dict)
-    structure: Structure | None = None
-    derived: Derived = field(default_factory=Derived)
-    sequence: SequencePlan | None = None
-    packed: PackedPlan | None = None
+    structure: LayerStack | None = None
+    derived: TpFacts = field(default_factory=TpFacts)
+    sequence: CpFacts | None = None
+    packed: PackedFacts | None = None
     blocks: set[str] = field(default_factory=set)
     attentions: set[str] = field(default_factory=set)
     mixtures: set[str] = field(default_factory=set)
-    mlps: dict[str, Mlp] = field(default_factory=dict)
+    mlps: dict[str, MlpSpec] = field(default_factory=dict)
     not_blocks: dict[str, str] = field(default_factory=dict)
     te_linears: set[str] = field(default_factory=set)
     weights_in_8_bits: set[str] = field(default_factory=set)

@@ -10,7 +10,7 @@ from torch import nn
 
 from megasched.analysis.known_runs import KnownRuns
 from megasched.analysis.packed_plan import one_sequence_a_row, plan_packed
-from megasched.analysis.sequence_plan import SequencePlan
+from megasched.analysis.sequence_plan import CpFacts
 from megasched.definition.experts import find_experts
 from megasched.errors import Problem, ScheduleError
 from megasched.plan.plan import Plan
@@ -76,7 +76,7 @@ def plan_packed_rows(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Prob
         with one_sequence_a_row():
             sequence = runs.plan_sequence(model, plan.structure, 2, lambda path: "")
     except ScheduleError as error:  # it does not run on meta, so nothing is known of it
-        sequence = SequencePlan(problems=error.problems)
+        sequence = CpFacts(problems=error.problems)
     plan.packed = plan_packed(model, plan.structure, sequence)
     by_megatron = plan.blocks | plan.attentions
     if not by_megatron or plan.packed.problems:

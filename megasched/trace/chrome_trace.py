@@ -31,7 +31,7 @@ _COLOURS = {
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCoordinates:
     """Where a rank stands in the layout: its number within each kind of group."""
 
     pp: int
@@ -55,13 +55,13 @@ class Trace:
         clock_error: what the ranks' clocks may differ by, in seconds.
     """
 
-    places: dict[int, Place]
+    places: dict[int, RankCoordinates]
     iterations: dict[int, list[Span]]
     clock_error: float
 
 
 def trace_pieces(
-    ranks: Iterable[tuple[int, Place, Mapping[int, Sequence[Span]]]], about: Mapping[str, Any]
+    ranks: Iterable[tuple[int, RankCoordinates, Mapping[int, Sequence[Span]]]], about: Mapping[str, Any]
 ) -> Iterator[str]:
     """The text of a trace file, rank by rank.
 
@@ -80,7 +80,7 @@ def trace_pieces(
     yield f'\n], "otherData": {json.dumps({"format": FORMAT, "ranks": places, **about})}}}\n'
 
 
-def _of_process(rank: int, place: Place) -> Iterator[dict[str, Any]]:
+def _of_process(rank: int, place: RankCoordinates) -> Iterator[dict[str, Any]]:
     for name, values in (
         ("process_name", {"name": f"rank {rank}: {place}"}),
         ("process_sort_index", {"sort_index": rank}),
@@ -131,7 +131,9 @@ def _trace(found: dict[str, Any], about: dict[str, Any]) -> Trace:
         where = f"otherData: ranks: {rank!r:.40}"
         if not (rank.isascii() and rank.isdecimal() and len(rank) < 10) or not isinstance(values, dict):
             raise _Wrong(f"{where}: a rank's number and its place are due")
-        places[int(rank)] = Place(**{name: _count(values, name, where) for name in ("pp", "tp", "dp", "cp")})
+        places[int(rank)] = RankCoordinates(
+            **{name: _count(values, name, where) for name in ("pp", "tp", "dp", "cp")}
+        )
     events = found.get("traceEvents")
     if not isinstance(events, list):
         raise _Wrong("traceEvents is no list")
@@ -146,7 +148,7 @@ def _trace(found: dict[str, Any], about: dict[str, Any]) -> Trace:
     return Trace(places, {i: _from_zero(iterations[i]) for i in sorted(iterations)}, error)
 
 
-def _span(event: dict[str, Any], where: str, places: Mapping[int, Place]) -> tuple[int, Span]:
+def _span(event: dict[str, Any], where: str, places: Mapping[int, RankCoordinates]) -> tuple[int, Span]:
     values = event.get("args")
     if not isinstance(values, dict):
         raise _Wrong(f"{where}: `args` with iteration, microbatch and chunk are due")

@@ -12,7 +12,7 @@ from typing import Any
 from megasched.files import write_whole
 from megasched.reading.files import Expected
 from megasched.reading.json_file import read_json
-from megasched.trace.chrome_trace import Place, trace_pieces
+from megasched.trace.chrome_trace import RankCoordinates, trace_pieces
 from megasched.trace.clocks import offset
 from megasched.trace.timeline import Span
 
@@ -24,7 +24,7 @@ _FORM = {"rank": int, "place": {str: int}, "host": str, "barriers": [float], "it
 
 
 @dataclass(frozen=True)
-class Part:
+class RankSpans:
     """What one rank recorded.
 
     Attributes:
@@ -34,7 +34,7 @@ class Part:
     """
 
     rank: int
-    place: Place
+    place: RankCoordinates
     host: str
     barriers: list[float]
     iterations: dict[int, list[Span]]
@@ -43,7 +43,7 @@ class Part:
         return json.dumps({**asdict(self), "place": asdict(self.place)})
 
     @classmethod
-    def read(cls, path: Path) -> Part:
+    def read(cls, path: Path) -> RankSpans:
         """
         Raises:
             ConfigError: there is no such file, or something else has changed it.
@@ -51,7 +51,7 @@ class Part:
         found = read_json(path, PART, _FORM)
         try:
             iterations = {int(i): [Span(**span) for span in spans] for i, spans in found["iterations"].items()}
-            place = Place(**found["place"])
+            place = RankCoordinates(**found["place"])
         except (TypeError, ValueError) as error:
             raise PART.refusal(path, str(error)) from error
         return cls(found["rank"], place, found["host"], found["barriers"], iterations)
@@ -61,7 +61,7 @@ def part_path(file: Path, rank: int) -> Path:
     return file.with_name(f"{file.name}.rank{rank:05d}")
 
 
-def write_part(file: Path, part: Part) -> None:
+def write_part(file: Path, part: RankSpans) -> None:
     """
     Raises:
         OSError: it can't be written.
@@ -101,11 +101,11 @@ def _await_parts(file: Path, world_size: int, deadline: float) -> list[int]:
 
 def _on_one_clock(
     file: Path, ranks: Sequence[int], about: dict[str, Any]
-) -> Iterator[tuple[int, Place, dict[int, list[Span]]]]:
+) -> Iterator[tuple[int, RankCoordinates, dict[int, list[Span]]]]:
     """The parts, one after the other; times count from the last barrier on the first one's clock."""
-    first: Part | None = None
+    first: RankSpans | None = None
     for rank in ranks:
-        part = Part.read(part_path(file, rank))
+        part = RankSpans.read(part_path(file, rank))
         first = first or part
         same = part.host == first.host
         ahead, error = (0.0, 0.0) if same else offset(part.barriers, first.barriers)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megasched.errors import ConfigError
-from megasched.trace.chrome_trace import Place
+from megasched.trace.chrome_trace import RankCoordinates
 from megasched.trace.clocks import host, start_clock
-from megasched.trace.gather import Part, gather, part_path, write_part
+from megasched.trace.gather import RankSpans, gather, part_path, write_part
 from megasched.trace.hooks import listening
 from megasched.trace.recorder import Recorder
 
@@ -97,7 +97,7 @@ class RunTrace:
         assert self.recorder is not None
         rank, world_size = self.recorder.rank, torch.distributed.get_world_size()
         try:
-            write_part(self.file, Part(rank, _place(), host(), self.barriers, self.recorder.spans()))
+            write_part(self.file, RankSpans(rank, _place(), host(), self.barriers, self.recorder.spans()))
             if rank == 0:
                 missing = gather(self.file, world_size)
                 if missing:
@@ -109,10 +109,10 @@ class RunTrace:
         self.recorder = None
 
 
-def _place() -> Place:
+def _place() -> RankCoordinates:
     from megatron.core import parallel_state
 
-    return Place(
+    return RankCoordinates(
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),

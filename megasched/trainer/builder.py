@@ -16,8 +16,8 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.training.models.gpt import GPTModelBuilder
 
-from megasched.analysis.structure import Structure
-from megasched.trainer.checkpoint.source import told_source
+from megasched.analysis.structure import LayerStack
+from megasched.trainer.checkpoint.source import with_progress
 from megasched.trainer.scheduled_model import ScheduledModel
 from megasched.trainer.session import get_session
 from megasched.trainer.shared_parameters import finalize_with_shared
@@ -62,7 +62,7 @@ class ScheduledModelBuilder(GPTModelBuilder):
             # Nothing but the shape of what is sent follows it any more: all sizes of layers are the definition's.
             config.hidden_size = session.sent_width(packing)
         stage = Stage(own.start, own.stop, pre_process, post_process)
-        with told_source(session.source, session.plan, stage, config.params_dtype) as source:
+        with with_progress(session.source, session.plan, stage, config.params_dtype) as source:
             chunk = ScheduledModel(
                 config,
                 session.copy_of_definition(),
@@ -83,7 +83,7 @@ class ScheduledModelBuilder(GPTModelBuilder):
         return chunk
 
 
-def stages_of_run(config: Any, structure: Structure, pp: int) -> list[Stage]:
+def stages_of_run(config: Any, structure: LayerStack, pp: int) -> list[Stage]:
     """All stages, in the order in which the model runs.
 
     Args:

@@ -19,9 +19,9 @@ from megasched.errors import ConfigError, Problem, ScheduleError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from megasched.analysis.structure import Structure
+    from megasched.analysis.structure import LayerStack
     from megasched.plan.plan import Plan
-    from megasched.trainer.stage_transfer import Wire
+    from megasched.trainer.stage_transfer import StageBuffers
 
 REMEDY = "have the forward hand its logits and labels to transformers' loss_function, and add to that"
 
@@ -40,7 +40,7 @@ class OwnCodeLoss:
         self._weight = 1.0  # of the micro-batch whose labels were handed over last
 
     def arguments(
-        self, labels: torch.Tensor | None, loss_mask: torch.Tensor | None, wire: Wire
+        self, labels: torch.Tensor | None, loss_mask: torch.Tensor | None, wire: StageBuffers
     ) -> dict[str, torch.Tensor]:
         """What the forward gets. Stages before the last one get labels, too: so its code goes the same way."""
         if self.last:
@@ -132,7 +132,7 @@ def refuse_loss(plan: Plan) -> None:
         raise ScheduleError(Problem(what, remedy=f"run it without --sft, or {REMEDY}"))
 
 
-def refuse_loss_of_batches(model: Any, structure: Structure | None, sizes: Iterable[tuple[int, int]]) -> None:
+def refuse_loss_of_batches(model: Any, structure: LayerStack | None, sizes: Iterable[tuple[int, int]]) -> None:
     """Refuses a loss that is another one for a run's batches than for those of trials: code may go by how many
     tokens there are.
 

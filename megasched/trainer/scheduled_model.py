@@ -18,21 +18,21 @@ from megasched.definition.build import buffers_following_dtype, kept_in_float32
 from megasched.definition.mask_interface import context_masks, packed_masks
 from megasched.definition.objectives import objective_of
 from megasched.errors import ConfigError
-from megasched.layers.build_context import Context
-from megasched.layers.context_parallel import ContextParallel
+from megasched.layers.build_context import BuildContext
+from megasched.layers.context_parallel import CpGroup
 from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.plan.fp8 import enter_fp8, fp8_pass
-from megasched.plan.param_mapping import Assembly
+from megasched.plan.param_mapping import ParamMapping
 from megasched.trainer.checkpoint.buffers import SavedBuffers, persistent_buffers, place_buffers
-from megasched.trainer.checkpoint.entries import Place, copy_loaded, sharded_entry
+from megasched.trainer.checkpoint.entries import ShardOwner, copy_loaded, sharded_entry
 from megasched.trainer.flags.recompute import apply_recompute_flags
 from megasched.trainer.loss import VocabParallelLoss, make_loss, path_of
 from megasched.trainer.own_loss import OwnCodeLoss
 from megasched.trainer.packed_batch import as_rows, packed_arguments, unpack_rows
 from megasched.trainer.precision import keeping_precision, with_nan
 from megasched.trainer.shared_parameters import shared_parameters
-from megasched.trainer.stage import Stage, StageEnd, make_stage, set_entry, set_exit, set_sides
-from megasched.trainer.stage_transfer import Packing, Wire, receive_hidden, send_hidden
+from megasched.trainer.stage import Stage, StageEnd, capture_stage_inputs, hollow_out_stage, set_entry, set_exit
+from megasched.trainer.stage_transfer import BoundaryCodec, StageBuffers, receive_hidden, send_hidden
 
 if TYPE_CHECKING:
     from megasched.language.schedule import Schedule
@@ -64,7 +64,7 @@ class ScheduledModel(MegatronModule):
         pg_collection: ProcessGroupCollection,
         vp_stage: int | None = None,
         stages: Sequence[Stage] = (),
-        packing: Packing | None = None,
+        packing: BoundaryCodec | None = None,
     ) -> None:
         """
         Args:
@@ -77,12 +77,12 @@ class ScheduledModel(MegatronModule):
         self.plan, self.stage, self.vp_stage, self.pg_collection = plan, stage, vp_stage, pg_collection
         self.pre_process, self.post_process = stage.first, stage.last
         self.input_tensor: torch.Tensor | None = None
-        self._wire = Wire()
+        self._wire = StageBuffers()
         self._positions_checked = False
         self._device = _device(config)
         self._objective = objective_of(definition)
         self._trained = {name: parameter.requires_grad for name, parameter in definition.named_parameters()}
-        self._context = ContextParallel(pg_collection.cp) if plan.layout.cp > 1 else None
+        self._context = CpGroup(pg_collection.cp) if plan.layout.cp > 1 else None
         persistent = persistent_buffers(definition)
         kept = kept_in_float32(definition, config.params_dtype, [*plan.placements, *persistent])
         self._float32 = kept.union(name for name, canonical in plan.canonical.items() if canonical in kept)
@@ -101,7 +101,7 @@ class ScheduledModel(MegatronModule):
         """Lowers the definition; the names of buffers that have another now, and which they had."""
         plan, structure = self.plan, self.plan.structure
         assert structure is not None
-        context = Context(
+        context = BuildContext(
             plan=plan,
             group=self.pg_collection.tp,
             expert_group=self.pg_collection.ep,
@@ -113,7 +113,7 @@ class ScheduledModel(MegatronModule):
             float32=self._float32,
         )
         self._assemblies = context.assemblies
-        make_stage(self.definition, structure, self.stage, self._wire, self.config.params_dtype)
+        hollow_out_stage(self.definition, structure, self.stage, self._wire, self.config.params_dtype)
         here = self._here
         lower(schedule, self.definition, context, here)
         apply_recompute_flags(self.definition, structure, self.stage, self.config)
@@ -121,7 +121,7 @@ class ScheduledModel(MegatronModule):
         if not self.stage.empty:
             set_entry(self.definition, structure, self.stage, self._wire)
             lower_sequence_boundaries(self.definition, context, here, first=self.stage.first, last=self.stage.last)
-            set_sides(self.definition, structure, self.stage, self._wire)
+            capture_stage_inputs(self.definition, structure, self.stage, self._wire)
             set_exit(self.definition, structure, self.stage)
         self._loss = make_loss(self.definition, plan, self.pg_collection.tp, last=self.stage.last)
         if isinstance(self._loss, VocabParallelLoss) and structure.calls_loss:
@@ -328,7 +328,7 @@ class ScheduledModel(MegatronModule):
 
     # checkpoints ------------------------------------------------------------------------------------
 
-    def local_parameters(self) -> dict[str, tuple[nn.Parameter, Assembly]]:
+    def local_parameters(self) -> dict[str, tuple[nn.Parameter, ParamMapping]]:
         """Name in the lowered definition -> (this rank's parameter, the HF tensors it is made of); ties by their
         first local name."""
         return {
@@ -343,14 +343,14 @@ class ScheduledModel(MegatronModule):
         names = dict.fromkeys(held[name][1].name for name in parameters)
         return [*names, *with_nan(self._buffers_saved.values())]
 
-    def _checkpointed(self) -> dict[str, tuple[nn.Parameter, Assembly]]:
+    def _checkpointed(self) -> dict[str, tuple[nn.Parameter, ParamMapping]]:
         held = self.local_parameters().items()
         return {name: pair for name, pair in held if pair[1].name not in self.not_loaded}
 
-    def _assembly_of(self, name: str) -> Assembly:
-        return Assembly((self.plan.placements[self.plan.canonical[name]],))
+    def _assembly_of(self, name: str) -> ParamMapping:
+        return ParamMapping((self.plan.placements[self.plan.canonical[name]],))
 
-    def place(self, assembly: Assembly, dp_rank: int) -> Place:
+    def place(self, assembly: ParamMapping, dp_rank: int) -> ShardOwner:
         """Where this rank stands among those that share a parameter.
 
         Args:
@@ -358,10 +358,10 @@ class ScheduledModel(MegatronModule):
         """
         groups, part = self.pg_collection, assembly.parts[0]
         if part.group == "ep":
-            return Place(*assembly.cut(groups.ep.rank(), groups.ep.size()), (0, groups.expt_dp.rank()))
+            return ShardOwner(*assembly.cut(groups.ep.rank(), groups.ep.size()), (0, groups.expt_dp.rank()))
         whole = assembly.entry is not None or not part.sharded
         replica = (groups.tp.rank() if whole else 0, dp_rank)
-        return Place(*assembly.cut(groups.tp.rank(), groups.tp.size()), replica)
+        return ShardOwner(*assembly.cut(groups.tp.rank(), groups.tp.size()), replica)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -16,7 +16,7 @@ from megasched.analysis.flops import ForwardFlops
 from megasched.analysis.known_runs import KnownRuns
 from megasched.analysis.meta_call import meta_copy
 from megasched.analysis.reach import Reach, find_reach
-from megasched.analysis.structure import structure_of
+from megasched.analysis.structure import layer_stack_of
 from megasched.definition.module_copy import copy_module
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import ConfigError, Problem, ScheduleError
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from megasched.analysis.structure import Structure
-    from megasched.trainer.stage_transfer import Packing
+    from megasched.analysis.structure import LayerStack
+    from megasched.trainer.stage_transfer import BoundaryCodec
     from megasched.weights.source import WeightSource
 
 
@@ -69,7 +69,7 @@ class Session:
     renamed: dict[str, str]
     vocab_multiple: int
     known: KnownModel
-    structure: Structure | None = None
+    structure: LayerStack | None = None
     source: WeightSource | None = None
     batch_shape: tuple[int, int] = (1, 1)
     eval_micro_batch_size: int | None = None
@@ -216,19 +216,21 @@ class Session:
         """
         return layer_costs(self.forward_flops(sequence_length), sequence_length)
 
-    def packing(self, boundaries: list[int], dtype: torch.dtype, batch_shape: tuple[int, int]) -> Packing | None:
+    def packing(
+        self, boundaries: list[int], dtype: torch.dtype, batch_shape: tuple[int, int]
+    ) -> BoundaryCodec | None:
         """How stage boundaries before these layers are crossed; None where the hidden state crosses as it is.
 
         Args:
             dtype: of parameters.
             batch_shape: rows of a micro-batch, and tokens in each.
         """
-        from megasched.trainer.stage_transfer import Packing
+        from megasched.trainer.stage_transfer import BoundaryCodec
 
         structure, layout = self.plan.structure, self.plan.layout
         assert structure is not None
         parts = layout.tp if layout.sp else 1
-        packing = Packing(
+        packing = BoundaryCodec(
             self.replaced, structure, dtype, parts, self.plan.derived.sides, layout.tp, measured=self._sides
         )
         if not packing.needed(boundaries):
@@ -246,7 +248,7 @@ class Session:
             packing.fit(boundaries, rows, length // layout.cp)
         return packing
 
-    def sent_width(self, packing: Packing | None) -> int:
+    def sent_width(self, packing: BoundaryCodec | None) -> int:
         """The w of what stages send, [s, b, w].
 
         Args:
@@ -321,7 +323,7 @@ def _open(known: KnownModel, layout: Layout, make_vocab_size_divisible_by: int) 
         replaced = copy_module(definition) if replaced is definition else replaced
         adapt_modules(root, replaced)
     if replaced is not definition:
-        structure = structure_of(replaced)  # of what runs now
+        structure = layer_stack_of(replaced)  # of what runs now
     vocab_multiple = make_vocab_size_divisible_by * layout.tp
     return Session(definition, root, replaced, renamed, vocab_multiple, known, structure)
 

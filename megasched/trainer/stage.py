@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.places import Place, Side
+from megasched.analysis.places import OutputRef, StageInput
 from megasched.analysis.shape import Shape
-from megasched.analysis.slot import Slot
-from megasched.analysis.structure import Structure
+from megasched.analysis.slot import HiddenStateArg
+from megasched.analysis.structure import LayerStack
 from megasched.layers.wrap import Forward, wrap_forward
-from megasched.trainer.stage_transfer import Wire
+from megasched.trainer.stage_transfer import StageBuffers
 
 
 class StageEnd(BaseException):
@@ -52,7 +52,7 @@ class Stage:
         """Whether it only hands on what it receives."""
         return self.start == self.stop and not self.first and not self.last
 
-    def holds(self, structure: Structure, path: str) -> bool:
+    def holds(self, structure: LayerStack, path: str) -> bool:
         """Whether the module at ``path`` lives on this stage."""
         index = structure.index_of(path)
         if index is not None:
@@ -75,7 +75,9 @@ def hollow_out(module: nn.Module) -> None:
                 child.__dict__[name] = parameter.detach().to("meta")
 
 
-def make_stage(model: nn.Module, structure: Structure, stage: Stage, wire: Wire, dtype: torch.dtype) -> None:
+def hollow_out_stage(
+    model: nn.Module, structure: LayerStack, stage: Stage, wire: StageBuffers, dtype: torch.dtype
+) -> None:
     """Makes the definition run as one stage, in place: hollow modules and boundaries.
 
     Args:
@@ -121,7 +123,7 @@ def _zero_own(module: nn.Module, dtype: torch.dtype) -> None:
         module.register_buffer(name, torch.zeros(tensor.shape, dtype=dtype), persistent=False)
 
 
-def set_entry(model: nn.Module, structure: Structure, stage: Stage, wire: Wire) -> None:
+def set_entry(model: nn.Module, structure: LayerStack, stage: Stage, wire: StageBuffers) -> None:
     """Where the received hidden state enters: as what the layer before the stage returns."""
     if stage.first:
         return
@@ -134,7 +136,7 @@ def set_entry(model: nn.Module, structure: Structure, stage: Stage, wire: Wire) 
         wrap_forward(model.get_submodule(structure.layer_path(before)), _enter_as_output(structure.slot, wire))
 
 
-def set_sides(model: nn.Module, structure: Structure, stage: Stage, wire: Wire) -> None:
+def capture_stage_inputs(model: nn.Module, structure: LayerStack, stage: Stage, wire: StageBuffers) -> None:
     """Has the sides that later stages read taken where they are made."""
     if stage.last:
         return
@@ -143,7 +145,7 @@ def set_sides(model: nn.Module, structure: Structure, stage: Stage, wire: Wire) 
             wrap_forward(model.get_submodule(path), _take(places, wire))
 
 
-def set_exit(model: nn.Module, structure: Structure, stage: Stage) -> None:
+def set_exit(model: nn.Module, structure: LayerStack, stage: Stage) -> None:
     """Where the forward ends; the outermost of all wraps of that layer."""
     if stage.last:
         return
@@ -153,10 +155,10 @@ def set_exit(model: nn.Module, structure: Structure, stage: Stage) -> None:
     wrap_forward(layer, _leave_after(structure.slot))
 
 
-_Places = list[tuple[Side, Place]]
+_Places = list[tuple[StageInput, OutputRef]]
 
 
-def _by_module(structure: Structure, sides: tuple[Side, ...]) -> dict[str, _Places]:
+def _by_module(structure: LayerStack, sides: tuple[StageInput, ...]) -> dict[str, _Places]:
     found: dict[str, _Places] = defaultdict(list)
     for side in sides:
         for place in side.places:
@@ -164,7 +166,7 @@ def _by_module(structure: Structure, sides: tuple[Side, ...]) -> dict[str, _Plac
     return found
 
 
-def _take(places: _Places, wire: Wire) -> Callable[[Forward], Forward]:
+def _take(places: _Places, wire: StageBuffers) -> Callable[[Forward], Forward]:
     def wrapper(forward: Forward) -> Forward:
         def taken(*args: Any, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
@@ -177,7 +179,7 @@ def _take(places: _Places, wire: Wire) -> Callable[[Forward], Forward]:
     return wrapper
 
 
-def _fill(places: _Places, wire: Wire, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _fill(places: _Places, wire: StageBuffers, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """What a hollow module returns, with the sides that came over the wire in their places."""
     for side, place in places:
         if side in wire.values:
@@ -185,7 +187,7 @@ def _fill(places: _Places, wire: Wire, args: tuple[Any, ...], kwargs: dict[str, 
     return output
 
 
-def _replay(model: nn.Module, structure: Structure, path: str, wire: Wire) -> Callable[[], None]:
+def _replay(model: nn.Module, structure: LayerStack, path: str, wire: StageBuffers) -> Callable[[], None]:
     """What has HF's hooks record of a hollow layer what came over the wire of it.
 
     They are on modules inside of the layer, which are made to return that, and called.
@@ -204,12 +206,12 @@ def _replay(model: nn.Module, structure: Structure, path: str, wire: Wire) -> Ca
     return replay
 
 
-def _return_received(places: _Places, wire: Wire) -> Callable[[Forward], Forward]:
+def _return_received(places: _Places, wire: StageBuffers) -> Callable[[Forward], Forward]:
     return lambda forward: lambda: _fill(places, wire, (), {}, ())
 
 
 def _pass_through(
-    structure: Structure, path: str, wire: Wire, replay: Callable[[], None]
+    structure: LayerStack, path: str, wire: StageBuffers, replay: Callable[[], None]
 ) -> Callable[[Forward], Forward]:
     slot, places = structure.slot, _by_module(structure, structure.sides)[path]
 
@@ -223,11 +225,11 @@ def _pass_through(
     return wrapper
 
 
-def _enter_as_output(slot: Slot, wire: Wire) -> Callable[[Forward], Forward]:
+def _enter_as_output(slot: HiddenStateArg, wire: StageBuffers) -> Callable[[Forward], Forward]:
     return lambda forward: lambda *args, **kwargs: slot.rewrap(forward(*args, **kwargs), _received(wire))
 
 
-def _enter_as_input(slot: Slot, wire: Wire) -> Callable[[Forward], Forward]:
+def _enter_as_input(slot: HiddenStateArg, wire: StageBuffers) -> Callable[[Forward], Forward]:
     def wrapper(forward: Forward) -> Forward:
         def entered(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = slot.put(_received(wire), args, kwargs)
@@ -238,7 +240,7 @@ def _enter_as_input(slot: Slot, wire: Wire) -> Callable[[Forward], Forward]:
     return wrapper
 
 
-def _leave_after(slot: Slot) -> Callable[[Forward], Forward]:
+def _leave_after(slot: HiddenStateArg) -> Callable[[Forward], Forward]:
     def wrapper(forward: Forward) -> Forward:
         def left(*args: Any, **kwargs: Any) -> Any:
             raise StageEnd(slot.result(forward(*args, **kwargs)))
@@ -249,7 +251,7 @@ def _leave_after(slot: Slot) -> Callable[[Forward], Forward]:
 
 
 def _dummy(
-    structure: Structure, path: str, shapes: Any, wire: Wire, dtype: torch.dtype
+    structure: LayerStack, path: str, shapes: Any, wire: StageBuffers, dtype: torch.dtype
 ) -> Callable[[Forward], Forward]:
     """Zeros of the shapes that the real module would return; some definitions write into them."""
     places = _by_module(structure, structure.sides)[path]
@@ -269,6 +271,6 @@ def _dummy(
     return wrapper
 
 
-def _received(wire: Wire) -> torch.Tensor:
+def _received(wire: StageBuffers) -> torch.Tensor:
     assert wire.received is not None, "a stage that is not the first ran before it received anything"
     return wire.received

@@ -17,15 +17,15 @@ import torch
 from megatron.core.utils import make_viewless_tensor
 from torch import nn
 
-from megasched.analysis.places import Place, Side
-from megasched.analysis.structure import Structure
+from megasched.analysis.places import OutputRef, StageInput
+from megasched.analysis.structure import LayerStack
 from megasched.definition.objectives import objective_of
 
 _ALIGNED = 8  # bytes; a view in another dtype must begin at a multiple of its size
 
 
 @dataclass(frozen=True)
-class Piece:
+class PackedTensor:
     """One of the tensors that are packed."""
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Piece:
 
 
 @dataclass
-class Wire:
+class StageBuffers:
     """What the boundaries of a stage share during one forward.
 
     Attributes:
@@ -54,7 +54,7 @@ class Wire:
     """
 
     received: torch.Tensor | None = None
-    values: dict[Side, torch.Tensor] = field(default_factory=dict)
+    values: dict[StageInput, torch.Tensor] = field(default_factory=dict)
     batch: int = 0
     length: int = 0
     device: torch.device | None = None
@@ -68,7 +68,7 @@ class Wire:
 
 
 @dataclass
-class Packing:
+class BoundaryCodec:
     """How stage boundaries are crossed.
 
     Attributes:
@@ -82,13 +82,13 @@ class Packing:
     """
 
     definition: nn.Module
-    structure: Structure
+    structure: LayerStack
     dtype: torch.dtype
     parts: int = 1
-    cut: Mapping[Place, int] = field(default_factory=dict)
+    cut: Mapping[OutputRef, int] = field(default_factory=dict)
     tp: int = 1
     width: int = 0
-    measured: dict[tuple[torch.dtype, int, int], dict[Place, torch.Tensor]] = field(default_factory=dict)
+    measured: dict[tuple[torch.dtype, int, int], dict[OutputRef, torch.Tensor]] = field(default_factory=dict)
 
     def needed(self, boundaries: Sequence[int]) -> bool:
         """Whether these cuts take more than the hidden state as it is."""
@@ -100,7 +100,7 @@ class Packing:
         recorded = set(self.structure.recorded)
         return self._plain() and all(side.places[0] in recorded for side in self._sides(boundaries))
 
-    def _sides(self, boundaries: Sequence[int]) -> set[Side]:
+    def _sides(self, boundaries: Sequence[int]) -> set[StageInput]:
         return {side for boundary in boundaries for side in self.structure.sides_at(boundary)}
 
     def _plain(self) -> bool:
@@ -120,7 +120,7 @@ class Packing:
         row = length // self.parts * batch * self.dtype.itemsize
         self.width = max(self.width, -(-room // row))
 
-    def pieces(self, boundary: int, batch: int, length: int) -> tuple[Piece, ...]:
+    def pieces(self, boundary: int, batch: int, length: int) -> tuple[PackedTensor, ...]:
         """What crosses a cut before the layer ``boundary`` on this rank: the hidden state, then the sides."""
         hidden = self.structure.hidden
         sizes = list(hidden.sizes(batch, length))
@@ -129,23 +129,23 @@ class Packing:
         sides = self.structure.sides_at(boundary)
         found = self._measure(batch, length) if sides else {}
         return (
-            Piece(tuple(sizes), hidden.run_dtype(self.dtype)),
+            PackedTensor(tuple(sizes), hidden.run_dtype(self.dtype)),
             *(self._local(side, found[side.places[0]]) for side in sides),
         )
 
-    def _local(self, side: Side, whole: torch.Tensor) -> Piece:
+    def _local(self, side: StageInput, whole: torch.Tensor) -> PackedTensor:
         sizes, dim = list(whole.shape), self.cut.get(side.places[0])
         if dim is not None:
             sizes[dim] //= self.tp
-        return Piece(tuple(sizes), whole.dtype)
+        return PackedTensor(tuple(sizes), whole.dtype)
 
-    def _measure(self, batch: int, length: int) -> dict[Place, torch.Tensor]:
+    def _measure(self, batch: int, length: int) -> dict[OutputRef, torch.Tensor]:
         key = self.dtype, batch, length
         if key not in self.measured:
             self.measured[key] = self.structure.measure(self.definition, batch, length, self.dtype)
         return self.measured[key]
 
-    def send(self, boundary: int, wire: Wire, hidden: torch.Tensor) -> torch.Tensor:
+    def send(self, boundary: int, wire: StageBuffers, hidden: torch.Tensor) -> torch.Tensor:
         """The hidden state and the sides that a cut takes -> [s, b, w], no view."""
         sides = self.structure.sides_at(boundary)
         missing = [side.places[0].path for side in sides if side not in wire.values]
@@ -161,7 +161,7 @@ class Packing:
         out = _Pack.apply(shape, self.dtype, pieces, *tensors)
         return make_viewless_tensor(out, requires_grad=out.requires_grad, keep_graph=True)
 
-    def receive(self, boundary: int, wire: Wire, packed: torch.Tensor) -> None:
+    def receive(self, boundary: int, wire: StageBuffers, packed: torch.Tensor) -> None:
         """[s, b, w] -> the hidden state and the sides of a cut."""
         hidden, *sides = _Unpack.apply(packed, self.pieces(boundary, wire.batch, wire.length))
         wire.received = hidden
@@ -180,7 +180,9 @@ def receive_hidden(sent: torch.Tensor) -> torch.Tensor:
     return sent.transpose(0, 1).contiguous()
 
 
-def _write(tensors: Sequence[torch.Tensor | None], pieces: Sequence[Piece], out: torch.Tensor) -> torch.Tensor:
+def _write(
+    tensors: Sequence[torch.Tensor | None], pieces: Sequence[PackedTensor], out: torch.Tensor
+) -> torch.Tensor:
     room, start = out.view(-1).view(torch.uint8), 0
     for tensor, piece in zip(tensors, pieces, strict=True):
         if tensor is not None:
@@ -189,7 +191,7 @@ def _write(tensors: Sequence[torch.Tensor | None], pieces: Sequence[Piece], out:
     return out
 
 
-def _read(packed: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+def _read(packed: torch.Tensor, pieces: Sequence[PackedTensor]) -> list[torch.Tensor]:
     room, start, found = packed.contiguous().view(-1).view(torch.uint8), 0, []
     for piece in pieces:
         found.append(room[start : start + piece.size].view(piece.dtype).view(piece.shape).clone())
@@ -201,7 +203,9 @@ class _Pack(torch.autograd.Function):
     """Tensors to one; the gradient comes back as it was packed by ``_Unpack``."""
 
     @staticmethod
-    def forward(ctx: Any, shape: Any, dtype: torch.dtype, pieces: Sequence[Piece], *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, shape: Any, dtype: torch.dtype, pieces: Sequence[PackedTensor], *tensors: torch.Tensor
+    ) -> Any:
         ctx.pieces = pieces
         return _write(tensors, pieces, torch.zeros(shape, dtype=dtype, device=tensors[0].device))
 
@@ -215,7 +219,7 @@ class _Unpack(torch.autograd.Function):
     """One tensor to those that were packed."""
 
     @staticmethod
-    def forward(ctx: Any, packed: torch.Tensor, pieces: Sequence[Piece]) -> Any:
+    def forward(ctx: Any, packed: torch.Tensor, pieces: Sequence[PackedTensor]) -> Any:
         ctx.pieces, ctx.shape, ctx.dtype = pieces, packed.shape, packed.dtype
         found = _read(packed, pieces)
         ctx.mark_non_differentiable(*(tensor for tensor in found if not tensor.is_floating_point()))

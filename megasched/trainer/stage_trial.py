@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.meta_call import DefaultScalars, call_hooks, meta_copy, run_on_meta, tensors_in
-from megasched.analysis.places import Side
+from megasched.analysis.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.analysis.places import StageInput
 from megasched.analysis.recording import loss_given
 from megasched.analysis.sequence_trial import numbers_in
-from megasched.analysis.structure import Structure, flow_of
+from megasched.analysis.structure import LayerStack, flow_of
 from megasched.analysis.ways import Ways
 from megasched.collector import collector_paused
 from megasched.errors import ScheduleError
-from megasched.trainer.stage import Stage, make_stage, set_entry
-from megasched.trainer.stage_transfer import Wire
+from megasched.trainer.stage import Stage, hollow_out_stage, set_entry
+from megasched.trainer.stage_transfer import StageBuffers
 
 _BATCH, _LENGTH = 2, 5
 # Whether a new constant is detached depends on the modes that are on; a reshape copies where it can't give a view.
@@ -33,7 +33,7 @@ _Operation = tuple[str, tuple[Any, ...], tuple[tuple[int, ...], ...]]
 
 
 @collector_paused()
-def why_not_alone(model: nn.Module, structure: Structure) -> str:
+def why_not_alone(model: nn.Module, structure: LayerStack) -> str:
     """What layers of the second half do otherwise where those of the first are on another stage; empty if nothing.
 
     Raises:
@@ -61,7 +61,7 @@ def why_not_alone(model: nn.Module, structure: Structure) -> str:
     return ""
 
 
-def why_not_other_ways(model: nn.Module, structure: Structure, ways: Ways) -> str:
+def why_not_other_ways(model: nn.Module, structure: LayerStack, ways: Ways) -> str:
     """What goes from layer to layer otherwise where the code goes another way (``analysis/ways.py``), or which way
     it goes by what most stages do not have; empty if nothing.
 
@@ -81,7 +81,7 @@ def why_not_other_ways(model: nn.Module, structure: Structure, ways: Ways) -> st
     return ""
 
 
-class _Run(DefaultScalars):
+class _Run(ScalarAnswers):
     """A forward that notes what is done from a layer on.
 
     Attributes:
@@ -90,12 +90,12 @@ class _Run(DefaultScalars):
         sides: what else crosses the boundary before it.
     """
 
-    def __init__(self, model: nn.Module, structure: Structure, start: int) -> None:
+    def __init__(self, model: nn.Module, structure: LayerStack, start: int) -> None:
         super().__init__()
         self.model, self.structure, self.start = model, structure, start
         self.done: list[tuple[str, str, tuple[Any, ...], Any]] = []
         self.hidden: torch.Tensor | None = None
-        self.sides: dict[Side, torch.Tensor] = {}
+        self.sides: dict[StageInput, torch.Tensor] = {}
         self.stack: list[tuple[str, Any, Any]] = []
         places = (place.path for side in structure.sides for place in side.places)
         self.watched = {*structure.layer_paths(), *places}
@@ -114,12 +114,12 @@ class _Run(DefaultScalars):
         with hooks, loss_given(self.model, calls_loss=self.structure.calls_loss):
             run_on_meta(self.model, inputs or self._inputs(), self)
 
-    def run_as_stage(self, hidden: torch.Tensor, sides: Mapping[Side, torch.Tensor]) -> None:
+    def run_as_stage(self, hidden: torch.Tensor, sides: Mapping[StageInput, torch.Tensor]) -> None:
         """The same as the stage that begins with the layer."""
         stage = Stage(self.start, self.structure.count, first=False, last=True)
-        wire = Wire(hidden.clone(), dict(sides), _BATCH, _LENGTH, torch.device("meta"), open=True)
+        wire = StageBuffers(hidden.clone(), dict(sides), _BATCH, _LENGTH, torch.device("meta"), open=True)
         with torch.device("meta"):  # also for zeros in the place of what lives elsewhere
-            make_stage(self.model, self.structure, stage, wire, torch.float32)
+            hollow_out_stage(self.model, self.structure, stage, wire, torch.float32)
         set_entry(self.model, self.structure, stage, wire)
         inputs = self._inputs()
         if self.structure.token_ids is not None:

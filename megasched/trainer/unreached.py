@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megasched.analysis.reach import Reach
-    from megasched.analysis.structure import Structure
+    from megasched.analysis.structure import LayerStack
 
 
 def freeze_unreached(model: nn.Module, reach: Reach) -> None:
@@ -50,7 +50,7 @@ def folded(model: nn.Module, names: Sequence[str]) -> list[str]:
     return [*found, *(name for name in names if name in left)]
 
 
-def refuse_unsure_overlap(reach: Reach, structure: Structure | None, overlap_grad_reduce: bool) -> None:
+def refuse_unsure_overlap(reach: Reach, structure: LayerStack | None, overlap_grad_reduce: bool) -> None:
     """Megatron reduces a bucket once each of its parameters has a gradient.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-    from megasched.plan.param_mapping import Assembly
+    from megasched.plan.param_mapping import ParamMapping
 
 # Attribute of a parameter that is not decayed; megasched/trainer/seams/weight_decay.py tells Megatron of it.
 SPARED = "spared_from_weight_decay"
@@ -33,7 +33,7 @@ def is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and not list(module.children())
 
 
-def spare(held: Iterable[tuple[nn.Parameter, Assembly]], names: frozenset[str]) -> None:
+def spare(held: Iterable[tuple[nn.Parameter, ParamMapping]], names: frozenset[str]) -> None:
     """Marks the parameters of a rank that are made of such tensors of HF's.
 
     Args:

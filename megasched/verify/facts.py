@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megasched.language.parallel_dims import Layout
-from megasched.language.roles import Attention, Block, Mixture, Mlp
+from megasched.language.roles import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 
 if TYPE_CHECKING:
     from megasched.trainer.session import Session
@@ -37,9 +37,9 @@ def facts(folder: str) -> dict[str, Any]:
 def _by_megatron(session: Session) -> list[str]:
     """What of a definition modules of Megatron's own can stand for."""
     roles, structure = session.schedule.roles, session.plan.structure
-    if isinstance(roles.block, Block):
+    if isinstance(roles.block, LayerSpec):
         return ["block"]
     in_layers = [mlp for path, mlp in roles.mlps.items() if structure and structure.index_of(path) is not None]
-    found = ["attention"] if isinstance(roles.attention, Attention) else []
-    found += ["mixture"] if isinstance(roles.mixture, Mixture) else []
-    return [*found, "mlp"] if any(isinstance(mlp, Mlp) for mlp in in_layers) else found
+    found = ["attention"] if isinstance(roles.attention, AttentionSpec) else []
+    found += ["mixture"] if isinstance(roles.mixture, MoeSpec) else []
+    return [*found, "mlp"] if any(isinstance(mlp, MlpSpec) for mlp in in_layers) else found

@@ -32,7 +32,7 @@ _ROWS = {
 Judgement = tuple[list[Check], str, Finding | None]
 
 
-class Judge:
+class StepComparison:
     """One scheduled run, and the references that it is held against.
 
     Attributes:

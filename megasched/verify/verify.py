@@ -165,14 +165,14 @@ def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> No
         schedule: what the ranks find it by.
         without: file for schedules that leave calls out.
     """
-    from megasched.verify.judge import Judge
-    from megasched.verify.locate.bisect import find_guilty, write_without
+    from megasched.verify.judge import StepComparison
+    from megasched.verify.locate.bisect import bisect_records, write_without
     from megasched.verify.parity import failure
     from megasched.verify.plain_runs import PlainError
     from megasched.verify.ranks.pool import RankError
 
     try:
-        judge = Judge(steps, schedule)
+        judge = StepComparison(steps, schedule)
     except (RankError, PlainError) as error:
         outcome = failure(str(error))
         found.verdict, found.why = outcome.verdict, outcome.why  # type: ignore[assignment]
@@ -195,4 +195,4 @@ def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> No
             return False
 
     others = [call for call in judge.facts.records if not call[1].partition(": ")[2].startswith("shard(")]
-    found.finding = replace(found.finding, guilty=find_guilty(found.finding.records, others, right_without))
+    found.finding = replace(found.finding, guilty=bisect_records(found.finding.records, others, right_without))

@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megasched.analysis.label_run import LabelRun
-from megasched.analysis.labels import Label
+from megasched.analysis.labels import TpSpec
 from megasched.analysis.meta_call import run_on_meta, tensors_in
 from megasched.analysis.operators import draws
 from megasched.analysis.sequence_dims import follow_sequence
-from megasched.language.tensor_types import ON_ALL_RANKS, Along
+from megasched.language.tensor_types import ON_ALL_RANKS, ShardDim
 
 # Sizes that are handed to these are numbers in a definition's code, which may be read off a rank's part or may not
 # be: analysis/size_check.py runs the code with what a rank has.
@@ -47,7 +47,7 @@ SIZES = frozenset(
 NOT_COMPARED = frozenset(["empty_like", "new_empty", "new_empty_strided", "diff", "linalg.vander"])
 LARGEST = 20_000  # elements of a sample
 
-Cuts = dict[int, Along]
+Cuts = dict[int, ShardDim]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Sample:
         return f"{shapes} cut {self.cuts} over {self.ranks}"
 
 
-def part_of(tensor: torch.Tensor, along: Along | None, rank: int, ranks: int) -> torch.Tensor:
+def part_of(tensor: torch.Tensor, along: ShardDim | None, rank: int, ranks: int) -> torch.Tensor:
     """What a rank has of a tensor."""
     if along is None or along == ON_ALL_RANKS:
         return tensor
@@ -116,9 +116,9 @@ def _ways(values: list[Any]) -> Iterator[tuple[Cuts, int]]:
         for dim, size in enumerate(tensor.shape):
             if size > 1:
                 ranks = next(n for n in range(2, size + 1) if size % n == 0)
-                yield {index: Along(dim)}, ranks
+                yield {index: ShardDim(dim)}, ranks
                 if len(alike) > 1 and alike[0] == index:
-                    yield dict.fromkeys(alike, Along(dim)), ranks
+                    yield dict.fromkeys(alike, ShardDim(dim)), ranks
 
 
 # --- what the analysis says
@@ -137,11 +137,11 @@ def features_answer(sample: Sample) -> list[Any] | None:
     run = LabelRun(nn.Module(), {}, None, False, frozenset(), frozenset(), {})
     values = _on_meta(sample)
     for index, along in sample.cuts.items():
-        run._set(values[index], Label("T", frozenset(["column"]), active=True, fed=True, along=along))
+        run._set(values[index], TpSpec("T", frozenset(["column"]), active=True, fed=True, along=along))
     outputs = _in_analysis(sample, values, run)
     if outputs is None or run.derived.gather or run.derived.problems:
         return None
-    labels = [run.label(output) if isinstance(output, torch.Tensor) else Label() for output in outputs]
+    labels = [run.label(output) if isinstance(output, torch.Tensor) else TpSpec() for output in outputs]
     assert all(label.along is not None for label in labels if label.region == "T"), "cut, and not known where"
     return [label.along for label in labels]
 
@@ -151,7 +151,7 @@ class _SequenceRun(LabelRun):
 
     def __init__(self) -> None:
         super().__init__(nn.Module(), {}, None, False, frozenset(), frozenset(), {})
-        self.places: dict[int, Along] = {}
+        self.places: dict[int, ShardDim] = {}
         self.whole = False
 
     def carry_out(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -209,12 +209,12 @@ def fault(sample: Sample, answer: list[Any]) -> str:
     return ""
 
 
-def _part(value: Any, along: Along | None, rank: int, ranks: int) -> Any:
+def _part(value: Any, along: ShardDim | None, rank: int, ranks: int) -> Any:
     return part_of(value, along, rank, ranks) if isinstance(value, torch.Tensor) else value
 
 
 def _results(
-    sample: Sample, values: list[Any], answer: list[Along | None], rank: int | None
+    sample: Sample, values: list[Any], answer: list[ShardDim | None], rank: int | None
 ) -> tuple[list[Any], list[Any]]:
     """Results, and gradients of what is cut: of a scalar product with numbers of which a rank has its part."""
     own = [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in values]

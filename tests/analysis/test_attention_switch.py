@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 from megasched.definition.attention_interface import EAGER_MASK, NAME
 from megasched.errors import MegaschedError
-from megasched.layers.attention import attention_forward, switch_on
+from megasched.layers.attention import attention_forward, enable
 from tests.lowering.models import tiny_model
 
 
@@ -93,21 +93,21 @@ def kind(function, **attributes):
 def test_a_class_with_eager_attention_alone(attention, switched):
     model = model_of(attention)
     assert model.config._attn_implementation == "eager"
-    switch_on(model)
+    enable(model)
     assert model.config._attn_implementation == (EAGER_MASK if switched else "eager")
 
 
 def test_one_layer_of_another_kind_is_enough():
     model = model_of(kind(tempered))
     model.model.layers[1].self_attn.temperature = 0.7
-    switch_on(model)
+    enable(model)
     assert model.config._attn_implementation == "eager"
 
 
 def test_eager_attention_does_not_matter_to_who_calls_sdpa():
     model = model_of(kind(squared_relu), LlamaForCausalLM)
     assert model.config._attn_implementation == "sdpa"
-    switch_on(model)
+    enable(model)
     assert model.config._attn_implementation == NAME
 
 
@@ -115,20 +115,20 @@ def test_a_name_that_a_user_registered_stays(monkeypatch):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "squared_relu", squared_relu)
     model = tiny_model("llama")
     model.config._attn_implementation = "squared_relu"
-    switch_on(model)
+    enable(model)
     assert model.config._attn_implementation == "squared_relu"
 
 
 def test_a_name_of_transformers_with_another_function_stays(monkeypatch):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", squared_relu)
     model = tiny_model("llama")
-    switch_on(model)
+    enable(model)
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_names_are_put_back():
     model = tiny_model("llama")
-    restore = switch_on(model)
+    restore = enable(model)
     assert model.config._attn_implementation == NAME
     restore()
     assert model.config._attn_implementation == "sdpa"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers.models.opt.modeling_opt import OPTDecoder, OPTDecoderLayer
 
-from megasched.analysis.structure import find_structure
+from megasched.analysis.structure import find_layer_stack
 from megasched.definition.build import build_definition
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import Layout
@@ -21,7 +21,7 @@ WHY = "the code around them asks for a number that it draws, and each stage woul
 
 
 def structure(**changes):
-    return find_structure(build_definition(tiny.config("opt", **changes)))
+    return find_layer_stack(build_definition(tiny.config("opt", **changes)))
 
 
 def test_layers_that_may_be_skipped_are_seen():
@@ -67,7 +67,7 @@ def test_draws_of_python_and_numpy_are_seen(kind, refused):
     changed = model.model.decoder.layers if kind is DrawingInside else [model.model.decoder]
     for module in changed:
         module.__class__ = kind
-    found = find_structure(model)
+    found = find_layer_stack(model)
     assert found.by_chance == refused
     assert found.uncuttable == (BY_PYTHON if refused else "")
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from megasched.analysis.places import BEFORE, Place
-from megasched.analysis.structure import find_structure
+from megasched.analysis.places import BEFORE, OutputRef
+from megasched.analysis.structure import find_layer_stack
 
 
 class Layer(nn.Module):
@@ -112,26 +112,26 @@ class Model(nn.Module):
 
 
 AFTER = "what comes after the layers reads "
-OUTPUT = {index: Place(f"layers.{index}") for index in range(4)}
-ENTRY = [Place("layers.0", index, 2, "kv") for index in range(2)]
+OUTPUT = {index: OutputRef(f"layers.{index}") for index in range(4)}
+ENTRY = [OutputRef("layers.0", index, 2, "kv") for index in range(2)]
 SIDES = {
     "nothing": [],
     "scaled": [],
     "shape": [],
     "between": [],
-    "embedding": [(BEFORE, 2, (Place("embed"),))],
-    "ids": [(BEFORE, 3, (Place(""),))],
+    "embedding": [(BEFORE, 2, (OutputRef("embed"),))],
+    "ids": [(BEFORE, 3, (OutputRef(""),))],
     "state": [(0, 3, (OUTPUT[0],))],
     "mapping": [(0, 2, (ENTRY[0],)), (0, 2, (ENTRY[1],))],
     "written": [(index, 3, (OUTPUT[index],)) for index in range(2)],
     "copied": [(index, 4, (OUTPUT[index],)) for index in range(3)],
-    "indices": [(index, index + 1, (Place(f"layers.{index}", 1),)) for index in range(1, 4)],
+    "indices": [(index, index + 1, (OutputRef(f"layers.{index}", 1),)) for index in range(1, 4)],
 }
 
 
 @pytest.mark.parametrize("form", SIDES)
 def test_sides(form):
-    structure = find_structure(Model(form))
+    structure = find_layer_stack(Model(form))
     assert [(side.made, side.read, side.places) for side in structure.sides] == SIDES[form]
     assert structure.uncuttable == ""
     for side in structure.sides:
@@ -139,16 +139,16 @@ def test_sides(form):
 
 
 def test_the_hidden_state_is_no_side_where_it_is_what_is_sent():
-    structure = find_structure(Model("state"))
+    structure = find_layer_stack(Model("state"))
     (side,) = structure.sides
     assert [structure.sides_at(boundary) for boundary in range(5)] == [(), (), (side,), (side,), ()]
     assert [structure.hidden_sides(boundary) for boundary in (1, 2)] == [(side,), ()]
     assert structure.token_ids is None
-    assert find_structure(Model("ids")).token_ids is not None
+    assert find_layer_stack(Model("ids")).token_ids is not None
 
 
 def test_modules_between_layers_belong_to_the_next_one():
-    structure = find_structure(Model("between"))
+    structure = find_layer_stack(Model("between"))
     assert {path: layers for path, (layers, _) in structure.between.items()} == {
         f"norms.{index}": (index,) for index in range(1, 4)
     }
@@ -170,31 +170,31 @@ def test_modules_between_layers_belong_to_the_next_one():
     ],
 )
 def test_what_cant_be_carried(form, why):
-    assert find_structure(Model(form)).uncuttable == why
+    assert find_layer_stack(Model(form)).uncuttable == why
 
 
 @pytest.mark.parametrize("form", ["averaged", "smaller", "bounded anew"])
 def test_what_the_backward_of_another_micro_batch_needs_is_not_changed(form):
-    why = find_structure(Model(form)).uncuttable
+    why = find_layer_stack(Model(form)).uncuttable
     assert why.startswith("a forward changes layers.0.")
     assert why.endswith(" in place, which the backward of micro-batches before needs as it was")
 
 
 @pytest.mark.parametrize("form", ["bounded", "replaced"])
 def test_what_is_not_changed_for_them_is_no_matter(form):
-    assert find_structure(Model(form)).uncuttable == ""
+    assert find_layer_stack(Model(form)).uncuttable == ""
 
 
 def test_buffers_that_a_forward_changes():
-    structure = find_structure(Model("averaged"))
+    structure = find_layer_stack(Model("averaged"))
     assert structure.changed_buffers == tuple(f"layers.{index}.average" for index in range(4))
-    assert find_structure(Model("replaced")).changed_buffers == structure.changed_buffers
-    assert find_structure(Model("nothing")).changed_buffers == ()
+    assert find_layer_stack(Model("replaced")).changed_buffers == structure.changed_buffers
+    assert find_layer_stack(Model("nothing")).changed_buffers == ()
 
 
 def test_sides_are_measured_at_the_sizes_of_a_run():
     model = Model("indices")
-    structure = find_structure(model)
+    structure = find_layer_stack(model)
     measured = structure.measure(model, 3, 17, torch.bfloat16)
     assert {place: (tuple(t.shape), t.dtype) for place, t in measured.items()} == {
         side.places[0]: ((3, 17), torch.int64) for side in structure.sides

@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megasched.analysis.dims import NeedsWhole, NoRule, follow
-from megasched.language.tensor_types import ON_ALL_RANKS, Along
+from megasched.language.tensor_types import ON_ALL_RANKS, ShardDim
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
@@ -61,25 +61,25 @@ def test_views(before, dim, factor, split):
         total //= piece
     for _ in range(split.draw(st.integers(0, 2))):
         after.insert(split.draw(st.integers(0, len(after))), 1)
-    (place,) = moved(lambda x: x.view(after), before, Along(dim))
+    (place,) = moved(lambda x: x.view(after), before, ShardDim(dim))
     if place is None:
         return
     assume((after[place.dim] // place.outer) % 2 == 0)  # else the view splits what a rank holds
-    held = owners(before, Along(dim)).contiguous().view(after)
+    held = owners(before, ShardDim(dim)).contiguous().view(after)
     assert torch.equal(held, owners(after, place))
 
 
 @given(order=st.permutations(range(4)), dim=st.integers(0, 3))
 def test_permutations_and_transposes(order, dim):
     shape = [2, 3, 4, 5]
-    (place,) = moved(lambda x: x.permute(order), shape, Along(dim))
+    (place,) = moved(lambda x: x.permute(order), shape, ShardDim(dim))
     assert shape[dim] == [shape[d] for d in order][place.dim]
     one, two = order[:2]
-    (place,) = moved(lambda x: x.transpose(one, two), shape, Along(dim))
+    (place,) = moved(lambda x: x.transpose(one, two), shape, ShardDim(dim))
     assert place.dim == {one: two, two: one}.get(dim, dim)
 
 
-X = Along(2)
+X = ShardDim(2)
 
 
 def ids(*shape):
@@ -89,42 +89,42 @@ def ids(*shape):
 @pytest.mark.parametrize(
     ("make", "place"),
     [
-        (lambda x: x.unsqueeze(0), Along(3)),
-        (lambda x: x.unsqueeze(-1), Along(2)),
-        (lambda x: x[:, :, None].squeeze(2), Along(2)),
-        (lambda x: x[:1].squeeze(0), Along(1)),
-        (lambda x: x[0], Along(1)),
-        (lambda x: x[:, [1]], Along(2)),
-        (lambda x: x[torch.zeros(2, 2, dtype=torch.long, device="meta")], Along(3)),
-        (lambda x: x[ids(2), ids(2)], Along(1)),
-        (lambda x: x[ids(3, 1), ids(2)], Along(2)),
-        (lambda x: x.transpose(1, 2)[ids(2), :, ids(2)], Along(1)),  # what indices give comes first
-        (lambda x: x.gather(1, x.argmax(1, keepdim=True)), Along(2)),
-        (lambda x: x.gather(1, ids(2, 1, 1).expand(2, 1, 8)), Along(2)),
-        (lambda x: x.scatter(1, x.argmax(1, keepdim=True), 1.0), Along(2)),
-        (lambda x: x.scatter_add(1, ids(2, 3, 1).expand(2, 3, 8), x), Along(2)),
-        (lambda x: x.index_add(1, ids(3), x), Along(2)),
+        (lambda x: x.unsqueeze(0), ShardDim(3)),
+        (lambda x: x.unsqueeze(-1), ShardDim(2)),
+        (lambda x: x[:, :, None].squeeze(2), ShardDim(2)),
+        (lambda x: x[:1].squeeze(0), ShardDim(1)),
+        (lambda x: x[0], ShardDim(1)),
+        (lambda x: x[:, [1]], ShardDim(2)),
+        (lambda x: x[torch.zeros(2, 2, dtype=torch.long, device="meta")], ShardDim(3)),
+        (lambda x: x[ids(2), ids(2)], ShardDim(1)),
+        (lambda x: x[ids(3, 1), ids(2)], ShardDim(2)),
+        (lambda x: x.transpose(1, 2)[ids(2), :, ids(2)], ShardDim(1)),  # what indices give comes first
+        (lambda x: x.gather(1, x.argmax(1, keepdim=True)), ShardDim(2)),
+        (lambda x: x.gather(1, ids(2, 1, 1).expand(2, 1, 8)), ShardDim(2)),
+        (lambda x: x.scatter(1, x.argmax(1, keepdim=True), 1.0), ShardDim(2)),
+        (lambda x: x.scatter_add(1, ids(2, 3, 1).expand(2, 3, 8), x), ShardDim(2)),
+        (lambda x: x.index_add(1, ids(3), x), ShardDim(2)),
         (
             lambda x: x.transpose(0, 2) @ torch.zeros(8, 2, 5, device="meta").new_zeros(1, 2, 5).expand(8, 2, 5),
-            Along(0),
+            ShardDim(0),
         ),
-        (lambda x: x.unflatten(2, (4, 2))[..., [-1]], Along(2)),
-        (lambda x: x[:, 1], Along(1)),
-        (lambda x: x[:, 1:], Along(2)),
-        (lambda x: x.expand(4, 2, 3, 8), Along(3)),
-        (lambda x: x.sum(1), Along(1)),
-        (lambda x: x.mean(1, keepdim=True), Along(2)),
-        (lambda x: x.max(0), Along(1)),
-        (lambda x: x.softmax(1), Along(2)),
-        (lambda x: torch.zeros(5, 2, 1, 1, device="meta") + x, Along(3)),
-        (lambda x: torch.cat([x, x], 1), Along(2)),
-        (lambda x: torch.stack([x, x], 1), Along(3)),
-        (lambda x: torch.zeros(2, 4, 3, device="meta") @ x, Along(2)),
-        (lambda x: torch.nn.functional.layer_norm(x.transpose(1, 2), (3,)), Along(1)),
-        (lambda x: x.reshape(2, 3, 2, 4).transpose(2, 3).reshape(2, 3, 8), Along(2, outer=4)),
-        (lambda x: x.transpose(1, 2).reshape(16, 3), Along(0, outer=2)),
-        (lambda x: x.transpose(1, 2).reshape(16, 3).view(2, 8, 3), Along(1)),
-        (lambda x: x.clone(), Along(2)),
+        (lambda x: x.unflatten(2, (4, 2))[..., [-1]], ShardDim(2)),
+        (lambda x: x[:, 1], ShardDim(1)),
+        (lambda x: x[:, 1:], ShardDim(2)),
+        (lambda x: x.expand(4, 2, 3, 8), ShardDim(3)),
+        (lambda x: x.sum(1), ShardDim(1)),
+        (lambda x: x.mean(1, keepdim=True), ShardDim(2)),
+        (lambda x: x.max(0), ShardDim(1)),
+        (lambda x: x.softmax(1), ShardDim(2)),
+        (lambda x: torch.zeros(5, 2, 1, 1, device="meta") + x, ShardDim(3)),
+        (lambda x: torch.cat([x, x], 1), ShardDim(2)),
+        (lambda x: torch.stack([x, x], 1), ShardDim(3)),
+        (lambda x: torch.zeros(2, 4, 3, device="meta") @ x, ShardDim(2)),
+        (lambda x: torch.nn.functional.layer_norm(x.transpose(1, 2), (3,)), ShardDim(1)),
+        (lambda x: x.reshape(2, 3, 2, 4).transpose(2, 3).reshape(2, 3, 8), ShardDim(2, outer=4)),
+        (lambda x: x.transpose(1, 2).reshape(16, 3), ShardDim(0, outer=2)),
+        (lambda x: x.transpose(1, 2).reshape(16, 3).view(2, 8, 3), ShardDim(1)),
+        (lambda x: x.clone(), ShardDim(2)),
     ],
 )
 def test_followed(make, place):
@@ -134,7 +134,7 @@ def test_followed(make, place):
 def test_a_mask_takes_the_place_of_the_dimensions_that_it_is_of():
     x, mask, out = torch.zeros(2, 3, 8), torch.ones(2, 3, dtype=torch.bool), torch.zeros(6, 8)
     index = torch.ops.aten.index.Tensor
-    assert follow(index, (x, [mask]), {}, [out], lambda tensor: X if tensor is x else None) == [Along(1)]
+    assert follow(index, (x, [mask]), {}, [out], lambda tensor: X if tensor is x else None) == [ShardDim(1)]
     assert follow(index, (x, [None, None, mask[0]]), {}, [out], lambda tensor: X if tensor is x else None) == [
         None
     ]
@@ -221,10 +221,10 @@ def test_where_a_dimension_stays(make, dim, kept):
     dtype = torch.complex64 if "view_as_real" in make.__code__.co_names else torch.float32
     shape = (2, 4, 8)
     if kept:
-        assert moved(make, shape, Along(dim), dtype)[0] == Along(dim)
+        assert moved(make, shape, ShardDim(dim), dtype)[0] == ShardDim(dim)
     else:
         with pytest.raises(NeedsWhole) as raised:
-            moved(make, shape, Along(dim), dtype)
+            moved(make, shape, ShardDim(dim), dtype)
         assert not isinstance(raised.value, NoRule)
 
 
@@ -233,19 +233,19 @@ def test_nothing_is_known_of_the_others():
         moved(lambda x: torch.cdist(x, x), (2, 3, 8), X)
 
 
-PACKED = Along(2, components=(4, 2, 2))
+PACKED = ShardDim(2, components=(4, 2, 2))
 
 
 @pytest.mark.parametrize(
     ("make", "places"),
     [
-        (lambda x: x.split([4, 2, 2], -1), [Along(2), Along(2), Along(2)]),
-        (lambda x: x.split([4, 4], -1), [Along(2), Along(2, components=(2, 2))]),
-        (lambda x: x[..., 4:6], [Along(2)]),
-        (lambda x: x[..., :6] * 2, [Along(2, components=(4, 2))]),
+        (lambda x: x.split([4, 2, 2], -1), [ShardDim(2), ShardDim(2), ShardDim(2)]),
+        (lambda x: x.split([4, 4], -1), [ShardDim(2), ShardDim(2, components=(2, 2))]),
+        (lambda x: x[..., 4:6], [ShardDim(2)]),
+        (lambda x: x[..., :6] * 2, [ShardDim(2, components=(4, 2))]),
         (lambda x: x * 2, [PACKED]),
-        (lambda x: x[:, 0], [Along(1, components=(4, 2, 2))]),
-        (lambda x: x.view(6, 8), [Along(1, components=(4, 2, 2))]),
+        (lambda x: x[:, 0], [ShardDim(1, components=(4, 2, 2))]),
+        (lambda x: x.view(6, 8), [ShardDim(1, components=(4, 2, 2))]),
         (lambda x: x.split(2, -1), NeedsWhole),
         (lambda x: x[..., 2:6], NeedsWhole),
         (lambda x: x * x.new_zeros(2, 3, 8), [PACKED]),
@@ -262,14 +262,14 @@ def test_components_are_taken_apart_at_their_boundaries(make, places):
         assert moved(make, (2, 3, 8), PACKED) == places
 
 
-HEADS = Along(2, components=(8, 4, 4))
+HEADS = ShardDim(2, components=(8, 4, 4))
 
 
 @pytest.mark.parametrize(
     ("make", "place"),
     [
-        (lambda x: x.view(2, 3, 8, 2), Along(2, components=(4, 2, 2))),
-        (lambda x: x.view(2, 3, 8, 2)[:, :, 4:6], Along(2)),
+        (lambda x: x.view(2, 3, 8, 2), ShardDim(2, components=(4, 2, 2))),
+        (lambda x: x.view(2, 3, 8, 2)[:, :, 4:6], ShardDim(2)),
         (lambda x: x.view(2, 3, 8, 2).view(2, 3, 16), HEADS),
         (lambda x: x.view(2, 3, 2, 8), None),  # a part of the second would be another component's
         (lambda x: x.view(6, 8, 2).view(2, 3, 16), HEADS),
@@ -279,16 +279,16 @@ def test_components_are_counted_as_a_view_counts(make, place):
     assert moved(make, (2, 3, 16), HEADS)[0] == place
 
 
-FEW = Along(2, components=(8, 2, 2), heads=(0, 1, 1))
+FEW = ShardDim(2, components=(8, 2, 2), heads=(0, 1, 1))
 
 
 @pytest.mark.parametrize(
     ("make", "places"),
     [
-        (lambda x: x.split([8, 2, 2], -1), [Along(2), ON_ALL_RANKS, ON_ALL_RANKS]),
-        (lambda x: x.split([8, 4], -1), [Along(2), ON_ALL_RANKS]),
-        (lambda x: x.split([10, 2], -1), [Along(2, components=(8, 2), heads=(0, 1)), ON_ALL_RANKS]),
-        (lambda x: x.view(2, 3, 6, 2)[:, :, :4], [Along(2)]),
+        (lambda x: x.split([8, 2, 2], -1), [ShardDim(2), ON_ALL_RANKS, ON_ALL_RANKS]),
+        (lambda x: x.split([8, 4], -1), [ShardDim(2), ON_ALL_RANKS]),
+        (lambda x: x.split([10, 2], -1), [ShardDim(2, components=(8, 2), heads=(0, 1)), ON_ALL_RANKS]),
+        (lambda x: x.view(2, 3, 6, 2)[:, :, :4], [ShardDim(2)]),
         (lambda x: x.view(2, 3, 6, 2)[:, :, 5:], [ON_ALL_RANKS]),
         (lambda x: x * 2, [FEW]),
     ],
@@ -300,12 +300,12 @@ def test_one_head_is_on_all_ranks(make, places):
 @pytest.mark.parametrize(
     ("along", "size", "tp", "length"),
     [
-        (Along(0), 12, 4, 3),
-        (Along(0, outer=3), 12, 2, 6),
-        (Along(0, components=(8, 4)), 12, 4, 3),
-        (Along(0, heads=(2,)), 12, 4, 6),
-        (Along(0, components=(8, 2, 2), heads=(0, 1, 1)), 12, 4, 6),
-        (Along(0, outer=2, components=(8, 4, 4), heads=(0, 2, 2)), 32, 4, 12),
+        (ShardDim(0), 12, 4, 3),
+        (ShardDim(0, outer=3), 12, 2, 6),
+        (ShardDim(0, components=(8, 4)), 12, 4, 3),
+        (ShardDim(0, heads=(2,)), 12, 4, 6),
+        (ShardDim(0, components=(8, 2, 2), heads=(0, 1, 1)), 12, 4, 6),
+        (ShardDim(0, outer=2, components=(8, 4, 4), heads=(0, 2, 2)), 32, 4, 12),
     ],
 )
 def test_what_a_rank_has(along, size, tp, length):

@@ -22,7 +22,7 @@ def counted(model_type, paths=LAYERS, **changes):
     for name, value in changes.items():
         setattr(config, name, value)
     model = build_definition(config)
-    attention.switch_on(model)
+    attention.enable(model)
     inputs = {"input_ids": token_inputs(BATCH, LENGTH)["input_ids"]}
     return config, forward_flops(meta_copy(model), inputs, paths)
 

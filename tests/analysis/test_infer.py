@@ -8,7 +8,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from megasched.analysis.infer import infer_roles
-from megasched.analysis.structure import structure_of
+from megasched.analysis.structure import layer_stack_of
 from megasched.definition.build import build_definition
 from megasched.definition.small_models.small_models import small_config
 from megasched.language.roles import Roles
@@ -20,8 +20,8 @@ def inferred(model_type, tp=2, **changes):
     config = small_config(model_type)
     vars(config).update(changes)
     model = build_definition(config)
-    attention.switch_on(model)
-    return model, infer_roles(model, read_plan(model), structure_of(model), tp=tp)
+    attention.enable(model)
+    return model, infer_roles(model, read_plan(model), layer_stack_of(model), tp=tp)
 
 
 def by_pattern(values):
@@ -167,7 +167,7 @@ class Toy(nn.Module):
 def test_parts_that_lie_side_by_side_are_cut_one_by_one():
     with torch.device("meta"):
         toy = Toy()
-        roles = infer_roles(toy, Roles(), structure_of(toy), tp=2)
+        roles = infer_roles(toy, Roles(), layer_stack_of(toy), tp=2)
     assert by_pattern(roles.role) == {"layers.*.up": "column", "layers.*.down": "row"}
     assert by_pattern(roles.components) == {"layers.*.up": (6, 6)}
     assert by_pattern(roles.declined) == {"layers.*.odd": "no other linear was found that it could be cut with"}

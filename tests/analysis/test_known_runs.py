@@ -7,7 +7,7 @@ import pytest
 from megasched import patches
 from megasched.analysis import known_runs
 from megasched.analysis.known_runs import KnownRuns
-from megasched.analysis.structure import find_structure
+from megasched.analysis.structure import find_layer_stack
 from megasched.analysis.ways import NO_OTHERS
 from megasched.layers import attention
 from tests.lowering.models import tiny_model
@@ -17,8 +17,8 @@ from tests.lowering.models import tiny_model
 def llama():
     patches.apply("zigzag_positions")
     model = tiny_model("llama")
-    attention.switch_on(model)
-    yield model, find_structure(model)
+    attention.enable(model)
+    yield model, find_layer_stack(model)
     patches.undo("zigzag_positions")
 
 

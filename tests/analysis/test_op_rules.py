@@ -9,7 +9,7 @@ from megasched.analysis import op_rules
 from megasched.analysis.dims import NeedsWhole, follow
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import Layout
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 from megasched.plan.decisions import without_rule
 from megasched.plan.make import make_plan
 
@@ -83,12 +83,12 @@ def answer(along, *shapes):
 
 def test_what_a_rule_says_counts(registered):
     registered(of_elements)
-    packed = Along(2, components=(4, 4))
+    packed = ShardDim(2, components=(4, 4))
     assert answer([packed, None], (2, 3, 8), (1,)) == [packed]
     with pytest.raises(NeedsWhole):
         answer([packed, None], (2, 3, 8), (8,))
     with pytest.raises(NeedsWhole):  # they are cut in two ways
-        answer([packed, Along(0)], (2, 3, 8), (8,))
+        answer([packed, ShardDim(0)], (2, 3, 8), (8,))
 
 
 def test_one_operator_has_one_rule(registered):

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from megasched.analysis.loss_trial import OwnLabels
 from megasched.analysis.own_loss import OwnLoss, own_loss
-from megasched.analysis.structure import structure_of
+from megasched.analysis.structure import layer_stack_of
 from megasched.definition.build import build_definition, init_empty_weights
 from megasched.definition.small_models.small_models import small_config
 from tests import tiny
@@ -288,7 +288,7 @@ def made(cls):
 
 
 def found(cls):
-    return structure_of(made(cls)).loss
+    return layer_stack_of(made(cls)).loss
 
 
 SAME = [LlamaForCausalLM, Llama, AddsOfLogits, AddsOfHidden, Capped, TiedByFunction, AddsOfWeights, ByHand]
@@ -344,7 +344,7 @@ def test_a_forward_that_gives_something_else(cls, name):
     ("model_type", "labels"), [("prophetnet", OwnLabels(False, True)), ("git", OwnLabels(True, True, 5))]
 )
 def test_stock_classes_that_have_one(model_type, labels):
-    structure = structure_of(build_definition(small_config(model_type)))
+    structure = layer_stack_of(build_definition(small_config(model_type)))
     assert structure.loss.labels == labels
     assert structure.trial_inputs()["labels"].shape[1] == max(5 - labels.skipped, 0)
 
@@ -352,6 +352,6 @@ def test_stock_classes_that_have_one(model_type, labels):
 def test_the_definition_stays_as_it_is():
     model = made(Llama)
     before = dict(vars(model))
-    own_loss(model, structure_of(model))
+    own_loss(model, layer_stack_of(model))
     assert vars(model) == before
     assert all(isinstance(parameter, nn.Parameter) and parameter.is_meta for parameter in model.parameters())

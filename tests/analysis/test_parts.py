@@ -7,11 +7,11 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megasched.analysis.meta_call import meta_copy
-from megasched.analysis.parts import Argument, Part, Parts
+from megasched.analysis.parts import ArgRef, ArgSlice, SlicedArgs
 from megasched.analysis.propagate import propagate
-from megasched.analysis.structure import find_structure
+from megasched.analysis.structure import find_layer_stack
 from megasched.definition import attention_interface
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 
 HEADS, HEAD_DIM = 4, 2
 WIDTH = HEADS * HEAD_DIM
@@ -62,7 +62,7 @@ class Toy(nn.Module):
 def derived(make, use):
     with torch.device("meta"):
         model = Toy(make, use)
-    structure = find_structure(model)
+    structure = find_layer_stack(model)
     cuts = {f"layers.{i}.mixer.{name}": cut for i in (0, 1) for name, cut in (("up", "column"), ("down", "row"))}
     inputs = structure.trial_inputs()
     return propagate(meta_copy(model), inputs, cuts, structure=structure, loss_takes_shards=True)
@@ -127,7 +127,7 @@ def test_an_argument_for_all_heads_is_cut(case):
     assert found.gather == set()
     assert found.problems == []
     assert found.parts == {
-        Argument(f"layers.{i}.mixer", "bias"): Part(dim, count, frozenset([f"layers.{i}.mixer.up"]))
+        ArgRef(f"layers.{i}.mixer", "bias"): ArgSlice(dim, count, frozenset([f"layers.{i}.mixer.up"]))
         for i in (0, 1)
     }
 
@@ -159,16 +159,20 @@ def test_the_same_for_all_heads_needs_no_part():
 
 
 def test_an_argument_is_asked_for_in_one_way_and_where_it_is_handed_over():
-    parts, argument, columns = Parts({}), Argument("attn", "bias"), frozenset(["up"])
+    parts, argument, columns = SlicedArgs({}), ArgRef("attn", "bias"), frozenset(["up"])
     x = torch.zeros(6, 5, device="meta")
     parts.offer(argument, x)
     sliced, turned = x[:, 1:3], x.t()
     parts.follow(torch.ops.aten.slice.Tensor, (x, 1, 1, 3), {}, [x], [sliced])
     parts.follow(torch.ops.aten.t.default, (x,), {}, [x], [turned])
-    assert not parts.want([(sliced, Along(1))], columns, "attn")  # a slice of what would be cut
-    assert not parts.want([(turned, Along(1))], columns, "another")
-    assert parts.want([(turned, Along(1, outer=2))], columns, "attn")
-    assert not parts.want([(sliced, Along(0))], columns, "attn")  # six of its first dimension, and not twice three
-    assert parts.want([(sliced, Along(0, outer=2))], frozenset(["gate"]), "attn")
-    assert parts.wanted == {argument: Part(0, 3, frozenset(["up", "gate"]))}
-    assert not Parts(parts.wanted).want([(turned, Along(1, outer=2))], columns, "attn")  # it is cut already
+    assert not parts.want([(sliced, ShardDim(1))], columns, "attn")  # a slice of what would be cut
+    assert not parts.want([(turned, ShardDim(1))], columns, "another")
+    assert parts.want([(turned, ShardDim(1, outer=2))], columns, "attn")
+    assert not parts.want(
+        [(sliced, ShardDim(0))], columns, "attn"
+    )  # six of its first dimension, and not twice three
+    assert parts.want([(sliced, ShardDim(0, outer=2))], frozenset(["gate"]), "attn")
+    assert parts.wanted == {argument: ArgSlice(0, 3, frozenset(["up", "gate"]))}
+    assert not SlicedArgs(parts.wanted).want(
+        [(turned, ShardDim(1, outer=2))], columns, "attn"
+    )  # it is cut already

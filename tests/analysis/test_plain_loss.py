@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from megasched.analysis.loss_trial import OwnLabels
 from megasched.analysis.own_loss import OwnLoss, why_another_at
-from megasched.analysis.structure import structure_of
+from megasched.analysis.structure import layer_stack_of
 from megasched.definition.build import init_empty_weights
 from tests import tiny
 
@@ -157,7 +157,7 @@ PLAIN = [plus_and_times, by_hand, padded_by_hand]
 
 def loss_of(computes, **held):
     """What is found of a Llama's loss."""
-    return structure_of(llama(computes, **held)).loss
+    return layer_stack_of(llama(computes, **held)).loss
 
 
 def llama(computes, **held):
@@ -202,7 +202,7 @@ def test_another_one_for_batches_of_a_run_alone():
 
     for computes, batch, length in ((at_100_tokens, 2, 100), (of_5_rows, 5, 32)):
         model = llama(computes)
-        structure = structure_of(model)
+        structure = layer_stack_of(model)
         assert structure.loss == OwnLoss()
         assert why_another_at(model, structure, 2, 32) == ""
         assert why_another_at(model, structure, batch, length).startswith("it has a loss of its own")

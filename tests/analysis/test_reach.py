@@ -10,7 +10,7 @@ from torch import nn
 
 from megasched.analysis.meta_call import meta_copy
 from megasched.analysis.reach import Reach, find_reach
-from megasched.analysis.structure import find_structure
+from megasched.analysis.structure import find_layer_stack
 from megasched.definition.build import build_definition
 from megasched.definition.objectives import objective_of
 from megasched.definition.small_models.small_models import causal_lm_types, small_config
@@ -20,7 +20,7 @@ LENGTH = 24
 
 
 def reach_of(definition, length: int = LENGTH) -> Reach:
-    structure, objective = find_structure(definition), objective_of(definition)
+    structure, objective = find_layer_stack(definition), objective_of(definition)
     inputs = objective.trial(definition.config, 2, length)
     if not structure.calls_loss:
         del inputs["labels"]

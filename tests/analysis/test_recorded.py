@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import MappingKey, SequenceKey
 
-from megasched.analysis.places import Place
+from megasched.analysis.places import OutputRef
 from megasched.analysis.recorded import change_leaves
-from megasched.analysis.structure import find_structure
+from megasched.analysis.structure import find_layer_stack
 from megasched.errors import MegaschedError
 
 RECORDED = []
@@ -81,12 +81,12 @@ class Model(nn.Module):
 
 
 def place(index):
-    return Place(f"model.layers.{index}.router", 0)
+    return OutputRef(f"model.layers.{index}.router", 0)
 
 
 @pytest.mark.parametrize("hooked", [(0, 1, 2), (1,)])
 def test_what_is_recorded_and_read_after_the_layers_is_a_side(hooked):
-    structure = find_structure(Model("read", hooked))
+    structure = find_layer_stack(Model("read", hooked))
     assert structure.uncuttable == ""
     assert structure.recorded == tuple(place(index) for index in hooked)
     assert [(side.made, side.read, side.places) for side in structure.sides] == [
@@ -99,14 +99,14 @@ def test_what_is_recorded_and_read_after_the_layers_is_a_side(hooked):
 
 def test_it_is_measured():
     model = Model("read")
-    measured = find_structure(model).measure(model, 3, 17, torch.bfloat16)
+    measured = find_layer_stack(model).measure(model, 3, 17, torch.bfloat16)
     assert {p: (tuple(t.shape), t.dtype) for p, t in measured.items()} == {
         place(index): ((51, 4), torch.bfloat16) for index in range(3)
     }
 
 
 def test_what_nothing_reads_is_no_side():
-    structure = find_structure(Model("unread"))
+    structure = find_layer_stack(Model("unread"))
     assert structure.recorded == tuple(place(index) for index in range(3))
     assert (structure.sides, structure.uncuttable) == ((), "")
 
@@ -123,7 +123,7 @@ AFTER = "what comes after the layers"
     ],
 )
 def test_what_goes_other_ways_cant_be_carried(form, why):
-    assert find_structure(Model(form)).uncuttable == why
+    assert find_layer_stack(Model(form)).uncuttable == why
 
 
 def test_leaves_are_changed_where_they_stand():

@@ -9,8 +9,8 @@ from torch import nn
 from megasched import patches
 from megasched.analysis import sequence_run
 from megasched.analysis.sequence_run import plan_sequence
-from megasched.analysis.structure import find_structure
-from megasched.language.tensor_types import Along
+from megasched.analysis.structure import find_layer_stack
+from megasched.language.tensor_types import ShardDim
 from tests.lowering.models import tiny_model
 
 
@@ -24,8 +24,8 @@ def one_sequence_a_row():
 def plan(model, refuse=lambda path: ""):
     from megasched.layers import attention
 
-    attention.switch_on(model)
-    return plan_sequence(model, find_structure(model), 2, refuse)
+    attention.enable(model)
+    return plan_sequence(model, find_layer_stack(model), 2, refuse)
 
 
 def problems(found):
@@ -36,7 +36,7 @@ def problems(found):
 def test_attention_is_all_that_most_definitions_need(family):
     found = plan(tiny_model(family))
     assert (found.regions, found.problems, found.takes_positions) == ({}, [], True)
-    assert len(found.attention) == find_structure(tiny_model(family)).count
+    assert len(found.attention) == find_layer_stack(tiny_model(family)).count
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
@@ -91,8 +91,8 @@ def test_a_module_that_mixes_tokens_is_run_on_the_whole_sequence(name):
     found = plan(in_mlp(tiny_model("llama"), MIXERS[name]))
     assert found.problems == []
     assert sorted(found.regions) == [f"model.layers.{i}.mlp" for i in range(len(found.regions))]
-    assert found.regions["model.layers.0.mlp"].inputs == {0: Along(1)}
-    assert found.regions["model.layers.0.mlp"].outputs == {0: Along(1)}
+    assert found.regions["model.layers.0.mlp"].inputs == {0: ShardDim(1)}
+    assert found.regions["model.layers.0.mlp"].outputs == {0: ShardDim(1)}
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import AutoConfig
 
 from megasched.analysis.shape import Shape
-from megasched.analysis.slot import Slot
-from megasched.analysis.structure import find_structure
+from megasched.analysis.slot import HiddenStateArg
+from megasched.analysis.structure import find_layer_stack
 from megasched.definition.build import build_definition
 from megasched.errors import ScheduleError
 from tests import tiny
@@ -34,7 +34,7 @@ AFTER = {
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_layers_what_is_before_and_what_is_after(family):
-    structure = find_structure(build_definition(tiny_config(family, **_three(family))))
+    structure = find_layer_stack(build_definition(tiny_config(family, **_three(family))))
     assert structure.layers == LAYERS.get(family, "model.layers")
     assert structure.count == 3
     before = BEFORE.get(family, {"model.embed_tokens": ("b", "s", 32)})
@@ -55,7 +55,7 @@ def _three(family):
 
 def test_the_definition_is_not_touched():
     definition = build_definition(tiny_config("llama"))
-    find_structure(definition)
+    find_layer_stack(definition)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in definition.modules())
     assert {p.device.type for p in definition.parameters()} == {"meta"}
     assert {b.device.type for b in definition.buffers()} == {"cpu"}
@@ -108,16 +108,16 @@ class Model(nn.Module):
 @pytest.mark.parametrize(
     ("form", "slot", "sides"),
     [
-        ("tensor", Slot("hidden_states", None), []),
-        ("tuple", Slot("hidden_states", 1, ("word", None, None)), []),
-        ("list", Slot("hidden_states", 0, (None,), list), []),
-        ("extra", Slot("hidden_states", 0, (None, None)), []),
-        ("read", Slot("hidden_states", 0, (None, None)), [(0, 1), (1, 2)]),
-        ("named", Slot("hidden_states", 0, (None, 1), Named), []),
+        ("tensor", HiddenStateArg("hidden_states", None), []),
+        ("tuple", HiddenStateArg("hidden_states", 1, ("word", None, None)), []),
+        ("list", HiddenStateArg("hidden_states", 0, (None,), list), []),
+        ("extra", HiddenStateArg("hidden_states", 0, (None, None)), []),
+        ("read", HiddenStateArg("hidden_states", 0, (None, None)), [(0, 1), (1, 2)]),
+        ("named", HiddenStateArg("hidden_states", 0, (None, 1), Named), []),
     ],
 )
 def test_where_the_hidden_state_stands(form, slot, sides):
-    structure = find_structure(Model(form))
+    structure = find_layer_stack(Model(form))
     assert (structure.layers, structure.slot) == ("layers", slot)
     assert [(side.made, side.read) for side in structure.sides] == sides
     assert (structure.before, structure.after) == ({"embed": Shape(("b", "s", 8), torch.float32)}, ("out",))
@@ -142,12 +142,12 @@ def test_layers_without_a_hidden_state_of_their_own_are_refused():
     with pytest.raises(
         ScheduleError, match="this layer returns a dict without a tensor like what it takes"
     ) as raised:
-        find_structure(Model("dict"))
+        find_layer_stack(Model("dict"))
     assert raised.value.problems[0].module == "layers.1"
     model = InADict("tensor")
     model.layers = nn.ModuleList(TakesADict("dict") for _ in range(2))
     with pytest.raises(ScheduleError, match=r"this layer takes no tensor of floats by itself"):
-        find_structure(model)
+        find_layer_stack(model)
 
 
 class TakesWhatItReturns(Layer):
@@ -168,7 +168,7 @@ def test_layers_that_hand_each_other_a_container_can_not_be_cut():
 
     model = Contained("tensor", layers=3)
     model.layers = nn.ModuleList(TakesWhatItReturns("named") for _ in range(3))
-    assert find_structure(model).uncuttable == "they hand each other a Named, and no tensor by itself"
+    assert find_layer_stack(model).uncuttable == "they hand each other a Named, and no tensor by itself"
 
 
 def test_layers_called_out_of_their_order_can_not_be_cut():
@@ -179,31 +179,31 @@ def test_layers_called_out_of_their_order_can_not_be_cut():
                 x = layer(None, hidden_states=x)
             return self.out(x)
 
-    structure = find_structure(Reversed("tensor", layers=3))
+    structure = find_layer_stack(Reversed("tensor", layers=3))
     assert (structure.layers, structure.repeated, structure.called) == ("layers", True, (2, 1, 0))
     assert structure.uncuttable == "they are called out of their order"
     assert structure.first == 2
 
 
 def test_one_layer_alone():
-    assert find_structure(Model("tensor", layers=1)).slot == Slot("hidden_states", None)
+    assert find_layer_stack(Model("tensor", layers=1)).slot == HiddenStateArg("hidden_states", None)
 
 
 def test_layers_that_are_not_called_are_no_list_of_layers():
     model = Model("tensor")
     model.forward = lambda input_ids, labels=None: model.out(model.embed(input_ids))
     with pytest.raises(ScheduleError, match="no list of layers found") as raised:
-        find_structure(model)
+        find_layer_stack(model)
     assert "whose modules are all called" in raised.value.problems[0].remedy
 
 
 @pytest.mark.parametrize(("calls", "layers"), [(3, 1), (2, 3)], ids=["one that is shared", "a loop"])
 def test_layers_called_again_and_again_can_not_be_cut(calls, layers):
-    structure = find_structure(Model("tensor", calls=calls, layers=layers))
+    structure = find_layer_stack(Model("tensor", calls=calls, layers=layers))
     assert (structure.layers, structure.count, structure.repeated) == ("layers", layers, True)
     assert structure.uncuttable == "they are called more than once"
     assert structure.calls.items() >= {f"layers.{index}": calls for index in range(layers)}.items()
-    assert not find_structure(Model("tensor", layers=layers)).repeated
+    assert not find_layer_stack(Model("tensor", layers=layers)).repeated
 
 
 def test_layers_in_a_loop_come_before_a_smaller_list_called_once():
@@ -218,7 +218,7 @@ def test_layers_in_a_loop_come_before_a_smaller_list_called_once():
                 x = layer(None, hidden_states=x)
             return self.out(x)
 
-    structure = find_structure(Looped())
+    structure = find_layer_stack(Looped())
     assert (structure.layers, structure.repeated) == ("layers", True)
     assert list(structure.before) == ["embed", "first.0.linear"]
 
@@ -227,34 +227,38 @@ def test_a_model_that_cant_run_names_the_module():
     model = Model("tensor")
     model.layers[1].linear = nn.Linear(7, 8)
     with pytest.raises(ScheduleError, match="the forward fails in a trial call") as raised:
-        find_structure(model)
+        find_layer_stack(model)
     assert raised.value.problems[0].module == "layers.1.linear"
 
 
 def test_experts_in_a_grouped_product_run_on_meta():
     sizes = {"num_local_experts": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
     config = AutoConfig.for_model("mixtral", **{**tiny.FAMILIES["llama"], **sizes})
-    structure = find_structure(build_definition(config))
+    structure = find_layer_stack(build_definition(config))
     assert (structure.layers, structure.count) == ("model.layers", 4)
 
 
 def test_slots_read_and_put():
     hidden, new = torch.zeros(1), torch.ones(1)
     for slot, args, kwargs in (
-        (Slot(1, None), ("mask", hidden), {}),
-        (Slot("x", None), ("mask",), {"x": hidden}),
-        (Slot(0, None), (), {"hidden_states": hidden}),
+        (HiddenStateArg(1, None), ("mask", hidden), {}),
+        (HiddenStateArg("x", None), ("mask",), {"x": hidden}),
+        (HiddenStateArg(0, None), (), {"hidden_states": hidden}),
     ):
         assert slot.get(args, kwargs) is hidden
         put = slot.put(new, args, kwargs)
         assert slot.get(*put) is new
         assert (len(put[0]), put[1].keys()) == (len(args), kwargs.keys())
-    plain, nested, listed = Slot(0, None), Slot(0, 1, ("a", None)), Slot(0, 0, (None, 2), list)
+    plain, nested, listed = (
+        HiddenStateArg(0, None),
+        HiddenStateArg(0, 1, ("a", None)),
+        HiddenStateArg(0, 0, (None, 2), list),
+    )
     assert plain.wrap(new) is plain.rewrap(hidden, new) is plain.result(new) is new
     assert nested.wrap(new) == ("a", new)
     assert nested.rewrap(("b", hidden), new) == ("b", new)
     assert nested.result(("b", hidden)) is hidden
-    named = Slot(0, 0, (None, 2), Named)
+    named = HiddenStateArg(0, 0, (None, 2), Named)
     assert named.wrap(new) == named.rewrap(Named(hidden, 2), new) == Named(new, 2)
     assert type(named.wrap(new)) is type(named.rewrap(Named(hidden, 2), new)) is Named
     assert listed.wrap(new) == listed.rewrap([hidden, 2], new) == [new, 2]

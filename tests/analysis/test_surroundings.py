@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from megasched.analysis.structure import find_structure
+from megasched.analysis.structure import find_layer_stack
 from megasched.definition.build import init_empty_weights
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import Layout
@@ -76,7 +76,7 @@ CASES = {
 @pytest.mark.parametrize(("around", "name", "what"), CASES.values(), ids=CASES)
 def test_it_is_refused_where_a_module_is_called(around, name, what):
     with pytest.raises(ScheduleError, match=what) as raised:
-        find_structure(llama(around))
+        find_layer_stack(llama(around))
     assert raised.value.problems[0].module == f"model.layers.0.mlp.{name}"
 
 
@@ -89,12 +89,12 @@ def test_it_is_refused_where_a_module_is_called(around, name, what):
     ],
 )
 def test_what_changes_nothing_is_let_through(around):
-    assert find_structure(llama(around)).layers == "model.layers"
+    assert find_layer_stack(llama(around)).layers == "model.layers"
 
 
 def test_a_mode_that_was_there_before():
     with Counting():
-        assert find_structure(llama(lambda mlp: torch.enable_grad())).layers == "model.layers"
+        assert find_layer_stack(llama(lambda mlp: torch.enable_grad())).layers == "model.layers"
 
 
 def on_all(module, args, output):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megasched.analysis import joined_ways
-from megasched.analysis.labels import Derived
+from megasched.analysis.labels import TpFacts
 from megasched.analysis.ways import find_ways
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import Layout
@@ -134,7 +134,7 @@ def test_a_long_sequence_is_looked_at_at_the_shortest_length_that_goes_its_way(l
 def test_every_fact_of_a_way_is_joined():
     known = joined_ways._OF_ANY | joined_ways._BY_MODULE | {"other_calls"}
     known |= {"parts", "read_elsewhere", "sides", "cut_sizes", "without_rule", "shared", "problems", "calls"}
-    assert {field.name for field in fields(Derived)} == known
+    assert {field.name for field in fields(TpFacts)} == known
 
 
 def planned(tmp_path, code, layout):

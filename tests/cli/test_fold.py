@@ -6,7 +6,7 @@ import pytest
 
 from megasched.cli.show.fold import fold
 from megasched.cli.show.modules import Asked, ModuleReport
-from megasched.plan.indices import label_indices
+from megasched.plan.indices import fold_indices
 
 
 def model(layers):
@@ -82,4 +82,4 @@ def test_lists_in_lists_count_their_own_members():
     ],
 )
 def test_labels(indices, label):
-    assert label_indices(indices) == label
+    assert fold_indices(indices) == label

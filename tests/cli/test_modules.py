@@ -2,7 +2,7 @@
 
 import pytest
 
-from megasched.analysis.labels import Derived, Region
+from megasched.analysis.labels import Region, TpFacts
 from megasched.cli.show.communication import Transfer, transfers
 from megasched.cli.show.report import inspect_schedule
 from megasched.errors import ScheduleError
@@ -106,7 +106,7 @@ def test_what_is_shared_is_named_in_the_order_of_the_definition(llama):
 
 
 def test_one_linear_alone_shares_nothing_unless_its_heads_are_viewed_by_the_length():
-    derived = Derived(
+    derived = TpFacts(
         regions={
             "mlp": Region((0,), ("mlp.up",)),
             "attn": Region((0,), ("attn.qkv",)),

@@ -9,7 +9,7 @@ import pytest
 from megasched.cli.page.page import build_page
 from megasched.errors import ConfigError
 from megasched.planner.pipeline import order_of
-from megasched.trace.chrome_trace import Place, trace_pieces
+from megasched.trace.chrome_trace import RankCoordinates, trace_pieces
 from megasched.trace.timeline import Span
 from tests.cli.pages import page_of, report_of
 
@@ -26,7 +26,7 @@ def write_trace(path, pp, vpp, microbatches, seconds=0.5, tp=2):
             for i, w in enumerate(work)
         ]
         optimizer = Span(rank, "optimizer", None, None, len(work) * seconds, (len(work) + 1) * seconds)
-        ranks.append((rank, Place(rank // tp, rank % tp, 0), {11: spans, 12: [*spans, optimizer]}))
+        ranks.append((rank, RankCoordinates(rank // tp, rank % tp, 0), {11: spans, 12: [*spans, optimizer]}))
     path.write_text("".join(trace_pieces(ranks, {"clock_error": 3e-5, "missing_ranks": []})))
     return path
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megasched.definition.sequence_split import Zigzag, causal_mask
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 
 
 @pytest.mark.parametrize(("size", "rank", "places"), [(2, 0, [0, 1, 6, 7]), (2, 1, [2, 3, 4, 5]), (4, 3, [3, 4])])
@@ -22,14 +22,14 @@ def _batch_of_megatron():
     whole = torch.arange(24).view(2, 12)
     group = parallel_state.get_context_parallel_group()
     given = get_batch_on_this_cp_rank({"tokens": whole.clone()}, is_hybrid_cp=False, cp_group=group)["tokens"]
-    return torch.equal(given, Zigzag(2, group.rank()).own_part(whole, Along(1)))
+    return torch.equal(given, Zigzag(2, group.rank()).own_part(whole, ShardDim(1)))
 
 
 def test_a_ranks_part_is_megatrons(ranks):
     assert ranks.run(2, _batch_of_megatron) == [True, True]
 
 
-@pytest.mark.parametrize("along", [Along(0), Along(1), Along(1, outer=3)])
+@pytest.mark.parametrize("along", [ShardDim(0), ShardDim(1), ShardDim(1, outer=3)])
 def test_parts_in_rank_order_are_the_sequence_again(along):
     shape = [5, 5, 5]
     shape[along.dim] = 8 * along.outer
@@ -50,17 +50,17 @@ def test_masks_go_by_true_places():
 def _gathered():
     from megatron.core import parallel_state
 
-    from megasched.layers.context_parallel import ContextParallel
+    from megasched.layers.context_parallel import CpGroup
     from megasched.verify.ranks.pool import init_megatron
 
     init_megatron(cp=2)
-    ranks = ContextParallel(parallel_state.get_context_parallel_group())
+    ranks = CpGroup(parallel_state.get_context_parallel_group())
     whole = torch.arange(16.0).view(2, 8)
-    part = ranks.zigzag.own_part(whole, Along(1)).requires_grad_()
-    got = ranks.gather(part, Along(1))
+    part = ranks.zigzag.own_part(whole, ShardDim(1)).requires_grad_()
+    got = ranks.gather(part, ShardDim(1))
     weights = torch.arange(16.0).view(2, 8).cos()
     (got * weights * (ranks.zigzag.rank + 1)).sum().backward()  # each rank has a part of the gradient
-    return torch.equal(got, whole), torch.allclose(part.grad, ranks.zigzag.own_part(3 * weights, Along(1)))
+    return torch.equal(got, whole), torch.allclose(part.grad, ranks.zigzag.own_part(3 * weights, ShardDim(1)))
 
 
 def test_gathering_sums_the_gradients_of_all_ranks(ranks):

@@ -73,9 +73,9 @@ def _trace(folder: Path) -> None:
 
 
 def _part(folder: Path) -> None:
-    from megasched.trace.gather import Part
+    from megasched.trace.gather import RankSpans
 
-    Part.read(folder / "part.json")
+    RankSpans.read(folder / "part.json")
 
 
 def _hardware(folder: Path) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from megasched.definition.sequence_split import Zigzag
 from megasched.errors import MegaschedError
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 from megasched.layers import attention
 from megasched.layers.attention import AttentionSettings, attention_forward
 from megasched.layers.packed import packed_mask
@@ -201,7 +201,7 @@ class OneOfTwo:
 
 
 def context(kind):
-    return attention_te.TeContext("group", [3, 7], "stream", kind, 2)
+    return attention_te.TeCpArgs("group", [3, 7], "stream", kind, 2)
 
 
 def parts_of_attention(core, rank=1, dtype=torch.bfloat16, heads=4, **options):
@@ -210,9 +210,9 @@ def parts_of_attention(core, rank=1, dtype=torch.bfloat16, heads=4, **options):
     query = torch.randn(2, heads, 8, 8, generator=generator).to(dtype)
     key, value = (torch.randn(2, heads // 2, 8, 8, generator=generator).to(dtype) for _ in range(2))
     ranks = OneOfTwo(rank, key, value)
-    own = [ranks.zigzag.own_part(t, Along(2)) for t in (query, key, value)]
+    own = [ranks.zigzag.own_part(t, ShardDim(2)) for t in (query, key, value)]
     mask = options.pop("mask", None)
-    part = None if mask is None else ranks.zigzag.own_part(mask, Along(2))
+    part = None if mask is None else ranks.zigzag.own_part(mask, ShardDim(2))
     found = []
     for tensors, allowed, settings in (
         (own, part, AttentionSettings(heads, False, core, ranks)),
@@ -222,7 +222,7 @@ def parts_of_attention(core, rank=1, dtype=torch.bfloat16, heads=4, **options):
         module.is_causal = True
         module.megasched_attention = settings
         found.append(attention_forward(module, *tensors, allowed, **options)[0])
-    return found[0], ranks.zigzag.own_part(found[1], Along(1))
+    return found[0], ranks.zigzag.own_part(found[1], ShardDim(1))
 
 
 WINDOW = {"mask": torch.ones(8, 8, dtype=torch.bool).tril().triu(-2).expand(2, 1, 8, 8), "sliding_window": 3}

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import megasched
 from megasched.errors import ScheduleError
-from megasched.layers.fused_columns import JointColumns
+from megasched.layers.fused_columns import FusedColumns
 from megasched.lowering.build import carry_out
 from megasched.model_adapters.default_schedule import schedule
 from megasched.plan.make import make_plan
@@ -51,7 +51,7 @@ class Counted:
     """Counts the products of joint columns, and those that had to be left to each column."""
 
     def __enter__(self):
-        self.real, self.done, self.left = JointColumns._compute, 0, 0
+        self.real, self.done, self.left = FusedColumns._compute, 0, 0
 
         def compute(joint, x):
             found = self.real(joint, x)
@@ -61,11 +61,11 @@ class Counted:
                 self.done += 1
             return found
 
-        JointColumns._compute = compute
+        FusedColumns._compute = compute
         return self
 
     def __exit__(self, *error):
-        JointColumns._compute = self.real
+        FusedColumns._compute = self.real
 
 
 def _levels(tp):

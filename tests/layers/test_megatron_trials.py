@@ -12,7 +12,7 @@ from megasched import create_schedule, patches
 from megasched.definition.build import init_empty_weights
 from megasched.definition.small_models.small_models import small_config
 from megasched.language.parallel_dims import Layout
-from megasched.language.roles import Attention, Block, Mixture
+from megasched.language.roles import AttentionSpec, LayerSpec, MoeSpec
 from megasched.layers.megatron import trial
 from megasched.layers.megatron.trial import why_another
 from megasched.layers.megatron.trials import Subject, Trials
@@ -50,10 +50,10 @@ def subjects_of(plan, model, roles):
     found = []
     for layer in plan.structure.layer_paths():
         attention, block, mixture = roles.attention, roles.block, roles.mixture
-        mixed = isinstance(mixture, Mixture) and plan.holds_parameters(f"{layer}.{mixture.experts}")
-        if isinstance(attention, Attention) and plan.holds_parameters(f"{layer}.{attention.out}"):
+        mixed = isinstance(mixture, MoeSpec) and plan.holds_parameters(f"{layer}.{mixture.experts}")
+        if isinstance(attention, AttentionSpec) and plan.holds_parameters(f"{layer}.{attention.out}"):
             found.append(Subject("attention", f"{layer}.{attention.module}", layer))
-        if isinstance(block, Block) and (mixed or plan.holds_parameters(f"{layer}.{block.mlp.down}")):
+        if isinstance(block, LayerSpec) and (mixed or plan.holds_parameters(f"{layer}.{block.mlp.down}")):
             found.append(Subject("layer", layer, layer))
         if mixed:
             found.append(Subject("mixture", f"{layer}.{mixture.module}", layer))

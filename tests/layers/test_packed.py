@@ -8,7 +8,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megasched.analysis.known_runs import KnownRuns
 from megasched.analysis.packed_plan import one_sequence_a_row, plan_packed
-from megasched.analysis.structure import find_structure
+from megasched.analysis.structure import find_layer_stack
 from megasched.definition.build import build_definition
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError, ScheduleError
@@ -62,8 +62,8 @@ def test_what_is_not_as_megatrons_data_set_says_it_is_refused():
 
 def plan_of(model_type):
     model = build_definition(small_config(model_type))
-    attention.switch_on(model)
-    structure = find_structure(model)
+    attention.enable(model)
+    structure = find_layer_stack(model)
     with one_sequence_a_row():
         sequence = KnownRuns().plan_sequence(model, structure, 2, lambda path: "")
     return plan_packed(model, structure, sequence)
@@ -109,7 +109,7 @@ def test_megatrons_attention_and_sequence_parallelism_take_one_row(where):
 
     def plan(micro_batch_size):
         model = build_definition(tiny.config("llama"))
-        attention.switch_on(model)
+        attention.enable(model)
         layout = Layout(
             tensor_model_parallel_size=2,
             sequence_parallel=True,

@@ -9,7 +9,7 @@ from megasched.analysis.backward_code import FunctionTrials
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import Layout
 from megasched.language.schedule import create_schedule
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 from megasched.plan.make import make_plan
 from megasched.verify.ranks.pool import init_megatron
 from tests.lowering.models import Mlp, randomize
@@ -203,18 +203,18 @@ def along(cuts):
 )
 def test_a_function_is_tried_along_the_dimension_that_is_cut(function, dim, works):
     x, output = (torch.empty(2, 4, 8, device="meta") for _ in range(2))
-    cuts = {id(x): Along(dim), id(output): Along(dim)}
+    cuts = {id(x): ShardDim(dim), id(output): ShardDim(dim)}
     assert FunctionTrials().works_by_parts(function, (x,), output, along(cuts)) is works
 
 
 def test_the_gradient_of_what_is_whole_adds_up():
     x, output = (torch.empty(2, 4, 8, device="meta") for _ in range(2))
     weight = torch.empty(8, device="meta")
-    tokens = {id(x): Along(1), id(output): Along(1)}
+    tokens = {id(x): ShardDim(1), id(output): ShardDim(1)}
     assert FunctionTrials().works_by_parts(Weighted, (x, weight), output, along(tokens))
-    features = {id(x): Along(2), id(output): Along(2)}
+    features = {id(x): ShardDim(2), id(output): ShardDim(2)}
     assert not FunctionTrials().works_by_parts(Weighted, (x, weight), output, along(features))
-    features[id(weight)] = Along(0)
+    features[id(weight)] = ShardDim(0)
     assert FunctionTrials().works_by_parts(Weighted, (x, weight), output, along(features))
 
 

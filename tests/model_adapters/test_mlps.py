@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from megasched.definition.small_models.small_models import small_config
-from megasched.language.roles import Block, Mlp
+from megasched.language.roles import LayerSpec, MlpSpec
 from megasched.model_adapters.blocks import LAYERS, block_of
 from megasched.model_adapters.mlps import mlps_of
 
@@ -94,8 +94,8 @@ def found_in(module):
         return mlps_of(Model(Layer(ff=module)))
 
 
-GATED = Mlp("ff.w1", "ff.w3", "ff.w2")
-PLAIN = Mlp("", "ff.fc1", "ff.fc2")
+GATED = MlpSpec("ff.w1", "ff.w3", "ff.w2")
+PLAIN = MlpSpec("", "ff.fc1", "ff.fc2")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ PLAIN = Mlp("", "ff.fc1", "ff.fc2")
         (Plain, replace(PLAIN, activation="relu")),
         (lambda: Plain(ACT2FN["relu2"]), replace(PLAIN, activation="squared_relu")),
         (lambda: Plain(inputs=Conv1D(INSIDE, H)), replace(PLAIN, activation="relu")),
-        (Packed, Mlp("", "", "ff.down", "ff.both")),
+        (Packed, MlpSpec("", "", "ff.down", "ff.both")),
     ],
 )
 def test_forms_and_activations(make, expected):
@@ -172,7 +172,7 @@ def test_tables_of_whole_layers_say_the_same(model_type):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(small_config(model_type))
     block = block_of(model)
-    if not isinstance(block, Block):
+    if not isinstance(block, LayerSpec):
         assert "soft" in block
         return
     module = block.mlp.down.rpartition(".")[0]

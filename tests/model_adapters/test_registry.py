@@ -7,7 +7,7 @@ from torch import nn
 
 from megasched.definition.build import build_definition
 from megasched.errors import ConfigError
-from megasched.language.roles import Attention, Mlp, Roles
+from megasched.language.roles import AttentionSpec, MlpSpec, Roles
 from megasched.model_adapters import generic, registry
 from megasched.model_adapters.registry import Adapter, find_adapter, roles_of
 from tests import tiny
@@ -64,9 +64,9 @@ def test_an_installed_adapter_comes_before_hfs_plan(points, llama):
             for name, role in (("mlp.up_proj", "mlp.up"), ("self_attn.q_proj", "qkv.q"))
         },
         block="not tried",
-        attention=Attention(heads=4, groups=2, head_dim=8),
+        attention=AttentionSpec(heads=4, groups=2, head_dim=8),
         mixture="no mixture is known for model type 'llama'",
-        mlps={f"model.layers.{index}.mlp": Mlp() for index in range(2)},
+        mlps={f"model.layers.{index}.mlp": MlpSpec() for index in range(2)},
     )
 
 

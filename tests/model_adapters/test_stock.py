@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
 
 from megasched.definition.build import init_empty_weights
-from megasched.language.roles import Attention, Block, Mixture
+from megasched.language.roles import AttentionSpec, LayerSpec, MoeSpec
 from megasched.model_adapters import stock
 from megasched.model_adapters.registry import roles_of
 from tests import tiny
@@ -118,8 +118,8 @@ def another_model(model):
 @pytest.mark.parametrize("cls", [LlamaForCausalLM, MyLlama, Untied])
 def test_what_is_not_altered_is_megatrons(cls):
     roles = roles_of(made(cls))
-    assert isinstance(roles.block, Block)
-    assert isinstance(roles.attention, Attention)
+    assert isinstance(roles.block, LayerSpec)
+    assert isinstance(roles.attention, AttentionSpec)
 
 
 ALTERED = {
@@ -148,7 +148,7 @@ def test_attention_alone_does_not_ask_for_the_rest_of_the_layer():
     norm(model)
     roles = roles_of(model)
     assert isinstance(roles.block, str)
-    assert isinstance(roles.attention, Attention)
+    assert isinstance(roles.attention, AttentionSpec)
 
 
 def test_a_forward_of_the_class_itself_may_hand_in_other_masks():
@@ -165,12 +165,12 @@ def test_a_forward_of_the_class_itself_may_hand_in_other_masks():
 )
 def test_a_mixture_that_is_altered_stays_as_it_is(reason, alter):
     model = made(MyMixture, "qwen3_moe")
-    assert isinstance(roles_of(model).mixture, Mixture)
+    assert isinstance(roles_of(model).mixture, MoeSpec)
     alter(model)
     roles = roles_of(model)
     assert reason in roles.mixture
     assert reason in roles.block
-    assert isinstance(roles.attention, Attention)
+    assert isinstance(roles.attention, AttentionSpec)
 
 
 @pytest.fixture

@@ -126,13 +126,13 @@ def _load_mismatched() -> str:
     """A chunk's own load, one name missing and one too many."""
     from types import SimpleNamespace
 
-    from megasched.plan.param_mapping import Assembly
+    from megasched.plan.param_mapping import ParamMapping
     from megasched.plan.placement import Placement
     from megasched.trainer.checkpoint.entries import CheckpointMismatch
     from megasched.trainer.scheduled_model import ScheduledModel
 
     parameter = torch.nn.Parameter(torch.zeros(2))
-    held = {"a.weight": (parameter, Assembly((Placement("a.weight", (2,)),)))}
+    held = {"a.weight": (parameter, ParamMapping((Placement("a.weight", (2,)),)))}
     buffers = SimpleNamespace(values=dict)
     chunk = SimpleNamespace(_checkpointed=lambda: held, _buffers_saved=buffers)
     assert not issubclass(CheckpointMismatch, Exception)

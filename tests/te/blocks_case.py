@@ -46,10 +46,10 @@ def compare(family: str) -> dict[str, Any]:
 
     import megasched
     from megasched.analysis.infer import infer_roles
-    from megasched.analysis.structure import find_structure
-    from megasched.language.roles import Block
+    from megasched.analysis.structure import find_layer_stack
+    from megasched.language.roles import LayerSpec
     from megasched.layers import attention
-    from megasched.layers.build_context import Context
+    from megasched.layers.build_context import BuildContext
     from megasched.layers.megatron import attention as self_attention
     from megasched.layers.megatron import layer as whole_layer
     from megasched.layers.megatron import mlp, moe
@@ -63,12 +63,12 @@ def compare(family: str) -> dict[str, Any]:
     family, _, name = family.partition(":")
     model = _model(family)
     model.config.use_cache = False
-    attention.switch_on(model)
-    structure = find_structure(model)
+    attention.enable(model)
+    structure = find_layer_stack(model)
     roles = infer_roles(model, roles_of(model), structure, tp=1)
     sch = megasched.create_schedule(model, roles=roles)
     default(sch, sch.layout)
-    whole = isinstance(roles.block, Block) and not name
+    whole = isinstance(roles.block, LayerSpec) and not name
     layer = structure.layer_path(number)
     path = layer if whole else f"{layer}.{name or 'mlp'}"
     sch[layer].level("fused")
@@ -83,7 +83,7 @@ def compare(family: str) -> dict[str, Any]:
         bias_activation_fusion=True,
     )
     group = parallel_state.get_tensor_model_parallel_group()
-    context = Context(plan, group, config, None, torch.device("cpu"), megatron_finalizes=True)
+    context = BuildContext(plan, group, config, None, torch.device("cpu"), megatron_finalizes=True)
     for module in (whole_layer, moe, mlp, self_attention):
         module.uses_transformer_engine = lambda device: True
     old = model.get_submodule(path)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasched.errors import ConfigError
-from megasched.trace.chrome_trace import KINDS, Place, read_trace, trace_pieces
+from megasched.trace.chrome_trace import KINDS, RankCoordinates, read_trace, trace_pieces
 from megasched.trace.timeline import Span
 
 ABOUT = {"clock_error": 2e-5, "missing_ranks": []}
@@ -31,14 +31,15 @@ def spans(draw, rank):
 @given(st.data())
 def test_what_is_written_is_read(tmp_path_factory, data):
     ranks = [
-        (rank, Place(rank, 0, 0), {7: data.draw(st.lists(spans(rank), min_size=1, max_size=5))}) for rank in (0, 1)
+        (rank, RankCoordinates(rank, 0, 0), {7: data.draw(st.lists(spans(rank), min_size=1, max_size=5))})
+        for rank in (0, 1)
     ]
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     path.write_text("".join(trace_pieces(ranks, ABOUT)), encoding="utf-8")
     found = read_trace(path)
     written = [span for _, _, iterations in ranks for span in iterations[7]]
     zero = min(span.start for span in written)
-    assert found.places == {0: Place(0, 0, 0), 1: Place(1, 0, 0)}
+    assert found.places == {0: RankCoordinates(0, 0, 0), 1: RankCoordinates(1, 0, 0)}
     assert found.clock_error == 2e-5
     assert min(span.start for span in found.iterations[7]) == 0
 

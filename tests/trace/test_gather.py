@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megasched.trace.chrome_trace import Place, read_trace
+from megasched.trace.chrome_trace import RankCoordinates, read_trace
 from megasched.trace.clocks import offset
-from megasched.trace.gather import Part, gather, part_path, write_part
+from megasched.trace.gather import RankSpans, gather, part_path, write_part
 from megasched.trace.timeline import Span
 
 
@@ -14,7 +14,7 @@ def part(rank, ahead, start, jitter=0.0, host=None):
     """Of a rank whose clock is ahead by so much; one forward of 1 s."""
     barriers = [ahead + 10.0, ahead + 11.0 + jitter, ahead + 12.0]
     span = Span(rank, "forward", 0, 0, ahead + start, ahead + start + 1)
-    return Part(rank, Place(rank, 0, 0), host or f"host{rank}", barriers, {3: [span]})
+    return RankSpans(rank, RankCoordinates(rank, 0, 0), host or f"host{rank}", barriers, {3: [span]})
 
 
 def test_clocks_that_differ_by_hours_are_aligned(tmp_path):

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from megasched.planner.pipeline import Work, order_of
-from megasched.trace.chrome_trace import Place, read_trace
+from megasched.trace.chrome_trace import RankCoordinates, read_trace
 from megasched.verify.trainer_run import losses, train
 from tests import tiny
 
@@ -113,7 +113,7 @@ def test_the_file_is_what_perfetto_reads(recorded):
     events = [event for event in found["traceEvents"] if event["ph"] == "X"]
     assert {event["cat"] for event in events} == {"forward", "backward", "communication", "optimizer"}
     assert all(event["args"]["iteration"] == 2 and event["dur"] >= 0 for event in events)
-    assert read_trace(file).places == {0: Place(0, 0, 0), 1: Place(0, 1, 0)}
+    assert read_trace(file).places == {0: RankCoordinates(0, 0, 0), 1: RankCoordinates(0, 1, 0)}
     assert [path.name for path in file.parent.iterdir()] == ["trace.json"]  # no parts are left
 
 

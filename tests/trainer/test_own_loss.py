@@ -8,7 +8,7 @@ import torch
 from megasched.analysis.loss_trial import OwnLabels
 from megasched.errors import ConfigError
 from megasched.trainer.own_loss import OwnCodeLoss
-from megasched.trainer.stage_transfer import Wire
+from megasched.trainer.stage_transfer import StageBuffers
 
 LABELS = torch.tensor([[11, 12, 13, 14, 15], [21, 22, 23, 24, 25]])
 MASK = torch.tensor([[1.0, 0, 1, 1, 0], [1, 1, 1, 0, 1]])
@@ -19,7 +19,7 @@ def loss_of(takes, *, last=True):
 
 
 def handed_over(takes, mask):
-    wire = Wire(batch=2, length=5, device=torch.device("cpu"))
+    wire = StageBuffers(batch=2, length=5, device=torch.device("cpu"))
     return loss_of(takes).arguments(LABELS, mask, wire)
 
 
@@ -90,7 +90,7 @@ def test_a_micro_batch_in_which_nothing_counts_weighs_nothing():
 
 
 def test_stages_before_the_last_get_labels_of_the_same_shape():
-    wire = Wire(batch=2, length=5, device=torch.device("cpu"))
+    wire = StageBuffers(batch=2, length=5, device=torch.device("cpu"))
     given = loss_of(OwnLabels(True, True, 2), last=False).arguments(None, None, wire)
     assert given["labels"].shape == (2, 3)
     assert loss_of(OwnLabels(True, True)).arguments(None, None, wire) == {}

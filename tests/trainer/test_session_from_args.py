@@ -9,7 +9,7 @@ from megatron.core.transformer.enums import AttnBackend
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from megasched.errors import CheckpointError, ConfigError, ScheduleError
-from megasched.trainer.checkpoint.source import ToBeLoaded, loaded_folder
+from megasched.trainer.checkpoint.source import CheckpointPlaceholder, loaded_folder
 from megasched.trainer.flags.mixture_flags import NOTHING_ASKED
 from megasched.trainer.session import get_session
 from megasched.trainer.session_from_args import begin_session
@@ -302,4 +302,4 @@ def test_the_checkpoint_that_megatron_loads_and_whether_a_run_begins_anew_from_i
 def test_a_run_with_a_pretrained_checkpoint_needs_no_weights_beside_the_config(llama, tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     begin_session(arguments(llama, hf_random_init=False, pretrained_checkpoint=str(tmp_path)), {})
-    assert isinstance(get_session().source, ToBeLoaded)
+    assert isinstance(get_session().source, CheckpointPlaceholder)

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from megasched.analysis.places import BEFORE, Place, Side
+from megasched.analysis.places import BEFORE, OutputRef, StageInput
 from megasched.analysis.shape import Shape
-from megasched.analysis.slot import Slot
-from megasched.analysis.structure import Structure
-from megasched.trainer.stage_transfer import Packing, Wire, receive_hidden, send_hidden
+from megasched.analysis.slot import HiddenStateArg
+from megasched.analysis.structure import LayerStack
+from megasched.trainer.stage_transfer import BoundaryCodec, StageBuffers, receive_hidden, send_hidden
 
-IDS = Side(BEFORE, 3, (Place(""),))
-KEYS = Side(0, 2, (Place("layers.0", 0, "shared", "kv"),))
-MASK = Side(0, 2, (Place("layers.0", 1),))
+IDS = StageInput(BEFORE, 3, (OutputRef(""),))
+KEYS = StageInput(0, 2, (OutputRef("layers.0", 0, "shared", "kv"),))
+MASK = StageInput(0, 2, (OutputRef("layers.0", 1),))
 TENSORS = {  # [b, s] = [2, 6]
     IDS: torch.arange(12).view(2, 6) + 2**40,
     KEYS: torch.randn(2, 4, 6, 3, generator=torch.Generator().manual_seed(0)),
@@ -20,8 +20,8 @@ TENSORS = {  # [b, s] = [2, 6]
 
 
 def packing(dtype=torch.float32, dims=("b", "s", 8), sides=tuple(TENSORS), **more):
-    structure = Structure("layers", 4, Slot(0, None), sides=sides, hidden=Shape(dims, torch.float32))
-    made = Packing(torch.nn.Module(), structure, dtype, **more)
+    structure = LayerStack("layers", 4, HiddenStateArg(0, None), sides=sides, hidden=Shape(dims, torch.float32))
+    made = BoundaryCodec(torch.nn.Module(), structure, dtype, **more)
     made.measured[made.dtype, 2, 6] = {side.places[0]: tensor.to("meta") for side, tensor in TENSORS.items()}
     return made
 
@@ -32,12 +32,12 @@ def test_what_was_packed_arrives_and_so_does_its_gradient(dtype):
     pack.fit([1, 2, 3], 2, 6)
     hidden = torch.randn(2, 6, 8).to(dtype).requires_grad_()
     keys = TENSORS[KEYS].clone().requires_grad_()
-    wire = Wire(batch=2, length=6, values={**TENSORS, KEYS: keys})
+    wire = StageBuffers(batch=2, length=6, values={**TENSORS, KEYS: keys})
     sent = pack.send(2, wire, hidden)
     assert (sent.shape, sent.dtype, sent._base) == ((6, 2, pack.width), dtype, None)
 
     received = sent.detach().requires_grad_()
-    there = Wire(batch=2, length=6)
+    there = StageBuffers(batch=2, length=6)
     pack.receive(2, there, received)
     assert torch.equal(there.received, hidden)
     for side, tensor in TENSORS.items():
@@ -54,8 +54,8 @@ def test_a_side_that_nobody_reads_has_no_gradient_but_zeros():
     pack = packing()
     pack.fit([2], 2, 6)
     keys = TENSORS[KEYS].clone().requires_grad_()
-    sent = pack.send(2, Wire(batch=2, length=6, values={**TENSORS, KEYS: keys}), torch.randn(2, 6, 8))
-    received, there = sent.detach().requires_grad_(), Wire(batch=2, length=6)
+    sent = pack.send(2, StageBuffers(batch=2, length=6, values={**TENSORS, KEYS: keys}), torch.randn(2, 6, 8))
+    received, there = sent.detach().requires_grad_(), StageBuffers(batch=2, length=6)
     pack.receive(2, there, received)
     there.received.sum().backward()
     sent.backward(received.grad)
@@ -92,7 +92,7 @@ def test_when_packing_is_needed():
 def test_another_shape_than_planned_is_refused():
     pack = packing()
     pack.fit([2], 2, 6)
-    wire = Wire(batch=2, length=6, values={**TENSORS, MASK: TENSORS[MASK].long()})
+    wire = StageBuffers(batch=2, length=6, values={**TENSORS, MASK: TENSORS[MASK].long()})
     with pytest.raises(RuntimeError, match=r"layers.0 crosses the cut before layer 2 as torch.int64 \[2, 6\]"):
         pack.send(2, wire, torch.randn(2, 6, 8))
 
@@ -106,7 +106,7 @@ def test_the_hidden_state_alone():
 
 def test_parts_of_sequences_go_along_a_plain_hidden_state_with_what_hooks_recorded():
     """Of other sides it is not known how a part of a sequence has them."""
-    logits = Side(0, 4, (Place("layers.0.router", 0),))
+    logits = StageInput(0, 4, (OutputRef("layers.0.router", 0),))
     for sides, known in (((), True), ((logits,), True), ((logits, KEYS), False)):
         pack = packing(sides=sides)
         pack.structure.recorded = logits.places
@@ -117,14 +117,14 @@ def test_parts_of_sequences_go_along_a_plain_hidden_state_with_what_hooks_record
 
 def test_there_is_room_for_batches_of_other_rows_than_in_training():
     """A bias of positions has as many bytes for one row as for four."""
-    bias = Side(0, 2, (Place("layers.0", 0, "bias"),))
+    bias = StageInput(0, 2, (OutputRef("layers.0", 0, "bias"),))
     pack = packing(sides=(bias,))
     tensor = torch.randn(1, 4, 6, 6)
     for rows in (1, 4):
         pack.measured[pack.dtype, rows, 6] = {bias.places[0]: tensor.to("meta")}
         pack.fit([2], rows, 6)
     for rows in (1, 4):
-        hidden, there = torch.randn(rows, 6, 8), Wire(batch=rows, length=6)
-        pack.receive(2, there, pack.send(2, Wire(batch=rows, length=6, values={bias: tensor}), hidden))
+        hidden, there = torch.randn(rows, 6, 8), StageBuffers(batch=rows, length=6)
+        pack.receive(2, there, pack.send(2, StageBuffers(batch=rows, length=6, values={bias: tensor}), hidden))
         assert torch.equal(there.received, hidden)
         assert torch.equal(there.values[bias], tensor)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megasched.analysis.structure import find_structure
+from megasched.analysis.structure import find_layer_stack
 from megasched.trainer.stage_trial import why_not_alone
 
 
@@ -52,7 +52,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize("form", ["number", "branch", "needed"])
 def test_state_that_layers_share_is_seen(form):
     model = Model(form)
-    found = why_not_alone(model, find_structure(model))
+    found = why_not_alone(model, find_layer_stack(model))
     assert "layers.2" in found
     assert "what layers of earlier stages left to it" in found
 
@@ -60,13 +60,13 @@ def test_state_that_layers_share_is_seen(form):
 @pytest.mark.parametrize("form", ["nothing", "own", "after"])
 def test_what_is_a_layers_own_or_the_models_is_no_obstacle(form):
     model = Model(form)
-    assert why_not_alone(model, find_structure(model)) == ""
+    assert why_not_alone(model, find_layer_stack(model)) == ""
 
 
 def test_one_layer_has_no_boundary():
     model = Model("number")
     model.layers = model.layers[:1]
-    assert why_not_alone(model, find_structure(model)) == ""
+    assert why_not_alone(model, find_layer_stack(model)) == ""
 
 
 def test_state_that_is_read_after_the_layers_is_seen():
@@ -76,5 +76,5 @@ def test_state_that_is_read_after_the_layers_is_seen():
             return self.embed(input_ids) * self.state["calls"]
 
     model = Counting("number")
-    assert why_not_alone(model, find_structure(model)) != ""
+    assert why_not_alone(model, find_layer_stack(model)) != ""
     assert torch.is_grad_enabled()

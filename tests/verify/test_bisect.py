@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from megasched.verify.locate.bisect import find_guilty
+from megasched.verify.locate.bisect import bisect_records
 
 CALLS = [(f"module.{index}", f"module.{index}: hook()", "mine.py:1") for index in range(12)]
 
@@ -17,7 +17,7 @@ def test_what_is_found_guilty_is_so(guilty, split):
         return guilty <= set(calls)
 
     suspects, others = CALLS[:split], CALLS[split:]
-    found = find_guilty(suspects, others, right_without)
+    found = bisect_records(suspects, others, right_without)
     one_list = guilty <= set(suspects) or guilty <= set(others)
     assert bool(found) == one_list
     if found:
@@ -28,5 +28,5 @@ def test_what_is_found_guilty_is_so(guilty, split):
 
 
 def test_nothing_is_guilty_where_nothing_helps():
-    assert find_guilty(CALLS[:4], CALLS[4:], lambda calls: False) == ()
-    assert find_guilty([], [], lambda calls: True) == ()
+    assert bisect_records(CALLS[:4], CALLS[4:], lambda calls: False) == ()
+    assert bisect_records([], [], lambda calls: True) == ()

@@ -6,7 +6,7 @@ import pytest
 
 from megasched.definition.small_models.small_models import small_config
 from megasched.language.parallel_dims import Layout
-from megasched.verify.judge import Judge
+from megasched.verify.judge import StepComparison
 from megasched.verify.steps import Steps
 from megasched.verify.subject import make_subject
 
@@ -94,7 +94,7 @@ def _marked(fault):
 @pytest.mark.parametrize("fault", [_marked(fault) for fault in PLANTED])
 def test_a_mistake_is_found_at_its_place(ranks, steps, fault):
     model_type, layout, where, on, words = PLANTED[fault]
-    checks, why, finding = Judge(steps(model_type, layout), f"{FAULTS}:{fault}").judge()
+    checks, why, finding = StepComparison(steps(model_type, layout), f"{FAULTS}:{fault}").judge()
     ranks.renew()
     assert not all(check.equal for check in checks)
     assert finding is not None

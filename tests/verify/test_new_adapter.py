@@ -96,7 +96,7 @@ def test_the_adapter_says_of_another_size_what_is_found_there(family, tmp_path):
     file = tmp_path / "adapter.py"
     file.write_text(proposed(family, tmp_path).source)
     small = build_definition(small_config(family))
-    attention.switch_on(small)
+    attention.enable(small)
     bound, wanted = load_adapter(file).bind(small), found_roles(small)
     assert bound.local_attributes == wanted.local_attributes
     cuts = {path: ROLES[role] for path, role in bound.role.items()}

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from megasched.cli.options import Cp, Dp, Ep, HfModel, HfOverride, Json, Pp, Sp, Tp, TrustRemoteCode, Vp, layout_of
-from megasched.json_output import nothing_but_json, print_json
+from megasched.json_output import json_only, print_json
 
 
 def verify(
@@ -45,7 +45,7 @@ def verify(
         from megasched.cli.check.verify import print_verification
         from megasched.verify.verify import certify, verify_schedule
 
-    with nothing_but_json(as_json):
+    with json_only(as_json):
         found = verify_schedule(
             schedule,
             hf_model,
@@ -89,7 +89,7 @@ def new_adapter(
 
     if output is not None:
         proposing.refuse_existing(output, force=force)
-    with nothing_but_json(as_json):
+    with json_only(as_json):
         found = proposing.new_adapter(
             hf_model,
             check=not no_check,
@@ -129,7 +129,7 @@ def archs(
         else:
             report.print_matrix(report_console())
         return
-    with nothing_but_json(as_json):
+    with json_only(as_json):
         results = check_here(name) if run else report.known_results(name)
     if as_json:
         print_json(results)

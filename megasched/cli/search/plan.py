@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.cli.console import quiet_imports, report_console
-from megasched.json_output import nothing_but_json, print_json
+from megasched.json_output import json_only, print_json
 
 if TYPE_CHECKING:
     from megasched.planner.plan import PlanReport
@@ -32,7 +32,7 @@ def plan_command(hf_model: str, *, as_json: bool, top: int, html: Path | None = 
         from megasched.planner.plan import plan
 
     status = Console(stderr=True).status("planning")
-    with status, warnings.catch_warnings(), nothing_but_json(as_json):
+    with status, warnings.catch_warnings(), json_only(as_json):
         warnings.simplefilter("ignore")
         report = plan(hf_model, on_group=lambda layout: status.update(f"planning {layout}"), **options)
     if as_json:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
-from megasched.json_output import nothing_but_json, print_json
+from megasched.json_output import json_only, print_json
 from megasched.launch.watched_run import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -56,13 +56,13 @@ def tune_command(space_file: Path, command: Sequence[str], settings: Settings, *
     from megasched.tuner.plots import save_plots
     from megasched.tuner.space_file import load_space
 
-    with nothing_but_json(as_json):
+    with json_only(as_json):
         space = load_space(space_file)
     check_command(space, command)
     _check_program(command[0], slurm=settings.slurm)
     settings.folder.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True, highlight=False) if as_json else report_console()
-    with nothing_but_json(as_json):
+    with json_only(as_json):
         tuning, interrupted = _search(space, command, settings, console)
     plots = [str(path) for path in save_plots(space, tuning.trials, settings.folder / "plots")]
     best = [] if tuning.best is None else [*command, *point_words(space, tuning.best.point)]

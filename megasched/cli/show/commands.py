@@ -22,7 +22,7 @@ from megasched.cli.options import (
     Vp,
     layout_of,
 )
-from megasched.json_output import nothing_but_json, print_json
+from megasched.json_output import json_only, print_json
 
 if TYPE_CHECKING:
     from megasched.cli.show.report import ShowReport
@@ -35,7 +35,7 @@ def primitives(
     from megasched.cli.console import report_console
     from megasched.cli.show.primitives import describe_primitive, describe_primitives
 
-    with nothing_but_json(as_json):
+    with json_only(as_json):
         found = describe_primitives() if name is None else [describe_primitive(name)]
     if as_json:
         rows = [primitive.to_dict() for primitive in found]
@@ -125,7 +125,7 @@ def show(
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         )
 
-    with nothing_but_json(as_json):
+    with json_only(as_json):
         report = inspect(schedule)
         other = inspect(diff) if diff is not None else None
     if records is not None:
@@ -182,7 +182,7 @@ def explain(
     with quiet_imports():
         from megasched.cli.show.explain import explain_schedule
 
-    with nothing_but_json(as_json):
+    with json_only(as_json):
         explanation = explain_schedule(
             schedule,
             hf_model,

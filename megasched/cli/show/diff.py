@@ -10,7 +10,7 @@ from typing import Any
 from megasched.cli.show.communication import Transfer
 from megasched.cli.show.modules import CUT, ModuleReport, ParameterReport
 from megasched.cli.show.report import ShowReport
-from megasched.plan.indices import label_indices
+from megasched.plan.indices import fold_indices
 
 _INDEX = re.compile(r"\.(\d+)(?=\.|$)")
 
@@ -136,4 +136,4 @@ def _folded(paths: list[str]) -> str:
     indices = [int(found[1]) for path in paths if (found := _INDEX.search(path))]
     if len(paths) == 1 or len(indices) != len(paths):
         return paths[0]
-    return _INDEX.sub(f".{label_indices(sorted(set(indices)))}", paths[0], count=1)
+    return _INDEX.sub(f".{fold_indices(sorted(set(indices)))}", paths[0], count=1)

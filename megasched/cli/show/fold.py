@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megasched.cli.show.modules import CUT, ModuleReport
-from megasched.plan.indices import label_indices
+from megasched.plan.indices import fold_indices
 
 
 @dataclass
@@ -58,7 +58,7 @@ def _folded(node: Node, by_stage: bool) -> Node:
             stages = child.reports[0].stages if by_stage else ()
             groups.setdefault((stages, _treatment(child)), []).append(child)
         children = [
-            _merged(alike, label_indices([int(n.name) for n in alike]), len(alike)) for alike in groups.values()
+            _merged(alike, fold_indices([int(n.name) for n in alike]), len(alike)) for alike in groups.values()
         ]
         _compare(children)
     return Node(node.name, node.reports, children)

@@ -14,8 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
-from megasched.language.roles import Attention
-from megasched.layers.build_context import Context
+from megasched.language.roles import AttentionSpec
+from megasched.layers.build_context import BuildContext
 from megasched.layers.context_parallel import comm_type
 from megasched.layers.megatron.fill import fill_module
 from megasched.layers.megatron.layer_spec import attention_spec
@@ -66,7 +66,7 @@ def sequence_first(hidden: torch.Tensor, arguments: dict[str, Any]) -> tuple[tor
 
 
 def lower_attention(
-    path: str, model: nn.Module, attention: Attention, angles: LayerAngles, context: Context
+    path: str, model: nn.Module, attention: AttentionSpec, angles: LayerAngles, context: BuildContext
 ) -> MegatronAttention:
     """Megatron's attention in the place of the definition's at ``path``, its values filled in.
 
@@ -103,12 +103,12 @@ def lower_attention(
     return MegatronAttention(made, own if attention.latent is None else None, sequence_parts(context))
 
 
-def sequence_parts(context: Context) -> int:
+def sequence_parts(context: BuildContext) -> int:
     """In how many parts the hidden state is split along the sequence by sequence parallelism."""
     return context.size if context.config.sequence_parallel else 1
 
 
-def attention_config(layer: str, index: int, attention: Attention, context: Context) -> dict[str, Any]:
+def attention_config(layer: str, index: int, attention: AttentionSpec, context: BuildContext) -> dict[str, Any]:
     """What Megatron's config says of attention in layer number ``index``."""
     window = attention.windows[index] if attention.windows else None
     latent = attention.latent
@@ -133,7 +133,7 @@ def attention_config(layer: str, index: int, attention: Attention, context: Cont
     }
 
 
-def settle_latent(made: Any, attention: Attention, angles: OwnAngles | None, context: Context) -> None:
+def settle_latent(made: Any, attention: AttentionSpec, angles: OwnAngles | None, context: BuildContext) -> None:
     """What of latent attention is the definition's, before values are filled in; nothing of other attention."""
     latent = attention.latent
     if latent is None:
@@ -144,14 +144,14 @@ def settle_latent(made: Any, attention: Attention, angles: OwnAngles | None, con
     settle_latent_attention(made, latent, made.config, own, context.device, te)
 
 
-def settle_attention(made: Any, attention: Attention) -> None:
+def settle_attention(made: Any, attention: AttentionSpec) -> None:
     """What Megatron's attention is told once values are filled in."""
     made._yarn_concentration_factor = attention.rotary_factor
     if attention.sinks:
         set_tensor_model_parallel_attributes(made.get_parameter(SINKS), is_parallel=True, dim=0, stride=1)
 
 
-def refuse_in_context(path: str, index: int, config: TransformerConfig, context: Context) -> None:
+def refuse_in_context(path: str, index: int, config: TransformerConfig, context: BuildContext) -> None:
     """What Transformer Engine's attention has not under context parallelism.
 
     Raises:

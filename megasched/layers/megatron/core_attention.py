@@ -14,7 +14,7 @@ from torch import nn
 
 from megasched.definition.sequence_split import causal_mask
 from megasched.layers.attention import fused_attention, plain_attention
-from megasched.layers.context_parallel import ContextParallel
+from megasched.layers.context_parallel import CpGroup
 from megasched.layers.packed import packed_mask
 from megasched.layers.rng import fork_rng
 
@@ -33,7 +33,7 @@ class CoreAttention(nn.Module):
         config: TransformerConfig,
         softmax_scale: float | None = None,
         *,
-        ranks: ContextParallel | None,
+        ranks: CpGroup | None,
         device: torch.device,
         pg_collection: ProcessGroupCollection,
         **kwargs: Any,

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from megasched.layers.build_context import Context
+from megasched.layers.build_context import BuildContext
 from megasched.plan.megatron_params import ROUTER, ROUTER_BIAS, SINKS
-from megasched.plan.param_mapping import Assembly
+from megasched.plan.param_mapping import ParamMapping
 
 # Ends of names of Megatron's parameters that may be in float32 in a layer of half precision: what computes with
 # them takes them so (``router_gating_linear`` in megatron/core/transformer/moe/moe_utils.py), or is ours.
@@ -16,7 +16,7 @@ MAY_BE_FLOAT32 = (ROUTER, ROUTER_BIAS, SINKS)
 
 
 def fill_module(
-    path: str, layer: nn.Module, known: dict[str, Assembly], model: nn.Module, context: Context
+    path: str, layer: nn.Module, known: dict[str, ParamMapping], model: nn.Module, context: BuildContext
 ) -> None:
     """Gives the parameters of Megatron's module, which will be ``layer`` of the one at ``path``, their values.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megasched.graph.compilers import register_compiler
-from megasched.graph.partition import Part
+from megasched.graph.partition import ExtractedSubgraph
 from megasched.graph.subgraph import Subgraph
 
 
@@ -38,6 +38,6 @@ def _no_fusion(subgraph: Subgraph) -> str:
 
 
 @register_compiler("megatron", _no_fusion)
-def megatron(part: Part) -> Callable[..., Any]:
+def megatron(part: ExtractedSubgraph) -> Callable[..., Any]:
     """Megatron's own fused function, on the pattern's operands."""
     return FUSIONS[part.subgraph.pattern]

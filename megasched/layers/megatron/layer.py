@@ -8,9 +8,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megasched.analysis.slot import Slot
-from megasched.language.roles import Block, Roles
-from megasched.layers.build_context import Context
+from megasched.analysis.slot import HiddenStateArg
+from megasched.language.roles import LayerSpec, Roles
+from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.attention import (
     attention_config,
     refuse_in_context,
@@ -42,7 +42,7 @@ class MegatronLayer(nn.Module):
     def __init__(
         self,
         layer: TransformerLayer,
-        slot: Slot,
+        slot: HiddenStateArg,
         angles: OwnAngles | None,
         parts: int,
     ) -> None:
@@ -68,7 +68,7 @@ class MegatronLayer(nn.Module):
 
 
 def lower_block(
-    path: str, old: nn.Module, model: nn.Module, roles: Roles, angles: LayerAngles, context: Context
+    path: str, old: nn.Module, model: nn.Module, roles: Roles, angles: LayerAngles, context: BuildContext
 ) -> MegatronLayer:
     """Megatron's layer in the place of the definition's layer at ``path``, its values filled in.
 
@@ -80,7 +80,7 @@ def lower_block(
     """
     plan, structure, block = context.plan, context.plan.structure, roles.block
     assert structure is not None
-    assert isinstance(block, Block)
+    assert isinstance(block, LayerSpec)
     index = structure.index_of(path)
     assert index is not None
     config, groups = _config(path, index, roles, context), context.groups
@@ -109,10 +109,10 @@ def lower_block(
     return new
 
 
-def _config(path: str, index: int, roles: Roles, context: Context) -> TransformerConfig:
+def _config(path: str, index: int, roles: Roles, context: BuildContext) -> TransformerConfig:
     """The trainer's config with what the definition says of layer number ``index``."""
     block, mixture = roles.block, mixture_in(context.plan, path, roles)
-    assert isinstance(block, Block)
+    assert isinstance(block, LayerSpec)
     mlp = mlp_config(path, block.mlp, context) if mixture is None else mixture_config(path, mixture, context)
     # Without what a run on a GPU alone can do, the flags of the trainer count (fusions, recompute, precision).
     config = context.config_with(**mlp | attention_config(path, index, block.attention, context))

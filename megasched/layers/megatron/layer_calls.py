@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megasched.analysis.recording import Enough
-from megasched.analysis.structure import Structure
+from megasched.analysis.structure import LayerStack
 from megasched.layers.megatron.small_copy import copy_tree
 
 # Index of a layer -> its positional and keyword arguments
@@ -21,7 +21,7 @@ _TOKEN = 5
 class _Caller(nn.Module):
     """Takes a layer's place, notes its arguments, and hands the hidden state through."""
 
-    def __init__(self, old: nn.Module, index: int, structure: Structure, calls: Calls, last: int) -> None:
+    def __init__(self, old: nn.Module, index: int, structure: LayerStack, calls: Calls, last: int) -> None:
         super().__init__()
         for name, value in vars(old).items():  # the model may read them off its layers (attention_type)
             if isinstance(value, str | int | float) and name not in vars(self):
@@ -36,7 +36,7 @@ class _Caller(nn.Module):
         return self.slot.wrap(self.slot.get(args, kwargs))
 
 
-def layer_calls(model: Any, structure: Structure, other: Mapping[int, Any], batch: int, length: int) -> Calls:
+def layer_calls(model: Any, structure: LayerStack, other: Mapping[int, Any], batch: int, length: int) -> Calls:
     """How the layers of a model are called, by its own code around them; what it makes of weights is zero.
 
     Args:

@@ -24,8 +24,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.language.roles import Block
-from megasched.layers.build_context import Context
+from megasched.language.roles import LayerSpec
+from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.core_attention import CoreAttention
 from megasched.plan.megatron_params import POST_NORM
 
@@ -34,7 +34,7 @@ Norm = Callable[..., nn.Module]
 
 
 def layer_submodules(
-    block: Block, config: TransformerConfig, context: Context, mlp_bias: bool, te: bool
+    block: LayerSpec, config: TransformerConfig, context: BuildContext, mlp_bias: bool, te: bool
 ) -> TransformerLayerSubmodules:
     """Submodules for a layer with this config.
 
@@ -63,11 +63,11 @@ def layer_submodules(
     return submodules
 
 
-def _norms(context: Context, te: bool) -> Norm:
+def _norms(context: BuildContext, te: bool) -> Norm:
     return TENorm if te else partial(_norm, context.device)
 
 
-def _made_of(config: TransformerConfig, context: Context, te: bool) -> TransformerLayerSubmodules:
+def _made_of(config: TransformerConfig, context: BuildContext, te: bool) -> TransformerLayerSubmodules:
     return _of_transformer_engine(config) if te else _of_torch(config, context, _norms(context, te))
 
 
@@ -80,7 +80,7 @@ def _of_transformer_engine(config: TransformerConfig) -> TransformerLayerSubmodu
     )
 
 
-def _of_torch(config: TransformerConfig, context: Context, norm: Norm) -> TransformerLayerSubmodules:
+def _of_torch(config: TransformerConfig, context: BuildContext, norm: Norm) -> TransformerLayerSubmodules:
     submodules = get_gpt_layer_local_submodules(
         num_experts=config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
@@ -99,7 +99,7 @@ def _of_torch(config: TransformerConfig, context: Context, norm: Norm) -> Transf
     return submodules
 
 
-def attention_spec(config: TransformerConfig, context: Context, te: bool) -> ModuleSpec:
+def attention_spec(config: TransformerConfig, context: BuildContext, te: bool) -> ModuleSpec:
     """Attention without a norm before it, in a layer that has no experts."""
     submodules = _made_of(config, context, te)
     _without_norm(submodules.self_attention, config, te)

@@ -14,10 +14,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.language.roles import Latent
+from megasched.language.roles import MlaSpec
 
 
-def latent_config(latent: Latent) -> dict[str, Any]:
+def latent_config(latent: MlaSpec) -> dict[str, Any]:
     """What Megatron's config says of latent attention (``MLATransformerConfig``)."""
     return {
         "multi_latent_attention": True,
@@ -80,7 +80,12 @@ class WholeLinear(nn.Module):
 
 
 def settle_latent_attention(
-    attention: Any, latent: Latent, config: TransformerConfig, angles: LatentAngles, device: torch.device, te: bool
+    attention: Any,
+    latent: MlaSpec,
+    config: TransformerConfig,
+    angles: LatentAngles,
+    device: torch.device,
+    te: bool,
 ) -> None:
     """Replaces what of a ``MLASelfAttention`` just made is not the definition's.
 

@@ -12,8 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.language.roles import Mlp
-from megasched.layers.build_context import Context
+from megasched.language.roles import MlpSpec
+from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.fill import fill_module
 from megasched.layers.megatron.layer_spec import mlp_linears
 from megasched.layers.te.attention import uses_transformer_engine
@@ -41,7 +41,7 @@ class MegatronMlp(nn.Module):
         return torch.ops.aten._unsafe_view(output if bias is None else output + bias, shape)
 
 
-def lower_mlp(path: str, model: nn.Module, context: Context) -> MegatronMlp:
+def lower_mlp(path: str, model: nn.Module, context: BuildContext) -> MegatronMlp:
     """Megatron's MLP in the place of the definition's at ``path``, its values filled in."""
     plan, structure = context.plan, context.plan.structure
     assert structure is not None
@@ -63,7 +63,7 @@ def lower_mlp(path: str, model: nn.Module, context: Context) -> MegatronMlp:
     return MegatronMlp(made)
 
 
-def mlp_config(layer: str, mlp: Mlp, context: Context) -> dict[str, Any]:
+def mlp_config(layer: str, mlp: MlpSpec, context: BuildContext) -> dict[str, Any]:
     """What Megatron's config says of an MLP that is HF's in ``layer``, but for its biases.
 
     Of its activation's fused kernels the trainer's flag counts. These of GELU approximate it by a hyperbolic
@@ -91,6 +91,6 @@ def mlp_config(layer: str, mlp: Mlp, context: Context) -> dict[str, Any]:
     }
 
 
-def _inputs(linear: str, layer: str, context: Context) -> int:
+def _inputs(linear: str, layer: str, context: BuildContext) -> int:
     weight = context.plan.placement(f"{layer}.{linear}", "weight")
     return weight.shape[0 if weight.transposed else 1]

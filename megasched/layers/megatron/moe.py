@@ -13,8 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.language.roles import Expert, Mixture
-from megasched.layers.build_context import Context
+from megasched.language.roles import ExpertSpec, MoeSpec
+from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.fill import fill_module
 from megasched.layers.te.attention import uses_transformer_engine
 from megasched.plan.megatron_params import CORRECTION, mixture_assemblies
@@ -25,7 +25,7 @@ class MegatronMixture(nn.Module):
 
     Args:
         layer: Megatron's, which takes and returns [s (/ tp under SP), b, h].
-        with_scores: see ``Mixture``.
+        with_scores: see ``MoeSpec``.
     """
 
     def __init__(self, layer: MoELayer, with_scores: bool) -> None:
@@ -39,7 +39,7 @@ class MegatronMixture(nn.Module):
         return (hidden, None) if self.with_scores else hidden
 
 
-def lower_mixture(path: str, model: nn.Module, mixture: Mixture, context: Context) -> MegatronMixture:
+def lower_mixture(path: str, model: nn.Module, mixture: MoeSpec, context: BuildContext) -> MegatronMixture:
     """Megatron's mixture in the place of the definition's at ``path``, its values filled in."""
     plan, structure = context.plan, context.plan.structure
     assert structure is not None
@@ -63,7 +63,7 @@ def lower_mixture(path: str, model: nn.Module, mixture: Mixture, context: Contex
     return MegatronMixture(made, mixture.with_scores)
 
 
-def settle_mixture(made: Any, mixture: Mixture, te: bool) -> None:
+def settle_mixture(made: Any, mixture: MoeSpec, te: bool) -> None:
     """Lets biases be added in Megatron's mixture just made, and routers have weights in float32 in half precision.
 
     Args:
@@ -85,13 +85,13 @@ def _as_its_weight(router: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return (arguments[0].to(router.weight.dtype), *arguments[1:])
 
 
-def note_correction(made: str, layer: str, mixture: Mixture, context: Context) -> None:
+def note_correction(made: str, layer: str, mixture: MoeSpec, context: BuildContext) -> None:
     """Has the buffer of Megatron's mixture at ``made`` known by its name in the definition's layer."""
     if mixture.correction:
         context.renamed_buffers[f"{made}.{CORRECTION}"] = f"{layer}.{mixture.correction}"
 
 
-def mixture_config(layer: str, mixture: Mixture, context: Context) -> dict[str, Any]:
+def mixture_config(layer: str, mixture: MoeSpec, context: BuildContext) -> dict[str, Any]:
     """What Megatron's config says of a mixture of experts that is HF's in ``layer``: no token is
     dropped. Of the losses, the dispatcher and the fusions, the trainer's flags count."""
     plan, trainer = context.plan, context.config
@@ -127,7 +127,7 @@ def mixture_config(layer: str, mixture: Mixture, context: Context) -> dict[str, 
     }
 
 
-def _expert_config(expert: Expert, trainer: TransformerConfig) -> dict[str, Any]:
+def _expert_config(expert: ExpertSpec, trainer: TransformerConfig) -> dict[str, Any]:
     functions = {"swiglu": F.silu, "squared_relu": squared_relu, "quick_geglu": quick_gelu}
     return {
         "gated_linear_unit": expert.gated,

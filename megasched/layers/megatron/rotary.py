@@ -8,9 +8,9 @@ from functools import lru_cache, partial
 import torch
 from torch import nn
 
-from megasched.language.roles import Attention
-from megasched.language.tensor_types import Along
-from megasched.layers.context_parallel import ContextParallel
+from megasched.language.roles import AttentionSpec
+from megasched.language.tensor_types import ShardDim
+from megasched.layers.context_parallel import CpGroup
 
 # (length, device) -> rotary angles [s, 1, 1, d], float32
 Angles = Callable[[int, torch.device], torch.Tensor]
@@ -20,7 +20,7 @@ OwnAngles = Callable[[torch.device, int], torch.Tensor]
 LayerAngles = Callable[[int], OwnAngles | None]
 
 
-def rotary_angles(model: nn.Module, attention: Attention, ranks: ContextParallel | None) -> LayerAngles:
+def rotary_angles(model: nn.Module, attention: AttentionSpec, ranks: CpGroup | None) -> LayerAngles:
     """Of a definition's layers; those with the same frequencies have the same angles."""
     known: dict[str, Angles] = {}
 
@@ -50,9 +50,9 @@ def _angles(frequencies: torch.Tensor, interleaved: bool) -> Angles:
     return angles
 
 
-def _own_angles(angles: Angles, ranks: ContextParallel | None, device: torch.device, length: int) -> torch.Tensor:
+def _own_angles(angles: Angles, ranks: CpGroup | None, device: torch.device, length: int) -> torch.Tensor:
     """Those of the part of the sequence that this rank has, of so many tokens; all of it without context
     parallelism."""
     if ranks is None:
         return angles(length, device)
-    return ranks.zigzag.own_part(angles(length * ranks.zigzag.size, device), Along(0))
+    return ranks.zigzag.own_part(angles(length * ranks.zigzag.size, device), ShardDim(0))

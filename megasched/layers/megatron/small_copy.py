@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megasched.definition.linears import is_linear, output_axis
-from megasched.language.roles import Attention, Block, Mixture, Mlp
+from megasched.language.roles import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 
 HIDDEN, INSIDE, OF_EXPERTS, SHARED = 32, 24, 16, 40
 # Where a matrix has values of this size, what it gives is of the size of what it is given.
@@ -51,7 +51,7 @@ def copy_tree(module: nn.Module, other: Mapping[int, Any]) -> Any:
     return made
 
 
-def attention_sizes(layer: nn.Module, attention: Attention) -> Sizes:
+def attention_sizes(layer: nn.Module, attention: AttentionSpec) -> Sizes:
     """Name in a layer of each parameter of its attention -> shape in the copy."""
     latent = attention.latent
     inputs = attention.inputs if latent is None else attention.whole
@@ -60,13 +60,13 @@ def attention_sizes(layer: nn.Module, attention: Attention) -> Sizes:
     return found | _of_linears(layer, [attention.out], outputs=HIDDEN)
 
 
-def mlp_sizes(layer: nn.Module, mlp: Mlp) -> Sizes:
+def mlp_sizes(layer: nn.Module, mlp: MlpSpec) -> Sizes:
     inside = 2 * INSIDE if mlp.gate_up else INSIDE
     found = _of_linears(layer, mlp.inputs, inputs=HIDDEN, outputs=inside)
     return found | _of_linears(layer, [mlp.down], inputs=INSIDE, outputs=HIDDEN)
 
 
-def mixture_sizes(layer: nn.Module, mixture: Mixture) -> Sizes:
+def mixture_sizes(layer: nn.Module, mixture: MoeSpec) -> Sizes:
     found = _all_of(layer, mixture.module)
     routers = [name for name in (mixture.router, mixture.shared_gate) if name]
     for name in routers:
@@ -84,7 +84,7 @@ def mixture_sizes(layer: nn.Module, mixture: Mixture) -> Sizes:
     return found | _of_linears(layer, mixture.shared_outputs, inputs=SHARED, outputs=HIDDEN)
 
 
-def layer_sizes(layer: nn.Module, block: Block, mixture: Mixture | None) -> Sizes:
+def layer_sizes(layer: nn.Module, block: LayerSpec, mixture: MoeSpec | None) -> Sizes:
     found = attention_sizes(layer, block.attention)
     found |= mlp_sizes(layer, block.mlp) if mixture is None else mixture_sizes(layer, mixture)
     for norm in block.norms:

@@ -25,8 +25,8 @@ from megasched import patches
 from megasched.definition.instances import real_tensors
 from megasched.definition.undisturbed import undisturbed
 from megasched.language.parallel_dims import Layout
-from megasched.language.roles import Attention, Block, Mixture, Roles
-from megasched.layers.build_context import Context
+from megasched.language.roles import AttentionSpec, LayerSpec, MoeSpec, Roles
+from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.attention import lower_attention
 from megasched.layers.megatron.layer import lower_block
 from megasched.layers.megatron.layer_calls import layer_calls
@@ -43,14 +43,14 @@ from megasched.layers.megatron.small_copy import (
     replaced_in,
 )
 from megasched.layers.megatron.trials import Subject
-from megasched.lowering.transfer import carry_hooks
+from megasched.lowering.transfer import transfer_hooks
 from megasched.patches.attributes import set_attribute, undo_all
 from megasched.plan.megatron_params import mixture_in
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from megasched.plan.param_mapping import Assembly
+    from megasched.plan.param_mapping import ParamMapping
 
 BATCH, LENGTH = 2, 24
 WINDOW = 7  # in the place of a longer one, so that there are tokens beyond it
@@ -95,7 +95,7 @@ def _compare(plan: Plan, model: Any, roles: Roles, subject: Subject) -> str:
     inner = subject.path[len(subject.layer) + 1 :]
     theirs = _Called(small.get_submodule(inner).train(), subject.kind, structure.slot, small, args, kwargs)
     made, assemblies = _megatron(plan, whole, roles, subject, sizes)
-    carry_hooks(theirs.module, made)
+    transfer_hooks(theirs.module, made)
     ours = replace(theirs, module=made.train())
     with _windows_asked(model) as asked:
         for scale in _SCALES[subject.kind]:
@@ -110,9 +110,9 @@ def _compare(plan: Plan, model: Any, roles: Roles, subject: Subject) -> str:
     )
 
 
-def _attention(roles: Roles) -> Attention | None:
-    found = roles.block.attention if isinstance(roles.block, Block) else roles.attention
-    return found if isinstance(found, Attention) else None
+def _attention(roles: Roles) -> AttentionSpec | None:
+    found = roles.block.attention if isinstance(roles.block, LayerSpec) else roles.attention
+    return found if isinstance(found, AttentionSpec) else None
 
 
 def _window(roles: Roles, index: int) -> int | None:
@@ -123,12 +123,12 @@ def _window(roles: Roles, index: int) -> int | None:
 
 def _sizes(plan: Plan, layer: nn.Module, roles: Roles, subject: Subject) -> Sizes:
     if subject.kind == "layer":
-        assert isinstance(roles.block, Block)
+        assert isinstance(roles.block, LayerSpec)
         return layer_sizes(layer, roles.block, mixture_in(plan, subject.layer, roles))
     if subject.kind == "attention":
-        assert isinstance(roles.attention, Attention)
+        assert isinstance(roles.attention, AttentionSpec)
         return attention_sizes(layer, roles.attention)
-    assert isinstance(roles.mixture, Mixture)
+    assert isinstance(roles.mixture, MoeSpec)
     return mixture_sizes(layer, roles.mixture)
 
 
@@ -184,30 +184,30 @@ def _with_short_windows(model: Any, roles: Roles) -> tuple[Roles, dict[int, Any]
     other = {number: replaced_in(config, field) for number, config in configs.items()} if long else {}
 
     def short(attention: Any) -> Any:
-        if not isinstance(attention, Attention):
+        if not isinstance(attention, AttentionSpec):
             return attention
         return replace(attention, windows=tuple(WINDOW if w in long else w for w in attention.windows))
 
     block = roles.block
-    if isinstance(block, Block):
+    if isinstance(block, LayerSpec):
         block = replace(block, attention=short(block.attention))
     return replace(roles, block=block, attention=short(roles.attention)), other
 
 
 def _megatron(
     plan: Plan, model: Any, roles: Roles, subject: Subject, sizes: Sizes
-) -> tuple[nn.Module, dict[str, Assembly]]:
+) -> tuple[nn.Module, dict[str, ParamMapping]]:
     """Megatron's module with the values of the small copy, and what its parameters are made of."""
     context, path = _context(_small_plan(plan, subject.layer, sizes)), subject.path
     if subject.kind == "mixture":
-        assert isinstance(roles.mixture, Mixture)
+        assert isinstance(roles.mixture, MoeSpec)
         made: nn.Module = lower_mixture(path, model, roles.mixture, context)
     elif subject.kind == "attention":
-        assert isinstance(roles.attention, Attention)
+        assert isinstance(roles.attention, AttentionSpec)
         angles = rotary_angles(model, roles.attention, None)
         made = lower_attention(path, model, roles.attention, angles, context)
     else:
-        assert isinstance(roles.block, Block)
+        assert isinstance(roles.block, LayerSpec)
         angles = rotary_angles(model, roles.block.attention, None)
         made = lower_block(path, model.get_submodule(path), model, roles, angles, context)
     for name, old in context.renamed_buffers.items():
@@ -265,7 +265,7 @@ def _context(plan: Plan) -> Any:
         params_dtype=torch.float32,
         use_cpu_initialization=True,
     )
-    return Context(
+    return BuildContext(
         plan=plan,
         group=alone,
         config=config,
@@ -309,7 +309,9 @@ class _Called:
         }
 
 
-def _unequal(theirs: _Called, ours: _Called, x: torch.Tensor, model: Any, assemblies: dict[str, Assembly]) -> str:
+def _unequal(
+    theirs: _Called, ours: _Called, x: torch.Tensor, model: Any, assemblies: dict[str, ParamMapping]
+) -> str:
     """What of output and gradients is not the same.
 
     Args:

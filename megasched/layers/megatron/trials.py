@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from megasched.definition.instances import Itself
-from megasched.language.roles import Attention, Roles
+from megasched.language.roles import AttentionSpec, Roles
 from megasched.plan.megatron_params import mixture_in
 from megasched.plan.plan import Plan
 
@@ -78,10 +78,10 @@ class Trials:
         if subject.kind == "layer":
             mixture = mixture_in(self.plan, subject.layer, roles)
             assert not isinstance(roles.block, str)
-            attention: Attention | None = roles.block.attention
+            attention: AttentionSpec | None = roles.block.attention
             said: Any = (replace(roles.block, attention=_of_layer(roles.block.attention, index)), mixture)
         elif subject.kind == "attention":
-            assert isinstance(roles.attention, Attention)
+            assert isinstance(roles.attention, AttentionSpec)
             attention = roles.attention
             said = _of_layer(attention, index)
         else:
@@ -91,7 +91,7 @@ class Trials:
         return subject.kind, said, state, rotary and _state(rotary, None)
 
 
-def _of_layer(attention: Attention, index: int | None) -> Attention:
+def _of_layer(attention: AttentionSpec, index: int | None) -> AttentionSpec:
     """What is said of one layer's."""
     assert index is not None
 

@@ -110,7 +110,7 @@ def in_memory_of_their_own(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class TeContext:
+class TeCpArgs:
     """What TE is told of context parallelism, under its own names.
 
     Attributes:
@@ -141,7 +141,7 @@ class TeCore:
         context: what TE is told of context parallelism; None without.
     """
 
-    def __init__(self, tp_size: int, tp_group: Any, context: TeContext | None = None) -> None:
+    def __init__(self, tp_size: int, tp_group: Any, context: TeCpArgs | None = None) -> None:
         self.tp_size, self.tp_group, self.context = tp_size, tp_group, context
         self._made: dict[tuple[Any, ...], Any] = {}
 

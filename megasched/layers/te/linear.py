@@ -23,8 +23,8 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import nn
 
-from megasched.layers.build_context import Context
-from megasched.layers.fused_columns import HandingOut, lay_side_by_side
+from megasched.layers.build_context import BuildContext
+from megasched.layers.fused_columns import SharedProduct, lay_side_by_side
 from megasched.layers.linear import make_parameter
 from megasched.layers.tokens import Tokens
 
@@ -36,7 +36,7 @@ def te_linear() -> Any:
     return Linear
 
 
-class TeProduct(HandingOut):
+class TeProduct(SharedProduct):
     """One matrix product of Transformer Engine's, for a linear or for several columns that read one tensor.
 
     ``te.Linear`` takes a weight in several parameters (``parameters_split``), which it reads as one matrix without
@@ -180,7 +180,7 @@ class TeRowLinear(TeLinear):
         return output if self.bias is None else output + self.bias
 
 
-def lower_te_linear(path: str, module: nn.Module, context: Context, *, entered: bool) -> TeLinear:
+def lower_te_linear(path: str, module: nn.Module, context: BuildContext, *, entered: bool) -> TeLinear:
     """The layer that takes the place of an HF linear in 8-bit training, its values filled in; its product
     (``joint``) is made later, when it is known which others belong to it.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megasched.trainer.scheduled_model import ScheduledModel
     from megasched.trainer.session import Session
     from megasched.trainer.stage import Stage
-    from megasched.trainer.stage_transfer import Packing
+    from megasched.trainer.stage_transfer import BoundaryCodec
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def copy_with_layers(session: Session, kept: range) -> Any:
 
 
 def build_stage(
-    session: Session, definition: Any, stage: Stage, setting: Setting, packing: Packing | None
+    session: Session, definition: Any, stage: Stage, setting: Setting, packing: BoundaryCodec | None
 ) -> ScheduledModel:
     from megatron.core.process_groups_config import ProcessGroupCollection
 

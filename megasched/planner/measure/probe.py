@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from megasched.analysis.meta_call import DefaultScalars, tensors_in
+from megasched.analysis.meta_call import ScalarAnswers, tensors_in
 from megasched.errors import ConfigError, MegaschedError
 from megasched.layers import experts
 from megasched.patches.attributes import set_attribute
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megasched.trainer.scheduled_model import ScheduledModel
     from megasched.trainer.session import Session
     from megasched.trainer.stage import Stage
-    from megasched.trainer.stage_transfer import Packing
+    from megasched.trainer.stage_transfer import BoundaryCodec
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _measure(session: Session, stage: Stage, setting: Setting, definition: Any) 
         return run.once(held=live.now - parameters)
 
 
-def _packing(session: Session, stage: Stage, setting: Setting) -> Packing | None:
+def _packing(session: Session, stage: Stage, setting: Setting) -> BoundaryCodec | None:
     """How what enters and leaves the stage is sent. A run's is as wide as its widest cut takes; this is as wide as
     the cuts next to the layer."""
     cuts = ([] if stage.first else [stage.start]) + ([] if stage.last else [stage.stop])
@@ -194,7 +194,7 @@ def _packing(session: Session, stage: Stage, setting: Setting) -> Packing | None
 _device_of = torch.ops.prim.device.default
 
 
-class _Meter(DefaultScalars):
+class _Meter(ScalarAnswers):
     """Both counts and the answers about values, in one mode: each would be asked about every operation."""
 
     def __init__(self, fake: FakeTensorMode, live: LiveBytes, count: CountWork) -> None:

@@ -85,7 +85,7 @@ class SavedBuffers:
         return {name: held[name] for name in self._copies}
 
     def entries(self, tp_rank: int, dp_rank: int) -> dict[str, ShardedTensor]:
-        """Name -> what goes to a checkpoint; ranks as in ``megasched.trainer.checkpoint.entries.Place``."""
+        """Name -> what goes to a checkpoint; ranks as in ``megasched.trainer.checkpoint.entries.ShardOwner``."""
         return {
             name: ShardedTensor.from_rank_offsets(
                 name, buffer, replica_id=(int(self._copies[name]), tp_rank, dp_rank)

@@ -14,7 +14,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensorFactory
 
-from megasched.plan.param_mapping import Assembly
+from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.placement import Placement
 
 
@@ -23,7 +23,7 @@ class CheckpointMismatch(SystemExit):
     (``load_model_state_dict`` in megatron/training/checkpointing.py)."""
 
 
-class Place(NamedTuple):
+class ShardOwner(NamedTuple):
     """Where a rank stands among those that share a parameter.
 
     Attributes:
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 
 def sharded_entry(
-    parameter: torch.Tensor, assembly: Assembly, place: Place, *, copy: bool = False
+    parameter: torch.Tensor, assembly: ParamMapping, place: ShardOwner, *, copy: bool = False
 ) -> ShardedTensor | ShardedTensorFactory:
     """The checkpoint entry of what this rank holds in one parameter.
 

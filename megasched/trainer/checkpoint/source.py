@@ -53,7 +53,7 @@ def weight_source(args: Namespace, definition: PreTrainedModel) -> WeightSource:
     from megasched.weights.random_init import RandomInit
 
     if args.ckpt_format == "torch_dist" and loaded_folder(args) is not None:
-        return ToBeLoaded()
+        return CheckpointPlaceholder()
     if args.hf_random_init:
         return RandomInit(definition, args.seed)
     folder = local_folder(args.hf_model)
@@ -65,7 +65,7 @@ def weight_source(args: Namespace, definition: PreTrainedModel) -> WeightSource:
     return HFFolder(folder, definition)
 
 
-class ToBeLoaded:
+class CheckpointPlaceholder:
     """A weight source for a model that Megatron fills from a checkpoint: nothing is read or drawn twice.
 
     The values are NaN, so that one which was not loaded after all can't go unseen.
@@ -86,7 +86,7 @@ class ToBeLoaded:
 
 
 @contextmanager
-def told_source(source: WeightSource, plan: Plan, stage: Stage, dtype: torch.dtype) -> Iterator[WeightSource]:
+def with_progress(source: WeightSource, plan: Plan, stage: Stage, dtype: torch.dtype) -> Iterator[WeightSource]:
     """The source of a run's weights while a stage takes its own; rank 0 shows how far it has come, in bytes of its
     shards in the run's precision."""
     import torch
@@ -94,7 +94,7 @@ def told_source(source: WeightSource, plan: Plan, stage: Stage, dtype: torch.dty
     from megasched.weights.progress import transfer
 
     assert plan.structure is not None
-    if torch.distributed.get_rank() != 0 or isinstance(source, ToBeLoaded):
+    if torch.distributed.get_rank() != 0 or isinstance(source, CheckpointPlaceholder):
         yield source
         return
     held = {

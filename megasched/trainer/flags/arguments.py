@@ -23,7 +23,7 @@ from megasched.trace.run_trace import trace_misfits
 from megasched.trainer.flags.expert_flags import expert_arguments, expert_misfits
 from megasched.trainer.flags.mixture_flags import is_mixture_flag, mixture_flags_asked, mixture_misfits
 from megasched.trainer.flags.model_shape import derive, one_head_for_tp
-from megasched.trainer.flags.model_sizes import Derived
+from megasched.trainer.flags.model_sizes import SourcedValue
 from megasched.trainer.flags.position_limit import remedy
 from megasched.trainer.flags.refused_flags import REFUSED, REFUSED_VALUES
 from megasched.trainer.flags.sft import sft_misfits
@@ -213,11 +213,11 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
     if args.expert_model_parallel_size > 1 or mixture_flags_asked(args):
         derived |= expert_arguments(args, config, objective, derived)
     positions = derived["position_embedding_type"]
-    derived["use_rotary_position_embeddings"] = Derived(positions.value == "rope", positions.source)
+    derived["use_rotary_position_embeddings"] = SourcedValue(positions.value == "rope", positions.source)
     fixed = derived.get("seq_length")
     sequence = fixed.value if fixed else args.seq_length or args.encoder_seq_length
     if "max_position_embeddings" not in derived:
-        derived["max_position_embeddings"] = Derived(
+        derived["max_position_embeddings"] = SourcedValue(
             args.max_position_embeddings or sequence, "no limit in the HF config"
         )
     problems = [
@@ -268,10 +268,10 @@ def _report(title: str, lines: Sequence[str], remedy: str = "") -> str:
     return "\n".join([f"{title}:", *(f"  - {line}" for line in lines), *([remedy] if remedy else [])])
 
 
-def _padded(vocab: Derived, args: argparse.Namespace) -> Derived:
+def _padded(vocab: SourcedValue, args: argparse.Namespace) -> SourcedValue:
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     padded = math.ceil(vocab.value / multiple) * multiple
-    return Derived(padded, f"{vocab.source}, padded to a multiple of {multiple}: {padded}")
+    return SourcedValue(padded, f"{vocab.source}, padded to a multiple of {multiple}: {padded}")
 
 
 def _agree(given: Any, derived: Any) -> bool:
@@ -280,7 +280,7 @@ def _agree(given: Any, derived: Any) -> bool:
     return given == derived
 
 
-def _contradictions(derived: Mapping[str, Derived], given: Mapping[str, GivenFlag]) -> list[str]:
+def _contradictions(derived: Mapping[str, SourcedValue], given: Mapping[str, GivenFlag]) -> list[str]:
     lines = []
     for dest, flag in given.items():
         # --group-query-attention only says that --num-query-groups counts.
@@ -306,8 +306,8 @@ def _misfits(
     args: argparse.Namespace,
     config: PretrainedConfig,
     sequence: int | None,
-    vocab: Derived,
-    derived: Mapping[str, Derived],
+    vocab: SourcedValue,
+    derived: Mapping[str, SourcedValue],
 ) -> list[str]:
     lines = []
     longest = derived["max_position_embeddings"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megasched.definition.experts import find_experts
 from megasched.definition.objectives import Objective
 from megasched.trainer.flags.model_shape import build_on_meta
-from megasched.trainer.flags.model_sizes import Derived
+from megasched.trainer.flags.model_sizes import SourcedValue
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,8 +35,8 @@ def expert_misfits(args: Namespace) -> list[str]:
 
 
 def expert_arguments(
-    args: Namespace, config: PretrainedConfig, objective: Objective, derived: Mapping[str, Derived]
-) -> dict[str, Derived]:
+    args: Namespace, config: PretrainedConfig, objective: Objective, derived: Mapping[str, SourcedValue]
+) -> dict[str, SourcedValue]:
     """``args`` that Megatron's own checks want for expert parallelism (``training/arguments.py:1600``), its
     schedules to scale losses of its routers (``core/pipeline_parallel/schedules.py:353``), its log to report them.
 
@@ -50,15 +50,15 @@ def expert_arguments(
     layers = {int(part) for name in experts for part in [p for p in name.split(".") if p.isdigit()][:1]}
     pattern = [int(layer in layers) for layer in range(derived["num_layers"].value)]
     found = {
-        "num_experts": Derived(count, f"{path} has {count}"),
-        "moe_layer_freq": Derived(pattern, "the HF config says which layers have experts"),
-        "moe_router_topk": Derived(1, "FLOPs are counted as of one expert"),
-        "moe_router_pre_softmax": Derived(True, "Megatron wants it with one expert"),
+        "num_experts": SourcedValue(count, f"{path} has {count}"),
+        "moe_layer_freq": SourcedValue(pattern, "the HF config says which layers have experts"),
+        "moe_router_topk": SourcedValue(1, "FLOPs are counted as of one expert"),
+        "moe_router_pre_softmax": SourcedValue(True, "Megatron wants it with one expert"),
     }
     if not args.moe_aux_loss_coeff:
-        found["moe_router_load_balancing_type"] = Derived("none", "--moe-aux-loss-coeff is not given")
+        found["moe_router_load_balancing_type"] = SourcedValue("none", "--moe-aux-loss-coeff is not given")
     if args.moe_router_enable_expert_bias:  # the plan refuses it where the model's routers have none
-        found["moe_router_score_function"] = Derived("sigmoid", "Megatron wants it with an expert bias")
+        found["moe_router_score_function"] = SourcedValue("sigmoid", "Megatron wants it with an expert bias")
     if "ffn_hidden_size" in derived:
         found["moe_ffn_hidden_size"] = derived["ffn_hidden_size"]
     return found

@@ -30,7 +30,7 @@ from megasched.trainer.flags.model_sizes import (
     KEY_VALUE_HEADS,
     NORM_EPSILON,
     WITHOUT_HEADS,
-    Derived,
+    SourcedValue,
     read,
     required,
     rope_of,
@@ -57,7 +57,7 @@ def derive_megatron_args(
 
 def derive(
     config: PretrainedConfig, objective: Objective = CAUSAL_LM, *, trust_remote_code: bool = False
-) -> dict[str, Derived]:
+) -> dict[str, SourcedValue]:
     """As ``derive_megatron_args``, each value with the place where it was read.
 
     ``vocab_size`` is the model's own, without padding: `megasched.trainer.flags.arguments` decides the padding,
@@ -72,7 +72,7 @@ def derive(
     found["untie_embeddings_and_output_weights"] = _untied(config, model)
     length = objective.sequence_length(config)
     if length is not None:
-        found["seq_length"] = Derived(*length)
+        found["seq_length"] = SourcedValue(*length)
     layer = _last_layer(model, found["num_layers"].value)
     found |= _mlp(text, layer, found)
     found |= _norms(text, layer)
@@ -81,14 +81,14 @@ def derive(
     return found
 
 
-def sizes_of(model: PreTrainedModel) -> dict[str, Derived]:
+def sizes_of(model: PreTrainedModel) -> dict[str, SourcedValue]:
     """What ``derive`` reads of the config's sizes, and of attention heads."""
     text = text_config(model.config)
     found = dict(sizes_in(text))
     return found | _heads(text, model, found)
 
 
-def one_head_for_tp(sizes: dict[str, Derived], tp: int) -> dict[str, Derived]:
+def one_head_for_tp(sizes: dict[str, SourcedValue], tp: int) -> dict[str, SourcedValue]:
     """TP splits nothing of one head, and Megatron wants a multiple of TP."""
     heads = sizes["num_attention_heads"]
     if heads.value != 1:
@@ -117,10 +117,10 @@ def build_on_meta(
 # ---- from the config --------------------------------------------------------------------------------
 
 
-def _classes(config: PretrainedConfig, objective: Objective) -> Derived:
+def _classes(config: PretrainedConfig, objective: Objective) -> SourcedValue:
     """What Megatron calls the vocabulary: the classes that a label can be of."""
     try:
-        return Derived(*objective.classes(config))
+        return SourcedValue(*objective.classes(config))
     except AttributeError as error:
         raise ConfigError(
             f"{type(config).__name__} does not say how many classes there are, so Megatron's vocab_size is "
@@ -128,24 +128,26 @@ def _classes(config: PretrainedConfig, objective: Objective) -> Derived:
         ) from error
 
 
-def _heads(config: PretrainedConfig, model: PreTrainedModel, sizes: dict[str, Derived]) -> dict[str, Derived]:
+def _heads(
+    config: PretrainedConfig, model: PreTrainedModel, sizes: dict[str, SourcedValue]
+) -> dict[str, SourcedValue]:
     attends = any(_in_attention(path) for path, _ in model.named_modules())
     if attends and read(config, WITHOUT_HEADS) is None:
         heads = required(config, "num_attention_heads", HEADS)
     else:
         # Megatron wants a number (`training/arguments.py:1274`); of one head, TP can't split anything.
-        heads = read(config, HEADS) or Derived(1, f"{type(model).__name__} has no attention heads")
+        heads = read(config, HEADS) or SourcedValue(1, f"{type(model).__name__} has no attention heads")
     hidden = sizes["hidden_size"]
     per_head = read(config, HEAD_DIM)
     if per_head is None:
-        per_head = Derived(hidden.value // heads.value, f"{hidden.source}, {heads.source}")
+        per_head = SourcedValue(hidden.value // heads.value, f"{hidden.source}, {heads.source}")
     groups = read(config, KEY_VALUE_HEADS) or heads
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        groups = Derived(1, "multi_query = True")
+        groups = SourcedValue(1, "multi_query = True")
     return {
         "num_attention_heads": heads,
         "kv_channels": per_head,
-        "group_query_attention": Derived(groups.value != heads.value, groups.source),
+        "group_query_attention": SourcedValue(groups.value != heads.value, groups.source),
         "num_query_groups": groups,
     }
 
@@ -167,15 +169,15 @@ def _last_layer(model: PreTrainedModel, num_layers: int) -> nn.Module:
     return (fitting[0] if fitting else max(lists, key=len))[-1] if lists else model
 
 
-def _untied(config: PretrainedConfig, model: PreTrainedModel) -> Derived:
+def _untied(config: PretrainedConfig, model: PreTrainedModel) -> SourcedValue:
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None:
-        return Derived(True, f"{type(model).__name__} has no head over a vocabulary")
+        return SourcedValue(True, f"{type(model).__name__} has no head over a vocabulary")
     tied = bool(getattr(config, "tie_word_embeddings", False))
     weight = getattr(head, "weight", None)
     if not tied and weight is not None and weight is getattr(table, "weight", None):
-        return Derived(False, f"{type(model).__name__} has one weight for both")
-    return Derived(not tied, f"tie_word_embeddings = {tied}")
+        return SourcedValue(False, f"{type(model).__name__} has one weight for both")
+    return SourcedValue(not tied, f"tie_word_embeddings = {tied}")
 
 
 def _in_attention(path: str) -> bool:
@@ -208,25 +210,25 @@ def _mlp_matrices(layer: nn.Module, *, routed: bool) -> list[int]:
     return max((experts or parents).values(), key=sum, default=[])
 
 
-def _mlp(config: PretrainedConfig, layer: nn.Module, sizes: dict[str, Derived]) -> dict[str, Derived]:
+def _mlp(config: PretrainedConfig, layer: nn.Module, sizes: dict[str, SourcedValue]) -> dict[str, SourcedValue]:
     experts = read(config, EXPERTS_PER_TOKEN)
     matrices = _mlp_matrices(layer, routed=experts is not None)
     name = type(layer).__name__
     # Up and down are equal; a gate adds a third, beside up or packed with it.
     gated = bool(matrices) and sum(matrices) > 2.5 * min(matrices)
-    found = {"swiglu": Derived(gated, f"{name} has {'a gated' if gated else 'no gated'} MLP")}
+    found = {"swiglu": SourcedValue(gated, f"{name} has {'a gated' if gated else 'no gated'} MLP")}
     width = read(config, FFN)
     if width is None or not isinstance(width.value, int):
         if not matrices:
             return found
-        width = Derived(min(matrices) // sizes["hidden_size"].value, f"the width of the MLP of {name}")
+        width = SourcedValue(min(matrices) // sizes["hidden_size"].value, f"the width of the MLP of {name}")
     found["ffn_hidden_size"] = _active_width(config, experts, matrices, sizes) if experts else width
     return found
 
 
 def _active_width(
-    config: PretrainedConfig, experts: Derived, matrices: list[int], sizes: dict[str, Derived]
-) -> Derived:
+    config: PretrainedConfig, experts: SourcedValue, matrices: list[int], sizes: dict[str, SourcedValue]
+) -> SourcedValue:
     """MLP width that one token goes through: Megatron's FLOPs are counted as of a dense MLP that wide.
 
     ``num_experts`` stays unset: the router is HF's, and with it set the trainer would report and scale
@@ -238,29 +240,29 @@ def _active_width(
     source = f"{experts.source}, experts of width {one}"
     if shared:
         source += f", shared expert of width {shared}"
-    return Derived(experts.value * one + shared, source)
+    return SourcedValue(experts.value * one + shared, source)
 
 
-def _norms(config: PretrainedConfig, layer: nn.Module) -> dict[str, Derived]:
+def _norms(config: PretrainedConfig, layer: nn.Module) -> dict[str, SourcedValue]:
     norms = {path: module for path, module in layer.named_modules() if is_norm(module)}
     outside = [module for path, module in norms.items() if not _in_attention(path)]
     found = {}
     if outside:
         kind = type(outside[0]).__name__
-        found["normalization"] = Derived("RMSNorm" if "rms" in kind.lower() else "LayerNorm", kind)
+        found["normalization"] = SourcedValue("RMSNorm" if "rms" in kind.lower() else "LayerNorm", kind)
         own = getattr(outside[0], "eps", getattr(outside[0], "variance_epsilon", None))
-        epsilon = read(config, NORM_EPSILON) or (Derived(own, f"{kind}.eps = {own}") if own else None)
+        epsilon = read(config, NORM_EPSILON) or (SourcedValue(own, f"{kind}.eps = {own}") if own else None)
         if epsilon:
             found["layernorm_epsilon"] = epsilon
     # The latent norms of multi-head latent attention (q_a_, kv_a_) are not norms of heads.
     leaves = [path.rpartition(".")[2] for path in norms if _in_attention(path)]
     per_head = sorted({leaf for leaf in leaves if leaf[:1] in "qk" and "_a_" not in leaf})
     source = f"{type(layer).__name__} has {', '.join(per_head) or 'no q/k norms'}"
-    found["qk_layernorm"] = Derived(bool(per_head), source)
+    found["qk_layernorm"] = SourcedValue(bool(per_head), source)
     return found
 
 
-def _biases(layer: nn.Module) -> dict[str, Derived]:
+def _biases(layer: nn.Module) -> dict[str, SourcedValue]:
     """Megatron's ``add_bias_linear`` speaks of all linears, ``add_qkv_bias`` of those of attention alone."""
     linears = [(path, module) for path, module in layer.named_modules() if _is_linear(module)]
     biased = [path for path, module in linears if module.bias is not None]
@@ -268,8 +270,8 @@ def _biases(layer: nn.Module) -> dict[str, Derived]:
     others = [path for path in biased if not _in_attention(path)]
     name = type(layer).__name__
 
-    def say(paths: list[str], where: str) -> Derived:
-        return Derived(bool(paths), f"{name} has {f'a bias in {paths[0]}' if paths else f'no bias {where}'}")
+    def say(paths: list[str], where: str) -> SourcedValue:
+        return SourcedValue(bool(paths), f"{name} has {f'a bias in {paths[0]}' if paths else f'no bias {where}'}")
 
     return {
         "add_bias_linear": say(others, "outside attention"),
@@ -290,19 +292,21 @@ def _position_table(model: PreTrainedModel, positions: int) -> str | None:
     return None
 
 
-def _positions(config: PretrainedConfig, model: PreTrainedModel, sizes: dict[str, Derived]) -> dict[str, Derived]:
+def _positions(
+    config: PretrainedConfig, model: PreTrainedModel, sizes: dict[str, SourcedValue]
+) -> dict[str, SourcedValue]:
     rope = rope_of(config)
     if rope is not None:
         return _rotary(rope, sizes)
     longest = sizes.get("max_position_embeddings")
     table = _position_table(model, longest.value) if longest else None
     if table:
-        return {"position_embedding_type": Derived("learned_absolute", f"{table} is a table of positions")}
+        return {"position_embedding_type": SourcedValue("learned_absolute", f"{table} is a table of positions")}
     source = f"{type(config).__name__} has neither RoPE parameters nor a table of positions"
-    return {"position_embedding_type": Derived("none", source)}
+    return {"position_embedding_type": SourcedValue("none", source)}
 
 
-def _rotary(rope: dict[str, Any], sizes: dict[str, Derived]) -> dict[str, Derived]:
+def _rotary(rope: dict[str, Any], sizes: dict[str, SourcedValue]) -> dict[str, SourcedValue]:
     base = rope.get("rope_theta", 10000)
     # Megatron keeps the base as an integer.
     base = int(base) if math.isclose(base, round(base)) else base
@@ -314,11 +318,11 @@ def _rotary(rope: dict[str, Any], sizes: dict[str, Derived]) -> dict[str, Derive
         )
     kind = rope.get("rope_type", "default")
     found = {
-        "position_embedding_type": Derived("rope", f"rope_type = {kind}"),
-        "rotary_base": Derived(base, f"rope_theta = {base}"),
-        "rotary_percent": Derived(percent, f"{source} = {percent}"),
-        "use_rope_scaling": Derived(kind == "llama3", f"rope_type = {kind}"),
+        "position_embedding_type": SourcedValue("rope", f"rope_type = {kind}"),
+        "rotary_base": SourcedValue(base, f"rope_theta = {base}"),
+        "rotary_percent": SourcedValue(percent, f"{source} = {percent}"),
+        "use_rope_scaling": SourcedValue(kind == "llama3", f"rope_type = {kind}"),
     }
     if kind == "llama3":
-        found["rope_scaling_factor"] = Derived(rope["factor"], f"factor = {rope['factor']}")
+        found["rope_scaling_factor"] = SourcedValue(rope["factor"], f"factor = {rope['factor']}")
     return found

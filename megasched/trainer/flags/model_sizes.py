@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Derived:
+class SourcedValue:
     """One value for Megatron.
 
     Attributes:
@@ -74,17 +74,17 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k"
 NORM_EPSILON = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
 
-def read(config: PretrainedConfig, names: tuple[str, ...]) -> Derived | None:
+def read(config: PretrainedConfig, names: tuple[str, ...]) -> SourcedValue | None:
     """The first of these names that holds a value; the source names the field as config.json spells it."""
     for name in names:
         value = getattr(config, name, None)
         if value is not None:
             spelled = config.attribute_map.get(name, name)
-            return Derived(value, f"{spelled} = {value}")
+            return SourcedValue(value, f"{spelled} = {value}")
     return None
 
 
-def required(config: PretrainedConfig, dest: str, names: tuple[str, ...]) -> Derived:
+def required(config: PretrainedConfig, dest: str, names: tuple[str, ...]) -> SourcedValue:
     """The same of Megatron's ``dest``.
 
     Raises:
@@ -99,7 +99,7 @@ def required(config: PretrainedConfig, dest: str, names: tuple[str, ...]) -> Der
     return found
 
 
-def sizes_in(config: PretrainedConfig) -> Iterator[tuple[str, Derived]]:
+def sizes_in(config: PretrainedConfig) -> Iterator[tuple[str, SourcedValue]]:
     """Each of ``FIELDS`` that the config holds or that has a default.
 
     Raises:
@@ -115,7 +115,7 @@ def sizes_in(config: PretrainedConfig) -> Iterator[tuple[str, Derived]]:
         if found is not None:
             yield field.dest, found
         elif field.default is not None:
-            yield field.dest, Derived(field.default, f"none of {', '.join(field.names)}")
+            yield field.dest, SourcedValue(field.default, f"none of {', '.join(field.names)}")
 
 
 def rope_of(config: PretrainedConfig) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megasched.analysis.structure import Structure
+from megasched.analysis.structure import LayerStack
 from megasched.errors import ConfigError
 from megasched.layers.megatron.attention import MegatronAttention
 from megasched.layers.megatron.layer import MegatronLayer
@@ -13,7 +13,9 @@ from megasched.layers.wrap import recompute_module
 from megasched.trainer.stage import Stage
 
 
-def apply_recompute_flags(model: nn.Module, structure: Structure, stage: Stage, config: TransformerConfig) -> None:
+def apply_recompute_flags(
+    model: nn.Module, structure: LayerStack, stage: Stage, config: TransformerConfig
+) -> None:
     """``--recompute-granularity`` full (uniform or block) and selective (core_attn, mlp; in Megatron's own layers
     what Megatron has) on this stage's layers.
 

@@ -24,7 +24,7 @@ def write_without(schedule: str, removed: Sequence[Call], file: Path) -> str:
     return str(file)
 
 
-def find_guilty(
+def bisect_records(
     suspects: Sequence[Call], others: Sequence[Call], right_without: Callable[[Sequence[Call]], bool]
 ) -> tuple[Call, ...]:
     """The fewest calls found without which the schedule is right; none where no such were found.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from megasched.verify.trainer_run import PlanFacts
 
 
-def usual_cause(
+def likely_cause(
     direction: str,
     event: tuple[str, str],
     related: str,

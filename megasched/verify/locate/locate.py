@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 
 from megasched.definition.sequence_split import Zigzag
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 from megasched.plan.placement import Placement
 from megasched.verify.locate.bisect import Call
-from megasched.verify.locate.diagnosis import usual_cause
+from megasched.verify.locate.diagnosis import likely_cause
 from megasched.verify.locate.matching import COPIES, Match, match, relation
 from megasched.verify.numbers import difference, replicas
 from megasched.verify.plain.watching import Event
@@ -158,7 +158,7 @@ class Locator:
         length = self.expected.logits[0].shape[1]
         if self.cp == 1 or wanted.dim() < 2 or wanted.shape[1] != length:
             return wanted
-        return Zigzag(self.cp, cp_rank).own_part(wanted, Along(1))
+        return Zigzag(self.cp, cp_rank).own_part(wanted, ShardDim(1))
 
     def _ranks(self, event: Event, found: Match) -> tuple[int, ...]:
         """Numbers of the ranks with wrong numbers."""
@@ -180,7 +180,7 @@ class Locator:
         related = relation(parts, self._own(wanted, 0), self.facts.components.get(path, ()))
         what = {"in": "what goes into it", "out": "what it gives"}[kind]
         what = f"the gradient of {what}" if gradient else what
-        cause = usual_cause(direction, event, related, self.facts, self._sources())
+        cause = likely_cause(direction, event, related, self.facts, self._sources())
         return Finding(
             direction, path, what, self._ranks(event, found), found.error, related, cause, self._records(path)
         )
@@ -218,7 +218,7 @@ class Locator:
             related = self._of_copies(name, placement, whole, wanted) or related
             back = self.compare((path, "out"), gradient=True)
             event, way = (path, "parameter"), back.way if back is not None else ""
-            cause = usual_cause("backward", event, related, self.facts, self._sources(), way=way)
+            cause = likely_cause("backward", event, related, self.facts, self._sources(), way=way)
         what = "the gradient of this parameter"
         return Finding("backward", name, what, ranks, error, related, cause, self._records(path))
 

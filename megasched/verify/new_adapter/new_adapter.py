@@ -117,7 +117,7 @@ def _definition(config: Any, trust_remote_code: bool) -> nn.Module:
     from megasched.definition.build import build_definition
 
     model = build_definition(config, trust_remote_code=trust_remote_code)
-    attention.switch_on(model)
+    attention.enable(model)
     return model
 
 
@@ -158,17 +158,17 @@ def still_open(model: nn.Module, roles: Roles, left_out: Mapping[str, str]) -> l
 def unusual_calls(model: nn.Module) -> list[str]:
     """What a definition does otherwise than most, and what follows from it."""
     from megasched.analysis import attention_switch
-    from megasched.analysis.structure import find_structure
+    from megasched.analysis.structure import find_layer_stack
 
     found = []
-    if not attention_switch.is_used(model, attention_switch.name_for(model)):
+    if not attention_switch.is_used(model, attention_switch.attention_name(model)):
         found.append(
             "attention is computed by the definition's own code, not through transformers' AttentionInterface: "
             "a head count that is missing in local_attributes is not noticed there, and Transformer Engine's "
             "attention can't stand for it"
         )
     try:
-        structure = find_structure(model)
+        structure = find_layer_stack(model)
     except ScheduleError as error:
         return [*found, f"its layers were not found, so nothing was inferred: {error.problems[0].what}"]
     if structure.uncuttable:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megasched.analysis.infer import infer_roles
-from megasched.analysis.structure import structure_of
+from megasched.analysis.structure import layer_stack_of
 from megasched.language.roles import Roles
 from megasched.model_adapters.generic import read_plan
 from megasched.verify.new_adapter.globs import fold_paths, pattern_of
@@ -39,7 +39,7 @@ class Proposal:
 
 def found_roles(model: nn.Module) -> Roles:
     """What is known of a definition without an adapter: HF's plan, and what is inferred at TP 2."""
-    return infer_roles(model, read_plan(model), structure_of(model), tp=2)
+    return infer_roles(model, read_plan(model), layer_stack_of(model), tp=2)
 
 
 def propose(model: nn.Module, roles: Roles, small: nn.Module | None = None) -> Proposal:

@@ -14,12 +14,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megasched.analysis.dims import NeedsWhole
-from megasched.language.tensor_types import ON_ALL_RANKS, Along
+from megasched.language.tensor_types import ON_ALL_RANKS, ShardDim
 
 # (operator, arguments, keyword arguments, outputs, how a tensor is cut) -> how each output is cut
-Rule = Callable[..., list[Along | None]]
+Rule = Callable[..., list[ShardDim | None]]
 # How the outputs are cut, ranks -> what a rank hands over in the place of some leaves: sizes that it has less of.
-Sizes = Callable[[list[Along | None], int], Mapping[int, Any]]
+Sizes = Callable[[list[ShardDim | None], int], Mapping[int, Any]]
 
 
 @dataclass
@@ -37,8 +37,8 @@ class Example:
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
-    cuts: dict[int, Along] = field(default_factory=dict)
-    follows: dict[int, Along] = field(default_factory=dict)
+    cuts: dict[int, ShardDim] = field(default_factory=dict)
+    follows: dict[int, ShardDim] = field(default_factory=dict)
     sizes: Sizes = lambda places, ranks: {}
     ranks: int = 2
     drawn: bool = False
@@ -52,14 +52,14 @@ class Example:
         return pytree.tree_flatten((self.args, self.kwargs))
 
 
-def part_of(tensor: torch.Tensor, along: Along | None, rank: int, ranks: int) -> torch.Tensor:
+def part_of(tensor: torch.Tensor, along: ShardDim | None, rank: int, ranks: int) -> torch.Tensor:
     """What a rank has of a tensor; of a component of few heads several ranks have the same."""
     if along is None or along == ON_ALL_RANKS:
         return tensor
     return tensor.index_select(along.dim, _places(along, tensor.shape[along.dim], rank, ranks))
 
 
-def _places(along: Along, size: int, rank: int, ranks: int) -> torch.Tensor:
+def _places(along: ShardDim, size: int, rank: int, ranks: int) -> torch.Tensor:
     lengths = along.components or (size // along.outer,)
     heads = along.heads or (0,) * len(lengths)
     found, begin = [], 0
@@ -74,7 +74,7 @@ def _places(along: Along, size: int, rank: int, ranks: int) -> torch.Tensor:
     return torch.tensor(found, dtype=torch.long)
 
 
-def answer(example: Example, rule: Rule) -> list[Along | None] | None:
+def answer(example: Example, rule: Rule) -> list[ShardDim | None] | None:
     """How the outputs are cut; None where the operator needs the whole."""
     leaves, spec = example.leaves()
     args, kwargs = pytree.tree_unflatten(_own(leaves), spec)
@@ -117,7 +117,7 @@ def check(example: Example, rule: Rule) -> bool:
     return True
 
 
-def _of_rank(example: Example, leaves: Sequence[Any], places: list[Along | None], rank: int) -> list[Any]:
+def _of_rank(example: Example, leaves: Sequence[Any], places: list[ShardDim | None], rank: int) -> list[Any]:
     known = {**example.cuts, **example.follows}
     own = [
         part_of(leaf, known.get(index), rank, example.ranks) if isinstance(leaf, torch.Tensor) else leaf
@@ -137,7 +137,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _run(
-    example: Example, leaves: Sequence[Any], places: list[Along | None], rank: int | None
+    example: Example, leaves: Sequence[Any], places: list[ShardDim | None], rank: int | None
 ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
     """Results, and gradients of all floats among the leaves by their positions: of the sum of the results times
     numbers, of which a rank has its part, or its share of where the result is on all ranks."""
@@ -173,11 +173,11 @@ def _run(
     return [result.detach() for result in results], dict(zip(inputs, found, strict=True))
 
 
-def _whole_size(along: Along, size: int, ranks: int) -> int:
+def _whole_size(along: ShardDim, size: int, ranks: int) -> int:
     return along.outer * sum(along.components) if along.components else size * ranks
 
 
-def _times(along: Along, shape: Sequence[int], ranks: int) -> torch.Tensor | float:
+def _times(along: ShardDim, shape: Sequence[int], ranks: int) -> torch.Tensor | float:
     """How many ranks have the same of each element of a rank's part."""
     if along == ON_ALL_RANKS or not any(along.heads):
         return 1.0

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 from tests.analysis.rules.by_parts import Example
 from tests.analysis.rules.tensors import Cut, aten, beside, cuts, numbers, one_dim, some, unary
 
@@ -212,7 +212,7 @@ def _pointwise_arguments(op: Any, tensor: Callable[[], torch.Tensor]) -> list[An
 def pointwise(draw: DrawFn, name: str) -> Example:
     op, dtype = pointwise_overloads()[name]
     cut = draw(cuts(most=3))
-    known: dict[int, Along] = {}
+    known: dict[int, ShardDim] = {}
     made: list[torch.Tensor] = []
 
     def tensor() -> torch.Tensor:

@@ -10,7 +10,7 @@ from hypothesis import reject
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from megasched.language.tensor_types import ON_ALL_RANKS, Along
+from megasched.language.tensor_types import ON_ALL_RANKS, ShardDim
 from tests.analysis.rules.by_parts import Example
 from tests.analysis.rules.tensors import Cut, aten, beside, cuts, numbers, one_dim, places, resized, some, unary
 
@@ -69,7 +69,7 @@ def new_ones(draw: DrawFn, name: str) -> Example:
     example.drawn = "empty" in name
     by_size = resized(1, size)
 
-    def sizes(found: list[Along | None], ranks: int) -> dict[int, Any]:
+    def sizes(found: list[ShardDim | None], ranks: int) -> dict[int, Any]:
         own = by_size(found, ranks)
         return with_strides(own) if name == "new_empty_strided" else own
 
@@ -108,7 +108,7 @@ def views(draw: DrawFn, name: str) -> Example:
     more = (torch.empty(after).stride(),) if name == "_reshape_alias" else ()
     example = unary(cut, getattr(aten, name).default, args=(after, *more))
 
-    def sizes(found: list[Along | None], ranks: int) -> dict[int, Any]:
+    def sizes(found: list[ShardDim | None], ranks: int) -> dict[int, Any]:
         along = found[0]
         assert along is not None
         lengths = along.components or (after[along.dim] // along.outer,)
@@ -203,7 +203,7 @@ def parts(draw: DrawFn, name: str) -> Example:
 def _one_piece(size: int) -> Any:
     """For ``Example.sizes``: pieces of one size, of which a rank may have no such pieces."""
 
-    def sizes(found: list[Along | None], ranks: int) -> dict[int, Any]:
+    def sizes(found: list[ShardDim | None], ranks: int) -> dict[int, Any]:
         own = {along.on_rank(size, ranks) if along != ON_ALL_RANKS else size for along in found if along}
         if len(own) > 1:
             reject()

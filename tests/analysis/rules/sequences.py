@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 from tests.analysis.rules.by_parts import Example
 from tests.analysis.rules.tensors import Cut, aten, cuts, numbers, one_dim, places, some, unary
 
@@ -57,5 +57,5 @@ def shaped(draw: DrawFn, name: str) -> Example:
         repeats = draw(st.lists(st.integers(1, 2), min_size=x.dim(), max_size=x.dim() + 1))
         return unary(cut, aten.repeat.default, args=(repeats,))
     dim = one_dim(draw, x)
-    along = Along(cut.dim) if dim % x.dim() == cut.dim else cut.along
+    along = ShardDim(cut.dim) if dim % x.dim() == cut.dim else cut.along
     return unary(Cut(torch.cat([x, x.flip(dim)], dim), along, cut.ranks), aten.glu.default, args=(dim,))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 from tests.analysis.rules.by_parts import Example
 
 aten = torch.ops.aten
@@ -22,7 +22,7 @@ class Cut:
     """A tensor, how it is cut, and over how many ranks."""
 
     tensor: torch.Tensor
-    along: Along
+    along: ShardDim
     ranks: int
 
     @property
@@ -71,14 +71,14 @@ def cuts(
     dim = draw(st.integers(0, len(shape) - 1)) if dim is None else dim
     ranks = some(draw, 2, 2, 3)
     kind = some(draw, "plain", *(("outer", "components") if packed else ()), *(("heads",) if few else ()))
-    along = Along(dim)
+    along = ShardDim(dim)
     if kind in ("plain", "outer"):
-        along = Along(dim, draw(st.integers(2, 3)) if kind == "outer" else 1)
+        along = ShardDim(dim, draw(st.integers(2, 3)) if kind == "outer" else 1)
         shape[dim] = along.outer * ranks * draw(st.integers(1, 2))
     else:
         components = tuple(ranks * draw(st.integers(1, 2)) for _ in range(draw(st.integers(2, 3))))
         heads = (0, *(some(draw, 0, 1) for _ in components[1:])) if kind == "heads" else ()
-        along = Along(dim, components=components, heads=heads if any(heads) else ())
+        along = ShardDim(dim, components=components, heads=heads if any(heads) else ())
         shape[dim] = sum(components)
     return Cut(numbers(draw, shape), along, ranks)
 
@@ -86,7 +86,7 @@ def cuts(
 def resized(index: int, shape: Sequence[int]) -> Any:
     """For ``Example.sizes``: the argument is the shape of what it gives."""
 
-    def sizes(found: list[Along | None], ranks: int) -> dict[int, Any]:
+    def sizes(found: list[ShardDim | None], ranks: int) -> dict[int, Any]:
         along = found[0]
         assert along is not None
         return {
@@ -96,7 +96,7 @@ def resized(index: int, shape: Sequence[int]) -> Any:
     return sizes
 
 
-def beside(draw: DrawFn, cut: Cut) -> tuple[torch.Tensor, Along | None]:
+def beside(draw: DrawFn, cut: Cut) -> tuple[torch.Tensor, ShardDim | None]:
     """Another tensor that is broadcast against one that is cut, and how it is cut itself."""
     shape = [1 if draw(st.booleans()) and d != cut.dim else size for d, size in enumerate(cut.shape)]
     how = some(draw, "cut", "cut", "alike", "missing", "whole")
@@ -105,7 +105,9 @@ def beside(draw: DrawFn, cut: Cut) -> tuple[torch.Tensor, Along | None]:
     left = draw(st.integers(0, cut.dim)) if how in ("cut", "whole") else 0
     if how == "missing":
         left = cut.dim + 1
-    along = Along(cut.dim - left, cut.along.outer, cut.along.components, cut.along.heads) if how == "cut" else None
+    along = (
+        ShardDim(cut.dim - left, cut.along.outer, cut.along.components, cut.along.heads) if how == "cut" else None
+    )
     return numbers(draw, shape[left:]), along
 
 

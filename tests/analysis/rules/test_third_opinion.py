@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
 from megasched.analysis.dims import follow
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 from tests.analysis.rules.by_parts import Example, answer, part_of
 from tests.analysis.rules.computed import pointwise, pointwise_overloads
 from tests.analysis.rules.examples import EXAMPLES
@@ -60,7 +60,7 @@ def by_position(example: Example) -> Example:
     return replace(example, args=tuple(args), kwargs=kwargs)
 
 
-def opinion(example: Example, places: list[Along]) -> str:
+def opinion(example: Example, places: list[ShardDim]) -> str:
     """What DTensor says of an answer: ``same``, ``finer`` (it would have the whole of something), ``other``, and
     what; or ``none``, where it has no strategy for the call."""
     example = by_position(example)
@@ -98,7 +98,7 @@ def _placements(schema: OpSchema) -> list[tuple[Placement, ...]]:
     return [spec.placements for spec in schema.args_spec]
 
 
-def _placement(along: Along) -> Placement:
+def _placement(along: ShardDim) -> Placement:
     if along.outer == 1:
         return Shard(along.dim)
     return _StridedShard(along.dim, split_factor=along.outer)
@@ -112,7 +112,7 @@ def opinions(strategy, most):
     @given(strategy)
     def run(example):
         places = answer(example, follow)
-        plain = all(along == Along(along.dim) for along in example.cuts.values())
+        plain = all(along == ShardDim(along.dim) for along in example.cuts.values())
         if places is not None and plain and not example.follows:
             example.sizes(places, example.ranks)  # which rejects what ranks can't share out evenly
             found.setdefault(opinion(example, places), str(example))

@@ -15,7 +15,7 @@ from megasched import patches
 from megasched.definition.sequence_split import Zigzag
 from megasched.errors import MegaschedError
 from megasched.language.parallel_dims import Layout
-from megasched.language.tensor_types import Along
+from megasched.language.tensor_types import ShardDim
 from megasched.plan.placement import Placement
 from megasched.verify.parity import MOST_ROUNDING
 from megasched.verify.ranks.pool import init_megatron
@@ -140,7 +140,7 @@ def _scheduled(model: Model, layout: Layout, dtype: torch.dtype = torch.float32)
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megasched.analysis.structure import structure_of
+    from megasched.analysis.structure import layer_stack_of
     from megasched.layers import attention
     from megasched.lowering.known_model import KnownModel
     from megasched.trainer.scheduled_model import ScheduledModel
@@ -148,8 +148,8 @@ def _scheduled(model: Model, layout: Layout, dtype: torch.dtype = torch.float32)
     from megasched.trainer.stage import Stage
 
     definition = model.on_meta(dtype)
-    attention.switch_on(definition)
-    structure = structure_of(definition)
+    attention.enable(definition)
+    structure = layer_stack_of(definition)
     known = KnownModel(definition, structure, "by hand", _pairs)
     session = Session(definition, known.apply(layout), definition, {}, layout.tp, known, structure)
     plan = session.plan
@@ -182,7 +182,7 @@ def _step(scheduled: Any, model: Model, layout: Layout) -> Numbers:
     ids, labels = model.ids, model.labels
     if layout.cp > 1:
         zigzag = Zigzag(layout.cp, parallel_state.get_context_parallel_rank())
-        ids, labels = (zigzag.own_part(whole, Along(1)).contiguous() for whole in (ids, labels))
+        ids, labels = (zigzag.own_part(whole, ShardDim(1)).contiguous() for whole in (ids, labels))
     loss = scheduled(ids, labels=labels).mean()
     loss.backward()
     found = {**_gradients(scheduled, layout), "loss": loss.detach()}

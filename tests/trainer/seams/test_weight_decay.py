@@ -9,7 +9,7 @@ from torch import nn
 
 from megasched.definition.small_models.shrink import TOKENS
 from megasched.definition.small_models.small_models import write_small_model
-from megasched.plan.param_mapping import Assembly
+from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.placement import Placement
 from megasched.trainer.seams import registry
 from megasched.trainer.weight_decay import SPARED, spare, spared_names
@@ -87,7 +87,7 @@ def test_what_is_spared_is_told_by_module_and_name():
     model = Heads()
     names = spared_names(model)
     assert names == {"q_norm.scale", "position_bias"}
-    held = [(param, Assembly((Placement(name, (2, 4)),))) for name, param in model.named_parameters()]
+    held = [(param, ParamMapping((Placement(name, (2, 4)),))) for name, param in model.named_parameters()]
     spare(held, names)
     assert {name for name, param in model.named_parameters() if hasattr(param, SPARED)} == names
 
