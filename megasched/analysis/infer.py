@@ -62,7 +62,8 @@ def infer_roles(
         if uncounted & group.members:
             declined |= dict.fromkeys(group.members, "no attribute was found that makes its heads come out right")
     groups = [group for group in groups if not uncounted & group.members]
-    role = {path: name for group in groups for path, name in _roles_of(group).items()}
+    found = {path: name for group in groups for path, name in _roles_of(group).items()}
+    role = {path: found[path] for path in flow.feeds if path in found}  # as they run, on every rank
     return replace(
         roles,
         role={**roles.role, **role},

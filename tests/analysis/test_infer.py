@@ -62,6 +62,14 @@ def test_attention_with_sinks_is_cut():
     assert roles.declined == {}
 
 
+def test_roles_stand_in_the_order_of_the_calls():
+    """A set's order is another one in each process, and with it that of records and of what is printed."""
+    _, roles = inferred("gpt_neo")
+    calls = ["q_proj", "k_proj", "v_proj", "out_proj", "c_fc", "c_proj"]
+    found = [path.rpartition(".") for path in roles.role if path.startswith("transformer.h.")]
+    assert [name for _, _, name in found] == calls * (len(found) // len(calls))
+
+
 def test_what_decided_is_told():
     _, roles = inferred("gpt_neo")
     assert by_pattern(roles.origin) == {

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import re
 import sys
 import tempfile
 import warnings
@@ -35,6 +36,8 @@ LAYOUTS = {
     "cp2": {"context_parallel_size": 2},
     "cp2-tp2": {"context_parallel_size": 2, "tensor_model_parallel_size": 2},
 }
+# Where a call stands in a schedule is no decision, and says where the checkout is.
+_AT = re.compile(r"\\n    asked for at: [^\\]*")
 _LENGTH = 16  # of the sequences for which stages are cut and FLOPs counted
 
 
@@ -203,6 +206,7 @@ def dump(types: list[str], layouts: list[str]) -> Iterator[tuple[str, dict[str, 
             for name in layouts:
                 made = dump_of(folder, Layout(**LAYOUTS[name]))
                 text = json.dumps(made, sort_keys=True, default=str).replace(folder, "MODEL")
+                text = _AT.sub("", text)
                 yield f"{model_type} {name}", json.loads(text)
 
 
