@@ -7,11 +7,12 @@ from typing import Any
 from torch import nn
 
 _KNOWN = ("torch.", "transformers.")
+_ADAPTERS = "megasched.lowering.lora"  # whose steps are compared with PEFT's
 
 
 def all_stock(model: nn.Module) -> bool:
-    """Whether all modules are of their classes and do what these do: no hooks, no forward of an instance's own or
-    put on a class."""
+    """Whether all modules are of their classes and do what these do: no hooks but an adapter's, no forward of an
+    instance's own or put on a class."""
     return all(_is_stock(module) for module in model.modules())
 
 
@@ -21,7 +22,8 @@ def is_theirs(function: Any) -> bool:
 
 
 def _is_stock(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks) or "forward" in vars(module):
+    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = [hook for table in tables for hook in table.values()]
+    if "forward" in vars(module) or not all(type(hook).__module__ == _ADAPTERS for hook in hooks):
         return False
     return f"{type(module).__module__}.".startswith(_KNOWN) and is_theirs(type(module).forward)

@@ -11,6 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from megasched.analysis.stock import all_stock, is_theirs
 from megasched.definition.build import build_definition, init_empty_weights
 from megasched.definition.small_models.small_models import small_config
+from megasched.language.schedule import create_schedule
+from megasched.lowering.lora import adapt_modules
 from tests import tiny
 
 
@@ -26,6 +28,14 @@ class Mlp(LlamaMLP):
 def test_what_transformers_makes_is_stock(llama):
     assert all_stock(llama)
     assert all_stock(build_definition(small_config("gpt2")))
+
+
+def test_with_adapters_it_is_still(llama):
+    schedule = create_schedule(llama)
+    schedule["model.layers.*.mlp.up_proj"].adapt(rank=4)
+    adapt_modules(schedule, llama)
+    assert llama.model.layers[0].mlp.up_proj._forward_hooks
+    assert all_stock(llama)
 
 
 def hooked(layer):

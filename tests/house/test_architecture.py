@@ -123,11 +123,11 @@ def test_sizes_and_names_are_seen(house):
     assert survey.long_files() == ["megasched/analysis/long.py"]
     assert set(survey.long_functions()) == {"megasched/analysis/long.py: f"}
     assert survey.full_folders() == ["launch"]
-    assert survey.shared_names() == ["Part: megasched/graph/words.py, megasched/analysis/words.py"]
+    assert survey.shared_names() == ["Part: megasched/analysis/words.py, megasched/graph/words.py"]
     words = [
-        "megasched/graph/words.py: Part",
         "megasched/analysis/words.py: Part",
         "megasched/analysis/words.py: of_sides",
+        "megasched/graph/words.py: Part",
     ]
     assert survey.forbidden_words() == words
     assert survey.megatron() == ["megasched/graph/words.py (graph) imports megatron"]
