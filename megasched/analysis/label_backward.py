@@ -8,6 +8,7 @@ import torch
 
 from megasched.analysis.backward_code import Function
 from megasched.analysis.label_run import LabelRun
+from megasched.analysis.library_operators import LibraryOperator
 from megasched.analysis.meta_call import tensors_in
 
 
@@ -19,6 +20,8 @@ class BackwardLabels(LabelRun):
         labels = [self.label(tensor) for tensor in tensors_in(output)]
         regions = {label.region for label in labels} - {"R"}
         if self.silent or not regions:
+            return
+        if regions == {"T"} and isinstance(function, LibraryOperator) and function.has_rule:
             return
         followed = all(label.along is not None for label in labels) or regions == {"P"}
         if followed and self.functions.works_by_parts(function, args, output, lambda t: self.label(t).along):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megasched.analysis.backward_code import Function, FunctionTrials
+from megasched.analysis.library_operators import LibraryOperator
 from megasched.analysis.meta_call import ScalarAnswers, tensors_in
 from megasched.analysis.sequence_dims import CONSTANTS, follow_sequence
 from megasched.analysis.sequence_plan import CpFacts
@@ -139,6 +140,8 @@ class SequenceFlow(ScalarAnswers):
                 self._problem(self.inside, f"context parallelism: {what}", REMEDY)
             return
         if self.silent or not any(id(tensor) in self.places for tensor in outputs):
+            return
+        if isinstance(function, LibraryOperator) and function.has_rule:
             return
         with self._silently():
             by_parts = self.functions.works_by_parts(function, args, output, self.place)

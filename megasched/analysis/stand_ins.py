@@ -9,7 +9,7 @@ asks for a class, or reads the size of a weight does.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Thread
@@ -85,7 +85,7 @@ def sizes_read(
         {id(p): path for path in shapes for p in probe.get_submodule(path).parameters(recurse=False)}
     )
     with read:
-        problem = first if isinstance(first, Problem) else _compared(first, probe, inputs, {})
+        problem = first if isinstance(first, Problem) else _compared(first, probe, inputs, {}, own_code=shapes)
     return read.paths if problem is not None else set()
 
 
@@ -116,10 +116,20 @@ def _why_not_in_turn(probe: nn.Module, inputs: Mapping[str, Any]) -> Problem | N
     return None
 
 
-def _compared(first: list[Done], probe: nn.Module, inputs: Mapping[str, Any], gone: _Gone) -> Problem | None:
+def _compared(
+    first: list[Done], probe: nn.Module, inputs: Mapping[str, Any], gone: _Gone, own_code: Container[str] = ()
+) -> Problem | None:
+    """What is done otherwise.
+
+    Args:
+        own_code: modules that have a smaller weight; what they do with it does not count, nor do shapes, which are
+            others of what is done to a weight itself.
+    """
     second = _traced(probe, inputs, gone)
     if isinstance(second, Problem):
         return second
+    if own_code:
+        first, second = ([done[:-1] for done in run if done[0] not in own_code] for run in (first, second))
     path = differing(first, second)
     what = "its code does something else where other objects stand for its linears, embeddings and parameters, "
     return None if path is None else Problem(f"{what}as in a run", path, remedy=_REMEDY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -212,6 +213,36 @@ def test_code_that_asks_for_its_process_is_refused(code, asked):
     assert problem is not None
     assert problem.what.startswith(f"its code asks {asked} (test_stand_ins.py:")
     assert why_seen(Code(by_another_variable).to("meta"), INPUTS, ["inner"], regions=False) is None
+
+
+def imports_more(self, x):
+
+    return self.inner(x)
+
+
+def test_an_import_in_a_forward_asks_nothing(monkeypatch):
+    """Which modules are there already is another matter in each process."""
+    monkeypatch.delitem(sys.modules, "torch.distributed.constants")
+    assert why_seen(Code(imports_more).to("meta"), INPUTS, ["inner"], regions=False) is None
+
+
+def by_its_dtype(self, x):
+    return self.inner(x).to(self.outer.weight.dtype)
+
+
+def by_its_size(self, x):
+    return self.inner(x) / self.inner.weight.shape[0]
+
+
+def clips(self, x):
+    self.outer.weight.data.clamp_(-1, 1)
+    return self.inner(x)
+
+
+@pytest.mark.parametrize(("code", "read"), [(by_its_dtype, set()), (by_its_size, {"inner"}), (clips, set())])
+def test_only_what_goes_by_the_size_of_a_weight_wants_it_whole(code, read):
+    shapes = {"inner": {"weight": (2, 4), "bias": (2,)}, "outer": {"weight": (4, 2)}}
+    assert sizes_read(Code(code).to("meta"), INPUTS, shapes) == read
 
 
 def freezes(self, x):

@@ -273,7 +273,7 @@ _PART = {
 def _gpu(folder: Path) -> None:
     from importlib.resources import files
 
-    written("gpu.toml", (files("megasched.planner") / "gpus" / "h100-80gb.toml").read_bytes())(folder)
+    written("gpu.toml", (files("megasched.planner.hardware") / "gpus" / "h100-80gb.toml").read_bytes())(folder)
 
 
 def _configs(family: str) -> Callable[[Path], None]:

@@ -26,7 +26,7 @@ PROCESSES_USED = """
 import os, sys
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from megasched.planner import forked
+from megasched.planner.measure import forked
 
 cores, backward_first = int(sys.argv[1]), sys.argv[2] == "backward"
 os.sched_getaffinity = lambda process: set(range(cores))
