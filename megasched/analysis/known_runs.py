@@ -52,9 +52,7 @@ class KnownRuns:
         self.noted_at_length: NotedLines | None = None
         self._is_too_long = False
         self._ways: Ways | None = None
-        self._not_alike: list[Problem] | None = None
-        self._by_scale: list[Problem] | None = None
-        self._seen: dict[Hashable, list[Problem]] = {}
+        self._problems: dict[Hashable, list[Problem]] = {}
         self._sizes_read: dict[Hashable, set[str]] = {}
         self._numbers: dict[Hashable, list[Numbers]] = {}
         self._derived: dict[Hashable, TpFacts] = {}
@@ -96,21 +94,16 @@ class KnownRuns:
     @collector_paused()
     def why_not_alike(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[Problem]:
         """As ``later_calls.why_not_alike`` does; empty where its calls are alike."""
-        if self._not_alike is None:
-            problem = why_not_alike(model, inputs)
-            self._not_alike = [] if problem is None else [problem]
-        return self._not_alike
+        return self._once("alike", partial(why_not_alike, model, inputs))
 
     @collector_paused()
     def why_seen(
         self, model: nn.Module, inputs: Mapping[str, Any], replaced: Collection[str], *, regions: bool
     ) -> list[Problem]:
         """As ``stand_ins.why_seen`` does; empty where nothing is seen."""
-        key = regions, *replaced
-        if key not in self._seen:
-            problem = why_seen(model, inputs, replaced, regions=regions)
-            self._seen[key] = [] if problem is None else [problem]
-        return self._seen[key]
+        return self._once(
+            ("seen", regions, *replaced), partial(why_seen, model, inputs, replaced, regions=regions)
+        )
 
     @collector_paused()
     def sizes_read(
@@ -124,10 +117,13 @@ class KnownRuns:
 
     def why_by_scale(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[Problem]:
         """As ``gradient_scale.why_by_scale`` does; empty where nothing goes by how large a gradient is."""
-        if self._by_scale is None:
-            problem = why_by_scale(model, inputs)
-            self._by_scale = [] if problem is None else [problem]
-        return self._by_scale
+        return self._once("scale", partial(why_by_scale, model, inputs))
+
+    def _once(self, key: Hashable, find: Callable[[], Problem | None]) -> list[Problem]:
+        if key not in self._problems:
+            problem = find()
+            self._problems[key] = [] if problem is None else [problem]
+        return self._problems[key]
 
     @collector_paused()
     def unproven_sizes(

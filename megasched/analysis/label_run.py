@@ -304,17 +304,17 @@ class LabelRun(ScalarAnswers):
             path = f"{layer}.{column.removeprefix(f'{layer}.').partition('.')[0]}"
             if path in self.regions:
                 continue
-            if path == column or path in self.not_regions or not self.slots.get(path):
+            if path == column or not self._ask_for(path):
                 self._problem(
                     f"what {column} gives is viewed as heads, by a length that is read off a part of the sequence",
                     "switch sequence parallelism off for this architecture",
                 )
-            else:
-                self.wanted_regions.add(path)
 
     def _want_region(self) -> bool:
         """Asks for the module around to be one TP region; False where it can't be, or is one already."""
-        path = self._around()
+        return self._ask_for(self._around())
+
+    def _ask_for(self, path: str | None) -> bool:
         if path is None or path in self.regions or path in self.not_regions or not self.slots.get(path):
             return False
         self.wanted_regions.add(path)

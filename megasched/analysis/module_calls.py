@@ -196,14 +196,12 @@ class RecordedCalls(Labelling):
             of_heads = not columns.isdisjoint(self.derived.by_heads)  # it reads the whole length then
             if around in self.regions or (of_heads and all(column in entered for column in columns)):
                 continue
-            if around is None or around in self.not_regions or not self.slots.get(around):
+            if not self._ask_for(around):
                 self._problem_at(
                     path,
                     "makes something as long as the sequence, for what columns give, or for a part of it",
                     "switch sequence parallelism off for this architecture",
                 )
-            else:
-                self.wanted_regions.add(around)
 
     def numbers_given(self, values: Any) -> None:
         """See ``DefaultScalars``."""

@@ -26,6 +26,7 @@ from megasched.analysis.object_keys import table_of_objects
 from megasched.analysis.process_asked import process_not_asked
 from megasched.analysis.stock import all_stock
 from megasched.definition.linears import plain_attributes
+from megasched.definition.module_copy import transfer_hooks
 from megasched.definition.undisturbed import undisturbed
 from megasched.errors import Problem, ScheduleError
 
@@ -215,14 +216,11 @@ class StandIn(nn.Module):
         for name, child in module.named_children():  # of an adapter
             self.add_module(name, child)
         vars(self).update(plain_attributes(module))
-        vars(self).update({name: copy.copy(held) for name, held in vars(module).items() if name.endswith(_HOOKS)})
+        transfer_hooks(module, self)
         self.computed = inner.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.computed(*args, **kwargs)
-
-
-_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called", "_is_full_backward_hook")
 
 
 def put_stand_ins(probe: nn.Module, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:

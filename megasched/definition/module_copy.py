@@ -185,3 +185,17 @@ def _is_filled(cell: CellType) -> bool:
     except ValueError:  # of a name that has no value yet
         return False
     return True
+
+
+def transfer_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Registers the old module's forward and backward hooks on the new one, after its own."""
+    if old._is_full_backward_hook is not None and new._is_full_backward_hook is None:
+        new._is_full_backward_hook = old._is_full_backward_hook
+    for table in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        getattr(new, table).update(getattr(old, table))
+    for table in (
+        "_forward_pre_hooks_with_kwargs",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+    ):
+        getattr(new, table).update(getattr(old, table))

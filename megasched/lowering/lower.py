@@ -10,6 +10,7 @@ from torch import nn
 
 from megasched.analysis.labels import Region
 from megasched.definition.linears import plain_attributes
+from megasched.definition.module_copy import transfer_hooks
 from megasched.language.lora import DROPOUT
 from megasched.language.roles import AttentionSpec, LayerSpec, MoeSpec
 from megasched.language.schedule import Schedule
@@ -39,7 +40,7 @@ from megasched.lowering.annotations import carried_annotations
 from megasched.lowering.graphs import trace_modules
 from megasched.lowering.local_counts import divide_local_attributes
 from megasched.lowering.records import PLANNED, carry_out_record
-from megasched.lowering.transfer import module_places, transfer_hooks
+from megasched.lowering.transfer import module_places
 from megasched.plan.communication import shared_regions
 from megasched.plan.fused_columns import fused_paths
 from megasched.plan.plan import Plan

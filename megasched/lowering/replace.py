@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 
 from megasched.analysis.meta_call import call_hooks, example_inputs, meta_copy, run_on_meta, to_meta
+from megasched.definition.module_copy import transfer_hooks
 from megasched.errors import Problem, ScheduleError
 from megasched.language.primitives.replace_all import matches
 from megasched.language.records import Record
 from megasched.language.schedule import Schedule
-from megasched.lowering.transfer import module_places, transfer_hooks, transfer_weights
+from megasched.lowering.transfer import module_places, transfer_weights
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -141,20 +141,6 @@ def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in kept}
 
 
-def transfer_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Registers the old module's forward and backward hooks on the new one, after its own."""
-    if old._is_full_backward_hook is not None and new._is_full_backward_hook is None:
-        new._is_full_backward_hook = old._is_full_backward_hook
-    for table in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        getattr(new, table).update(getattr(old, table))
-    for table in (
-        "_forward_pre_hooks_with_kwargs",
-        "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called",
-    ):
-        getattr(new, table).update(getattr(old, table))
-
-
 def module_places(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
     """Module -> every (parent, name) it stands at; a shared module has several."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)

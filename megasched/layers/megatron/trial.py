@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from megasched import patches
 from megasched.definition.instances import real_tensors
+from megasched.definition.module_copy import transfer_hooks
 from megasched.definition.undisturbed import undisturbed
 from megasched.language.parallel_dims import Layout
 from megasched.language.roles import AttentionSpec, LayerSpec, MoeSpec, Roles
@@ -43,7 +44,6 @@ from megasched.layers.megatron.small_copy import (
     replaced_in,
 )
 from megasched.layers.megatron.trials import Subject
-from megasched.lowering.transfer import transfer_hooks
 from megasched.patches.attributes import set_attribute, undo_all
 from megasched.plan.megatron_params import mixture_in
 from megasched.plan.placement import Placement
