@@ -1,4 +1,4 @@
-"""What layers read of earlier ones beside the hidden state, found by following tensors through a run on meta.
+"""What layers read of earlier ones beside the hidden state, found by following tensors through a tape.
 
 A *side* is a tensor that some module returns, or writes into a mapping that it is handed, and that is read past
 the next layer: shared keys and values, indices, embeddings that later layers come back to. A pipeline has
@@ -11,20 +11,21 @@ What HF's hooks record inside of a layer (``recorded.py``) is a side, too, if so
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from megasched.analysis.chance import Chance, PythonDraws
+from megasched.analysis.chance import Chance
 from megasched.analysis.held_state import HeldState
 from megasched.analysis.leaves import entries_of, leaves_of
-from megasched.analysis.meta_call import ScalarAnswers, call_hooks, run_on_meta, tensors_in
+from megasched.analysis.meta_call import tensors_in
 from megasched.analysis.operators import SHAPE_ONLY, base_of, fills_storage, storage_of, written
 from megasched.analysis.places import BEFORE, OutputRef
 from megasched.analysis.sites import Site
+from megasched.analysis.tape import Call, Operation, Question, Tape, TapeReader
 
 if TYPE_CHECKING:
     from megasched.analysis.slot import HiddenStateArg
@@ -52,8 +53,16 @@ _Label = frozenset[int | _Inner]
 _NOTHING: _Label = frozenset()
 
 
-class FlowRun(ScalarAnswers):
-    """A run that knows of each tensor what it is made of.
+class StageFlow(TapeReader):
+    """Knows of each tensor of a tape what it is made of.
+
+    Args:
+        tape: of a forward.
+        layers: paths of the layers, in the order in which they run.
+        outside: paths of modules with parameters of their own that are in no layer.
+        slot: where the hidden state stands in a layer's call.
+        recorded: what HF's hooks record inside of layers.
+        first_stage_only: the argument of the forward that later stages do not have.
 
     Attributes:
         found: every tensor with a place, in the order of their making; the first are the token ids.
@@ -67,56 +76,55 @@ class FlowRun(ScalarAnswers):
 
     def __init__(
         self,
-        model: nn.Module,
+        tape: Tape,
         layers: Collection[str],
         outside: Collection[str],
         slot: HiddenStateArg,
         recorded: Sequence[OutputRef] = (),
-        answers: Mapping[Site, int] | None = None,
+        first_stage_only: str | None = None,
     ) -> None:
-        super().__init__(answers=answers)
         self._recorded: dict[str, list[OutputRef]] = defaultdict(list)
         for place in recorded:
             self._recorded[place.path].append(place)
-        self._model, self._outside, self._slot = model, outside, slot
+        self._tape, self._outside, self._slot = tape, outside, slot
         self._order = {path: index for index, path in enumerate(layers)}
         self._indices = [int(path.rpartition(".")[2]) for path in layers]
-        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._held = HeldState(model, {path: int(path.rpartition(".")[2]) for path in layers})
+        self._parameters = {id(parameter): name for name, parameter in tape.model.named_parameters()}
+        self._held = HeldState(tape, {path: int(path.rpartition(".")[2]) for path in layers})
         self._labels: dict[int, _Label] = {}
         self._numbers: dict[int, int] = {}
         self._written: dict[int, _Label] = {}  # storage -> of what was written to it, under whatever view
         self._stored_numbers: dict[int, set[int]] = defaultdict(set)  # storage -> of tensors with a place in it
-        self._kept: list[torch.Tensor] = []
         self._made: set[int] = set()
         self._state: dict[int, int] = {}  # id of a tensor that outlives a forward -> layer that wrote to it last
-        self._entries: dict[tuple[Any, Any], int] = {}
+        self._entries: dict[tuple[Any, Any], list[int]] = {}
         self._running: list[tuple[str, set[int]]] = []  # modules outside of the layers, or one layer
         self._called_in_layer: list[str] = []  # modules that run in it, itself among them
         self._calls: Counter[str] = Counter()
         self._changed: set[int] = set()
         self._done = 0
+        self._before_layers: list[torch.Tensor] = []  # tensors that were made there
+        self._drew = False  # Python's or numpy's random numbers, around the layers
         self.found: list[TensorUse] = []
         self.bare: dict[str, set[int | None]] = {}
-        self.changed_buffers: set[str] = set()
+        self.changed_buffers = set(tape.replaced_buffers)
         self.changed_parameters: dict[str, bool] = {}
         self.refused = ""
         self.by_chance = False
-        self._chance, self._draws = Chance(), PythonDraws()
+        self._chance = Chance()
         self.asked: set[Site] = set()
+        self._begin(first_stage_only)
+        tape.read(self)
+        self._end_of_forward()
 
-    def run(self, inputs: Mapping[str, torch.Tensor], first_stage_only: str | None) -> None:
-        """One forward of the model.
-
-        Args:
-            inputs: arguments of the forward, on meta.
-            first_stage_only: the one that later stages do not have.
-        """
+    def _begin(self, first_stage_only: str | None) -> None:
+        inputs, model = self._tape.inputs, self._tape.model
         self._made.update(id(tensor) for tensor in tensors_in(dict(inputs)))
         # Those that are not kept in checkpoints are made of something else again (rotary frequencies).
-        kept = self._model.state_dict(keep_vars=True)
-        buffers = {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
-        self._buffers = {storage_of(buffer): name for name, buffer in buffers.items()}
+        kept = model.state_dict(keep_vars=True)
+        held = {name: one for name, one in self._tape.held.items() if not isinstance(one.tensor, nn.Parameter)}
+        self._buffers = {one.storage: name for name, one in held.items() if name in kept}
+        self.changed_buffers &= kept.keys()
         if first_stage_only is not None:
             ids = inputs[first_stage_only]
             self.found.append(TensorUse(ids, BEFORE, places=[OutputRef("")]))
@@ -125,15 +133,13 @@ class FlowRun(ScalarAnswers):
             self._set(ids, frozenset([0]))
             if "labels" in inputs:  # which the last stage alone has
                 self._set(inputs["labels"], frozenset([_Inner(self._end, "the labels")]))
-        self._draws.drawn()
-        with call_hooks(self._model, self._before, self._after):
-            run_on_meta(self._model, inputs, self)
+
+    def _end_of_forward(self) -> None:
+        self._drew = self._drew or self._tape.drew_at_end
         self._note_draws()
         if name := self._held.rewritten():
             of = "which the backward of micro-batches before needs as it was"
             self._refuse(f"a forward changes {name} in place, {of}")
-        now = self._model.get_buffer
-        self.changed_buffers |= {name for name, held in buffers.items() if now(name) is not held}
         self._join_entries()
         for found in self.sides():
             where = found.places[0].path
@@ -163,22 +169,23 @@ class FlowRun(ScalarAnswers):
         inside = self._running[0][0] in self._order
         return self._next if inside or self._done else BEFORE
 
-    def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
+    def question(self, question: Question) -> None:
         """Of what modules gave, or of the arguments, code that every stage runs asks in vain on most."""
-        of_data = any(self._label(tensor) for tensor in tensors)
-        if site is not None and of_data and self._place() in (None, BEFORE):
-            self.asked.add(site)
+        of_data = any(self._label(tensor) for tensor in question.tensors)
+        if question.site is not None and of_data and self._place() in (None, BEFORE):
+            self.asked.add(question.site)
 
     # operations -------------------------------------------------------------------------------------
 
-    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = super().carry_out(func, args, kwargs)
-        operands = tensors_in((args, kwargs))
+    def operation(self, operation: Operation) -> None:
+        """See ``TapeReader``."""
+        func, args, kwargs = operation.func, operation.args, operation.kwargs
+        operands = operation.operands
         place = self._place()
         if not self._running and self._chance.asks(func, args, operands):
             self.by_chance = True
             self._refuse("the code around them asks for a number that it draws, and each stage would draw another")
-        self._chance.follow(func, args, kwargs, operands, tensors_in(output))
+        self._chance.follow(func, args, kwargs, operands, operation.outputs)
         label: _Label = _NOTHING.union(*map(self._label, operands))
         label = frozenset(map(self._as_read, label))
         for item in sorted(label, key=repr) if place is not None else ():
@@ -194,12 +201,11 @@ class FlowRun(ScalarAnswers):
         self._note_written(changed, label, place)
         if str(func).startswith(SHAPE_ONLY):
             label = _NOTHING
-        for tensor in tensors_in(output):
+        for tensor in operation.outputs:
             self._made.add(id(tensor))
             number = self._numbers.get(id(tensor))
             if number is None:
                 self._set(tensor, label)
-        return output
 
     def _label(self, tensor: torch.Tensor) -> _Label:
         """What a tensor is made of, and what was written to its values."""
@@ -237,7 +243,7 @@ class FlowRun(ScalarAnswers):
 
     def _note_draws(self) -> None:
         """Of Python's numbers that code around the layers drew since a module ended."""
-        if self._draws.drawn():
+        if self._drew:
             self.by_chance = True
             self._refuse(
                 "the code around them draws Python's or numpy's random numbers, and each stage would draw others"
@@ -258,7 +264,6 @@ class FlowRun(ScalarAnswers):
                 self.changed_parameters[name] = self.changed_parameters.get(name, False) or by_inputs
             if id(base) in self._made or name is not None:
                 continue
-            self._kept.append(base)
             if (buffer := self._buffers.get(storage_of(base))) is not None:
                 self.changed_buffers.add(buffer)
             if place is not None:
@@ -298,37 +303,62 @@ class FlowRun(ScalarAnswers):
         self.refused = self.refused or why
 
     def _set(self, tensor: torch.Tensor, label: _Label) -> None:
-        self._kept.append(tensor)  # keeps the id from being given to another tensor
         self._labels[id(tensor)] = label
+        if not self._done and not self._running:
+            self._before_layers.append(tensor)
 
     # modules ----------------------------------------------------------------------------------------
 
-    def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        for source, alias in call.entered:
+            self._pass_on(source, alias)
+        path = call.path
+        self._drew = self._drew or call.drew_before
         if self._called_in_layer or path in self._order:
             self._called_in_layer.append(path)
         if path not in self._order and not self._is_outside(path):
-            return None
+            return
         if not self._running:
             self._note_draws()
         if path in self._order and not self._done:
-            # The hidden state comes to the first layer over the wire where this is on another stage, so
-            # whatever went into it is not read here.
-            whole = self._slot.get(args, kwargs)
-            hidden = torch.empty_like(whole)
-            self._set(hidden, frozenset([_Inner(self._next, "the hidden state")]))
-            args, kwargs = self._slot.put(hidden, args, kwargs)
-        self._running.append((path, {id(tensor) for tensor in tensors_in((args, kwargs))}))
-        if path not in self._order:
-            return None
-        self._entries = {place: id(entry) for place, entry in entries_of(args, kwargs)}
-        self._arguments = args, kwargs
-        return args, kwargs
+            self._begin_anew(self._slot.get(call.args, call.kwargs))
+        self._running.append((path, {id(tensor) for tensor in tensors_in((call.args, call.kwargs))}))
+        if path in self._order:
+            self._entries = {place: _ids(entry) for place, entry in entries_of(call.args, call.kwargs)}
+
+    def _begin_anew(self, hidden: torch.Tensor) -> None:
+        """The hidden state comes to the first layer over the wire where this is on another stage, so whatever went
+        into it is not read here."""
+        storage = storage_of(hidden)
+        if (written := self._written.pop(storage, None)) is not None:
+            for tensor in self._before_layers:
+                if storage_of(tensor) == storage:
+                    self._labels[id(tensor)] |= written
+        self._before_layers.clear()
+        self._numbers.pop(id(hidden), None)
+        self._set(hidden, frozenset([_Inner(self._next, "the hidden state")]))
+
+    def _pass_on(self, source: torch.Tensor, alias: torch.Tensor) -> None:
+        """A tensor goes on as another one."""
+        self._made.add(id(alias))
+        self._set(alias, self._labels.get(id(source), _NOTHING))
+        if (number := self._numbers.get(id(source))) is not None:
+            self._numbers[id(alias)] = number
 
     def _is_outside(self, path: str) -> bool:
         in_layer = bool(self._running) and self._running[0][0] in self._order
         return path in self._outside and not in_layer
 
-    def _after(self, path: str, module: nn.Module, output: Any) -> None:
+    def leave(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        self._drew = self._drew or call.drew_inside
+        self._leave(call)
+        for source, alias in call.exited:
+            self._pass_on(source, alias)
+
+    def _leave(self, call: Call) -> None:
+        path, output = call.path, call.output
         if self._called_in_layer:
             self._called_in_layer.pop()
         if path in self._recorded:
@@ -340,14 +370,14 @@ class FlowRun(ScalarAnswers):
             return
         _, handed = self._running.pop()
         if not self._running:
-            self._draws.drawn()  # what modules draw, they draw on one stage
+            self._drew = False  # what modules draw, they draw on one stage
         if path not in self._order:
             self._calls[path] += 1
             made = BEFORE if not self._done else self._next
             self._mark(output, made, handed, lambda index: OutputRef(path, index))
             return
-        for (argument, key), entry in entries_of(*self._arguments):
-            if self._entries.get((argument, key)) != id(entry):
+        for (argument, key), entry in entries_of(*call.left):
+            if self._entries.get((argument, key)) != _ids(entry):
                 self._mark(entry, self._next, set(), lambda index, a=argument, k=key: OutputRef(path, index, a, k))
         self._mark(output, self._next, handed, lambda index: OutputRef(path, index))
         self._done += 1
@@ -395,3 +425,8 @@ class FlowRun(ScalarAnswers):
     def _hidden_of(self, layer: int) -> OutputRef | None:
         path = next((path for path, order in self._order.items() if self._indices[order] == layer), None)
         return None if path is None else OutputRef(path, self._slot.output)
+
+
+def _ids(entry: Any) -> list[int]:
+    """Equal for entries of the same tensors."""
+    return [id(tensor) for _, tensor in leaves_of(entry)]

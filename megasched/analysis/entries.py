@@ -6,9 +6,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from megasched.analysis.labels import Region
 
@@ -18,11 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class ColumnCall:
-    """One call of a column linear: what it read, and the calls around it, outermost first."""
+    """One call of a column linear.
+
+    Attributes:
+        source: what it read, as ``LabelRun.origin`` has it.
+        around: the calls around it, outermost first: path, and each argument that is a tensor, likewise.
+    """
 
     path: str
-    source: torch.Tensor
-    stack: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
+    source: int
+    around: list[tuple[str, Mapping[int | str, int]]]
 
 
 def find_entries(
@@ -38,13 +41,13 @@ def find_entries(
 
     Args:
         calls: of column linears.
-        other_uses: id of a tensor -> paths of modules that use it otherwise, or hand it out.
+        other_uses: a tensor, likewise -> paths of modules that use it otherwise, or hand it out.
         cuts: paths that are cut.
         structure: where the layers are, if that is known.
     """
     places: dict[str, set[tuple[str, tuple[int | str, ...]] | None]] = {}
     for call in calls:
-        entry = _entry(call, other_uses.get(id(call.source), ()), cuts, structure)
+        entry = _entry(call, other_uses.get(call.source, ()), cuts, structure)
         places.setdefault(call.path, set()).add(entry)
     found: dict[str, Region] = {}
     for column, entries in places.items():
@@ -65,15 +68,15 @@ def columns_that_share(calls: Iterable[ColumnCall]) -> list[tuple[str, ...]]:
     found: dict[tuple[int, str], list[str]] = defaultdict(list)
     for call in calls:
         if counts[call.path] == 1:
-            found[id(call.source), call.path.rpartition(".")[0]].append(call.path)
+            found[call.source, call.path.rpartition(".")[0]].append(call.path)
     return [tuple(paths) for paths in found.values() if len(paths) > 1]
 
 
 def _entry(
     call: ColumnCall, used_in: Container[str], cuts: Container[str], structure: LayerStack | None
 ) -> tuple[str, tuple[int | str, ...]] | None:
-    for path, args, kwargs in call.stack:
-        slots = tuple(key for key, value in [*enumerate(args), *kwargs.items()] if value is call.source)
+    for path, arguments in call.around:
+        slots = tuple(key for key, tensor in arguments.items() if tensor == call.source)
         if slots and path not in cuts and path not in used_in and _below_layer(path, structure):
             return path, slots
     return None

@@ -1,4 +1,4 @@
-"""Which linears feed which: one run on meta in which every tensor knows the linears it stems from."""
+"""Which linears feed which: every tensor of a tape knows the linears that it stems from."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.analysis.meta_call import tensors_in
 from megasched.analysis.structure import LayerStack
+from megasched.analysis.tape import Call, Operation, Tape, TapeReader
 from megasched.definition.linears import is_linear, output_axis
 
 
@@ -40,34 +41,28 @@ class _Stem:
     bypasses: bool = False
 
 
-class _FlowRun(ScalarAnswers):
-    def __init__(self, model: nn.Module, watched: dict[str, nn.Module]) -> None:
-        super().__init__()
+class _LinearFlow(TapeReader):
+    def __init__(self, watched: dict[str, nn.Module], structure: LayerStack) -> None:
         self.flow = Flow()
-        self.watched = watched
+        self.watched, self.structure = watched, structure
+        self.starts = frozenset(structure.layer_paths())
         self.stems: dict[int, _Stem] = {}
-        self.kept: list[torch.Tensor] = []
         self.cuts_at: dict[str, set[int]] = defaultdict(set)
-        self.silent = 0
+        self.inside = 0  # calls of linears that have not ended
 
     def stem(self, tensor: torch.Tensor) -> _Stem:
         return self.stems.get(id(tensor), _Stem())
 
-    def _set(self, tensor: torch.Tensor, stem: _Stem) -> None:
-        self.stems[id(tensor)] = stem
-        self.kept.append(tensor)
-
-    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = super().carry_out(func, args, kwargs)
-        if self.silent:
-            return output
-        stems = [self.stem(tensor) for tensor in tensors_in((args, kwargs))]
+    def operation(self, operation: Operation) -> None:
+        """See ``TapeReader``."""
+        if self.inside:
+            return
+        stems = [self.stem(tensor) for tensor in operation.operands]
         joined = _Stem(frozenset().union(*(s.linears for s in stems)), any(s.bypasses for s in stems))
-        for tensor in tensors_in(output):
-            self._set(tensor, joined)
+        self.stems.update((id(tensor), joined) for tensor in operation.outputs)
+        func = operation.func
         if isinstance(func, torch._ops.OpOverload) and func.overloadpacket.__name__ in _SPLITS:
-            self._note_split(args[0], tensors_in(output), func, args, kwargs)
-        return output
+            self._note_split(operation.args[0], operation.outputs, func, operation.args, operation.kwargs)
 
     def _note_split(self, x: torch.Tensor, outputs: list[torch.Tensor], func: Any, args: Any, kwargs: Any) -> None:
         linears = self.stem(x).linears
@@ -85,18 +80,24 @@ class _FlowRun(ScalarAnswers):
             self.cuts_at[path] |= {start, start + out.shape[-1]}
             start += out.shape[-1]
 
-    def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if path in self.watched:
-            source = self.stem(tensors_in((args, kwargs))[0])
-            self.flow.feeds.setdefault(path, set()).update(source.linears)
+    def enter(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        self.stems.update((id(alias), self.stem(source)) for source, alias in call.entered)
+        if call.path in self.starts:
+            self.stems[id(self.structure.slot.get(call.args, call.kwargs))] = _Stem(bypasses=True)
+        if call.path in self.watched:
+            source = self.stem(tensors_in((call.args, call.kwargs))[0])
+            self.flow.feeds.setdefault(call.path, set()).update(source.linears)
             if source.bypasses:
-                self.flow.mixed.add(path)
-            self.silent += 1
+                self.flow.mixed.add(call.path)
+            self.inside += 1
 
-    def after(self, path: str, module: nn.Module, output: Any) -> None:
-        if path in self.watched:
-            self.silent -= 1
-            self._set(tensors_in(output)[0], _Stem(frozenset([path])))
+    def leave(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        if call.path in self.watched:
+            self.inside -= 1
+            self.stems[id(tensors_in(call.output)[0])] = _Stem(frozenset([call.path]))
+        self.stems.update((id(alias), self.stem(source)) for source, alias in call.exited)
 
 
 def linears_in(model: nn.Module, structure: LayerStack) -> dict[str, nn.Module]:
@@ -105,30 +106,21 @@ def linears_in(model: nn.Module, structure: LayerStack) -> dict[str, nn.Module]:
     return {path: m for path, m in model.named_modules() if path.startswith(prefix) and is_linear(m)}
 
 
-def watch_flow(model: nn.Module, structure: LayerStack) -> Flow:
-    """Runs a causal language model once on meta.
+def linear_flow(tape: Tape, structure: LayerStack) -> Flow:
+    """What feeds what in a forward of a causal language model.
 
     Args:
-        model: the definition.
+        tape: of the definition.
         structure: where its layers are; the flow begins anew in each.
     """
-    probe = meta_copy(model)
-    watched = linears_in(probe, structure)
-    run = _FlowRun(probe, watched)
-    starts = set(structure.layer_paths())
-
-    def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if path in starts:
-            run._set(structure.slot.get(args, kwargs), _Stem(bypasses=True))
-        run.before(path, module, args, kwargs)
-
-    with call_hooks(probe, before, run.after):
-        run_on_meta(probe, structure.trial_inputs(), run)
-    for path, places in run.cuts_at.items():
+    watched = linears_in(tape.model, structure)
+    reader = _LinearFlow(watched, structure)
+    tape.read(reader)
+    for path, places in reader.cuts_at.items():
         module = watched[path]
         bounds = sorted(places | {0, module.weight.shape[output_axis(module)]})
-        run.flow.components[path] = tuple(stop - start for start, stop in pairwise(bounds))
-    return run.flow
+        reader.flow.components[path] = tuple(stop - start for start, stop in pairwise(bounds))
+    return reader.flow
 
 
 @dataclass

@@ -3,57 +3,41 @@ its operations must give what the labelled run says that one rank has."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
 
 from torch import nn
 
-from megasched.analysis.labels import TpSpec
-from megasched.analysis.meta_call import call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.analysis.labels import TpAssumptions
 from megasched.analysis.module_calls import ModuleCall, RecordedCalls
-from megasched.analysis.parts import ArgRef, ArgSlice
-from megasched.analysis.propagate import recorded_calls
 from megasched.analysis.replay import PLACES, Rank, divided, local_linears, replay
 from megasched.analysis.structure import LayerStack
-from megasched.language.roles import Cut
+from megasched.analysis.tape import Tape
 
 # So many attributes at most must be divided together.
 _AT_MOST = 3
 
 
 def find_counts(
-    model: nn.Module,
-    structure: LayerStack,
-    cuts: Mapping[str, Cut],
-    components: Mapping[str, tuple[int, ...]],
-    heads: Mapping[str, tuple[int, ...]],
-    parts: Mapping[ArgRef, ArgSlice],
-    tp: int,
-    inferred: set[str],
+    tape: Tape, structure: LayerStack, assume: TpAssumptions, tp: int, inferred: set[str]
 ) -> tuple[dict[str, tuple[str, ...]], set[str]]:
     """Attributes that must be divided by TP, by module; and columns for which nothing helps.
 
     Args:
-        cuts: path -> how the linear there is cut; nothing of it needs to be gathered.
-        heads: columns with fewer heads than ranks; see ``propagate``.
-        parts: arguments of which each rank takes its part.
+        tape: of the definition.
+        assume: what is cut; nothing of it needs to be gathered.
+        tp: tensor parallel size.
         inferred: columns and rows to look at; what others have decided is theirs to know.
     """
-    probe = meta_copy(model)
-    rank = Rank(tp, cuts, components, heads)
-    known = (structure, False, frozenset(), frozenset(), components)
-    run = RecordedCalls(probe, cuts, *known, parts=parts, heads=heads)
-    for tensor in tensors_in(structure.trial_inputs()):
-        run._set(tensor, TpSpec(fed=True))
-    with recorded_calls(probe, run, takes_shards=True), call_hooks(probe, run.before, run.after):
-        run_on_meta(probe, structure.trial_inputs(), run)
+    rank = Rank(tp, assume.cuts, assume.components, assume.heads)
+    run = RecordedCalls(tape, assume, loss_takes_shards=True)
+    run.read()
     found: dict[str, tuple[str, ...]] = {}
     hopeless: set[str] = set()
     seen: dict[Any, tuple[str, ...] | None] = {}
     for path, call in run.derived.calls.items():
-        module = probe.get_submodule(path)
-        if path in cuts or not call.columns & inferred or not _own_code(structure, path):
+        module = tape.model.get_submodule(path)
+        if path in assume.cuts or not call.columns & inferred or not _own_code(structure, path):
             continue
         kind = (type(module), tuple(sorted(_candidates(module).items())), call.results, call.numbers)
         if kind not in seen:

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from megasched.analysis.operators import storage_of
+from megasched.analysis.tape import Tape
 
 # Done twice, they give what they give once: what was bounded before stays as it is.
 _SAME_AGAIN = frozenset(["clamp_", "clamp_min_", "clamp_max_"])
@@ -20,23 +20,23 @@ class HeldState:
     """What a model holds.
 
     Args:
+        tape: of a forward of it.
         layers: path of a layer -> its index.
 
     Attributes:
         owners: name of a parameter -> the modules that have it.
     """
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, int]) -> None:
+    def __init__(self, tape: Tape, layers: Mapping[str, int]) -> None:
+        model = tape.model
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.owners: dict[str, set[str]] = defaultdict(set)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.owners[names[id(parameter)]].add(name.rpartition(".")[0])
         self._homes = {name: _layers_of(owners, layers) for name, owners in self.owners.items()}
-        self._parameters = {storage_of(parameter): name for name, parameter in model.named_parameters()}
-        self._all = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self._names = {storage_of(tensor): name for name, tensor in self._all.items()}
-        self._versions = {name: tensor._version for name, tensor in self._all.items()}
-        self._rewritten: set[str] = set()
+        self._parameters = {tape.held[name].storage: name for name, _ in model.named_parameters()}
+        self._names = {held.storage: names.get(id(held.tensor), name) for name, held in tape.held.items()}
+        self._rewritten = {names.get(id(tape.held[name].tensor), name) for name in tape.rewritten}
 
     def read(self, tensors: Collection[torch.Tensor]) -> Iterator[tuple[str, set[int], set[str]]]:
         """Of the parameters among tensors, also as their ``.data``: name, layers (none where a module in no layer
@@ -55,8 +55,7 @@ class HeldState:
 
     def rewritten(self) -> str:
         """What is not what it was after a forward, or is no more so for autograd; empty where there is nothing."""
-        changed = {name for name, tensor in self._all.items() if tensor._version != self._versions[name]}
-        return min(self._rewritten | changed, default="")
+        return min(self._rewritten, default="")
 
 
 def _layers_of(owners: Collection[str], layers: Mapping[str, int]) -> set[int]:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megasched.analysis.choices import others_of_its_kind
 from megasched.analysis.few_heads import few_heads, is_uneven
-from megasched.analysis.flow import Flow, Group, find_groups, linears_in, watch_flow
+from megasched.analysis.flow import Flow, Group, find_groups, linear_flow, linears_in
 from megasched.analysis.head_counts import find_counts
-from megasched.analysis.labels import TpFacts
+from megasched.analysis.labels import TpAssumptions, TpFacts
 from megasched.analysis.meta_call import meta_copy
 from megasched.analysis.parts import ArgRef, ArgSlice
 from megasched.analysis.propagate import propagate
-from megasched.analysis.structure import LayerStack
+from megasched.analysis.structure import LayerStack, record_definition
+from megasched.analysis.tape import Tape
 from megasched.definition.linears import output_axis
 from megasched.language.roles import ROLES, Cut, Roles
 
@@ -37,7 +38,8 @@ def infer_roles(
     """
     if structure is None or all(path in roles.role for path in linears_in(model, structure)):
         return roles
-    flow = watch_flow(model, structure)
+    tape = record_definition(meta_copy(model), structure)
+    flow = linear_flow(tape, structure)
     known = set(roles.role)
     groups = find_groups(flow, lambda path: path in known)
     chosen = {path for path in flow.feeds if _is_chosen(model, structure, flow, path)}
@@ -48,16 +50,15 @@ def infer_roles(
         if path not in known and all(path not in group.members for group in groups)
     }
     declined |= dict.fromkeys(chosen - known, "values choose among those like it, and not all were met")
-    proven = _proven(model, roles, structure, flow, groups, tp, sequence_parallel, declined)
+    proven = _proven(tape, roles, structure, flow, groups, tp, sequence_parallel, declined)
     groups, heads = proven.groups, proven.heads
     # Of a column of one head, which every rank has, no parts are cut.
     single = {path for path, found in heads.items() if found == (1,)}
     packed = {path: sizes for path, sizes in flow.components.items() if path not in known | single}
     components = {**packed, **roles.components}
     inferred = {path for group in groups for path in group.members}
-    counts, uncounted = find_counts(
-        model, structure, _cuts(roles, groups), components, heads, proven.parts, tp, inferred
-    )
+    assume = TpAssumptions(_cuts(roles, groups), structure, components=components, heads=heads, parts=proven.parts)
+    counts, uncounted = find_counts(tape, structure, assume, tp, inferred)
     for group in groups:
         if uncounted & group.members:
             declined |= dict.fromkeys(group.members, "no attribute was found that makes its heads come out right")
@@ -94,7 +95,7 @@ class _Proven(NamedTuple):
 
 
 def _proven(
-    model: nn.Module,
+    tape: Tape,
     roles: Roles,
     structure: LayerStack,
     flow: Flow,
@@ -104,23 +105,20 @@ def _proven(
     declined: dict[str, str],
 ) -> _Proven:
     """The groups that can be cut, some of their columns left whole; why others can't goes into ``declined``."""
-    probe = meta_copy(model)
     components = {**flow.components, **roles.components}
     heads: dict[str, tuple[int, ...]] = {}
     tried: set[str] = set()
     while groups:
-        derived = propagate(
-            probe,
-            structure.trial_inputs(),
+        assume = TpAssumptions(
             _cuts(roles, groups),
-            structure=structure,
+            structure,
             sequence_parallel=sequence_parallel,
-            loss_takes_shards=True,
             components=components,
             heads=heads,
         )
+        derived = propagate(tape, assume, loss_takes_shards=True)
         failed = [column for column in heads if column in derived.gather or is_uneven(column, derived, tp)]
-        asked = [few_heads(_features(probe, group), derived, components, tp) for group in groups]
+        asked = [few_heads(_features(tape.model, group), derived, components, tp) for group in groups]
         more = {column: found for one in asked for column, found in one.items() if column not in tried}
         if failed or more:
             heads = {**{column: found for column, found in heads.items() if column not in failed}, **more}

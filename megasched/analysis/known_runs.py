@@ -17,11 +17,12 @@ from torch import nn
 from megasched.analysis.flops import ForwardFlops, forward_flops
 from megasched.analysis.given_positions import takes_counted_positions
 from megasched.analysis.gradient_scale import why_by_scale
-from megasched.analysis.labels import TpFacts
+from megasched.analysis.labels import TpAssumptions, TpFacts
 from megasched.analysis.later_calls import why_not_alike
 from megasched.analysis.meta_call import meta_copy, to_meta
 from megasched.analysis.noted import NotedLines, Numbers
 from megasched.analysis.propagate import propagate
+from megasched.analysis.recorder import boundaries_of, record_tape
 from megasched.analysis.recording import note_forward
 from megasched.analysis.replay import Rank
 from megasched.analysis.sequence_plan import CpFacts
@@ -29,7 +30,8 @@ from megasched.analysis.sequence_run import plan_sequence
 from megasched.analysis.size_check import columns_of_unproven_sizes
 from megasched.analysis.stand_ins import sizes_read, why_seen
 from megasched.analysis.structure import LayerStack
-from megasched.analysis.ways import Gathered, InputsOf, Ways, find_ways, numbers_at, what_goes_by_length
+from megasched.analysis.tape import Tape
+from megasched.analysis.ways import Gathered, InputsOf, Way, Ways, find_ways, numbers_at, what_goes_by_length
 from megasched.collector import collector_paused
 from megasched.definition.build import text_config
 from megasched.definition.objectives import objective_of
@@ -56,6 +58,7 @@ class KnownRuns:
         self._sizes_read: dict[Hashable, set[str]] = {}
         self._numbers: dict[Hashable, list[Numbers]] = {}
         self._derived: dict[Hashable, TpFacts] = {}
+        self._tapes: list[Tape] = []
         # Ranks -> plans, each with the answers of ``refuse_region`` on which it rests.
         self._sequences: dict[int, list[tuple[dict[str, str], CpFacts]]] = {}
         self._counted: bool | None = None
@@ -64,20 +67,40 @@ class KnownRuns:
         self._probe: nn.Module | None = None  # of the last run; that of any would do
 
     @collector_paused()
-    def propagate(self, model: nn.Module, inputs: Mapping[str, Any], asked: Mapping[str, Any]) -> TpFacts:
+    def propagate(
+        self, model: nn.Module, inputs: Mapping[str, Any], assume: TpAssumptions, *, loss_takes_shards: bool
+    ) -> TpFacts:
         """As ``propagate`` does.
 
         Args:
             model: the definition, replacements made.
-            asked: the other arguments.
+            inputs: arguments of its forward in a trial.
         """
-        key = tuple((name, _frozen(value)) for name, value in asked.items() if not isinstance(value, LayerStack))
+        held = [value for name, value in vars(assume).items() if name != "structure"]
+        key = loss_takes_shards, *map(_frozen, held)
         if key not in self._derived:
-            self._probe = meta_copy(model)
-            ways = self.ways(model, inputs, asked["structure"])
-            more = {"ways": ways, "inputs_of": inputs_of(model, inputs)}
-            self._derived[key] = propagate(self._probe, to_meta(dict(inputs)), **asked, **more)
+            ways = self.ways(model, inputs, assume.structure)
+            tapes = self._tapes_of(model, inputs, assume.structure, ways)
+            others = list(zip(ways.others, tapes[1:], strict=True))
+            self._derived[key] = propagate(
+                tapes[0], assume, loss_takes_shards=loss_takes_shards, others=others, too_many=ways.too_many
+            )
         return self._derived[key]
+
+    def _tapes_of(
+        self, model: nn.Module, inputs: Mapping[str, Any], structure: LayerStack | None, ways: Ways
+    ) -> list[Tape]:
+        """Of a trial, and of each other way through the code."""
+        if not self._tapes:
+            self._probe = self._probe or meta_copy(model)
+            boundaries = boundaries_of(self._probe, structure)
+            own_loss = structure is not None and structure.own_labels is not None
+            made = inputs_of(model, inputs)
+            for way in (Way(), *ways.others):
+                given = to_meta(dict(inputs)) if way.length is None else made(way.length)
+                answers = dict(way.answers)
+                self._tapes.append(record_tape(self._probe, given, boundaries, answers=answers, own_loss=own_loss))
+        return self._tapes
 
     def ways(self, model: nn.Module, inputs: Mapping[str, Any], structure: LayerStack | None) -> Ways:
         """As ``find_ways`` does; without its runs where those before have shown that there is one way alone."""

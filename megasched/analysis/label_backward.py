@@ -41,7 +41,7 @@ class BackwardLabels(LabelRun):
         self.packing += change
 
     def grad_fn_read(self, tensor: torch.Tensor) -> None:
-        """See ``DefaultScalars``."""
+        """See ``TapeReader``."""
         if not self.silent:
             self.hooked(tensor)
 
@@ -49,9 +49,7 @@ class BackwardLabels(LabelRun):
         """A hook sees the gradient of a tensor, which must be whole on each rank then."""
         label = self.label(tensor)
         self.derived.gather |= label.columns
-        # Nobody takes it over further up, where its gradient would not be summed yet.
-        self.other_uses[id(tensor)].update(entry[0] for entry in self.stack)
-        self.kept.append(tensor)
+        self._use(tensor)  # nobody takes it over further up, where its gradient would not be summed yet
         if label.region in ("S", "P") or label.params:
             self._problem(
                 "a hook is handed a gradient of which each rank has a part",

@@ -1,11 +1,11 @@
-"""What operations do to labels (``labels.py``): one forward of a definition on meta, every tensor carrying one."""
+"""What operations do to labels (``labels.py``): a tape is read with a label at every tensor of it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Iterable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,16 +14,13 @@ from torch import nn
 from megasched.analysis.backward_code import FunctionTrials
 from megasched.analysis.dims import NeedsWhole, NoRule, follow
 from megasched.analysis.entries import ColumnCall
-from megasched.analysis.labels import TpFacts, TpSpec
-from megasched.analysis.meta_call import ScalarAnswers, tensors_in
+from megasched.analysis.labels import TpAssumptions, TpFacts, TpSpec
 from megasched.analysis.operators import base_of, draws, written
-from megasched.analysis.parts import ArgRef, ArgSlice, SlicedArgs
-from megasched.analysis.sites import Site
-from megasched.analysis.structure import LayerStack
+from megasched.analysis.parts import SlicedArgs
+from megasched.analysis.tape import Call, Operation, Tape, TapeReader
 from megasched.definition.experts import find_experts
 from megasched.errors import Problem
 from megasched.language.lora import DROPOUT, A
-from megasched.language.roles import Cut
 from megasched.language.tensor_types import ON_ALL_RANKS, ShardDim
 
 # Give tensors of one value, from nothing or from such a tensor: each rank can make its own part of one.
@@ -32,69 +29,47 @@ _ALIKE = frozenset(["zeros", "ones", "full", "detach"])
 _OF_ANY_PART = frozenset(["detach", "alias", "clone", "_to_copy", "t", "transpose"])
 
 
-class LabelRun(ScalarAnswers):
-    """A run whose operations label what they give; ``Labelling`` (``labelling.py``) adds what modules do.
-
-    A dispatch mode, so that it also sees what custom autograd functions do.
+class LabelRun(TapeReader):
+    """What operations do to labels; ``Labelling`` (``labelling.py``) adds what modules do.
 
     Args:
-        regions: modules that must be TP regions as a whole, known from runs before.
-        not_regions: modules that can't be.
-        rows_inside: row linears whose output stays inside of a region.
-        parts: arguments of modules that are constants, and of which each rank takes its part.
-        heads: path of a column linear that ranks have the same heads of -> see ``ShardDim``.
-        answers: see ``ScalarAnswers``.
+        tape: of a definition, replacements made.
+        assume: what it starts from.
+        functions: what is known of functions with a backward of their own, and is added to.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        cuts: Mapping[str, Cut],
-        structure: LayerStack | None,
-        sequence_parallel: bool,
-        gather: frozenset[str],
-        forked_by_user: frozenset[str],
-        components: Mapping[str, tuple[int, ...]],
-        regions: frozenset[str] = frozenset(),
-        not_regions: frozenset[str] = frozenset(),
-        rows_inside: frozenset[str] = frozenset(),
-        parts: Mapping[ArgRef, ArgSlice] | None = None,
-        heads: Mapping[str, tuple[int, ...]] | None = None,
-        answers: Mapping[Site, int] | None = None,
-    ) -> None:
-        super().__init__(answers=answers)
-        self.model, self.cuts, self.structure = model, cuts, structure
-        self.components = components
-        self.sequence_parallel = sequence_parallel
-        self.layers = set(structure.layer_paths()) if sequence_parallel and structure else set()
-        self.gather = gather
-        self.forked_by_user = forked_by_user
-        self.regions, self.not_regions = regions, set(not_regions)
-        self.rows_inside = rows_inside
+    def __init__(self, tape: Tape, assume: TpAssumptions, functions: FunctionTrials | None = None) -> None:
+        self.tape, self.assume = tape, assume
+        self.model, self.cuts, self.structure = tape.model, assume.cuts, assume.structure
+        self.sequence_parallel = assume.sequence_parallel
+        structure = assume.structure
+        self.layers = set(structure.layer_paths()) if assume.sequence_parallel and structure else set()
+        self.gather, self.regions = assume.gather, assume.regions
+        self.not_regions = set(assume.not_regions)
         self.wanted_regions: set[str] = set()
-        self.parts = SlicedArgs(parts or {})
-        self.heads = heads or {}
+        self.parts = SlicedArgs(assume.parts)
         self.derived = TpFacts()
         self.labels: dict[int, TpSpec] = {}
-        self.kept: list[torch.Tensor] = []
-        self.stack: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.stack: list[Call] = []
         self.slots: dict[str, tuple[int | str, ...]] = {}
         self.column_calls: list[ColumnCall] = []
-        self.other_uses: dict[int, set[str]] = defaultdict(set)
+        self.origins: dict[int, int] = {}  # id of an alias -> id of what it is one of
+        self.other_uses: dict[int, set[str]] = defaultdict(set)  # by ``origin``
         self.cut_outputs: dict[int, str] = {}  # id of a tensor -> path of what is cut and gave it
         self.written: dict[int, TpSpec] = {}  # id of a tensor of which a view was written to -> what was
         self.tokens = torch.Size((1, 1))
         self.alike: dict[int, int] = {}  # id of a tensor that has one value everywhere -> its number
-        self.silent = 0
-        self.functions = FunctionTrials()
+        self._numbers = count()
+        self.silent = 0  # calls of what is cut that have not ended, and of attention and the loss
+        self.functions = functions or FunctionTrials()
         self.packing = 0
         self.weights: dict[int, str] = {}  # id of a parameter, or what is made of it -> the module that it is of
-        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for name, parameter in model.named_parameters():
+        self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
             self._set(parameter, TpSpec(params=frozenset([name])))
-        self.experts = set(find_experts(model))
-        for path, module in model.named_modules():
-            if path in cuts or path in self.experts:
+        self.experts = set(find_experts(self.model))
+        for path, module in self.model.named_modules():
+            if path in self.cuts or path in self.experts:
                 self.weights.update((id(parameter), path) for parameter in module.parameters(recurse=False))
 
     # labels -----------------------------------------------------------------------------------------
@@ -105,9 +80,21 @@ class LabelRun(ScalarAnswers):
             return _joined(found, written)
         return found
 
+    def origin(self, tensor: torch.Tensor) -> int:
+        """The same for a tensor and for its aliases."""
+        return self.origins.get(id(tensor), id(tensor))
+
+    def _pass_on(self, source: torch.Tensor, alias: torch.Tensor) -> None:
+        """What is known of a tensor is known of its alias."""
+        self.origins[id(alias)] = self.origin(source)
+        self.labels[id(alias)] = self.labels.get(id(source), TpSpec())
+        for known in (self.alike, self.cut_outputs, self.weights):
+            if id(source) in known:
+                known[id(alias)] = known[id(source)]
+        self.parts.pass_on(source, alias)
+
     def _set(self, tensor: torch.Tensor, label: TpSpec) -> None:
         self.labels[id(tensor)] = label
-        self.kept.append(tensor)  # keeps the id from being given to another tensor
         if label.region == "T" and label.along is not None:
             place = label.along
             lengths = place.components or (tensor.shape[place.dim] // place.outer,)
@@ -118,17 +105,17 @@ class LabelRun(ScalarAnswers):
             if label.along.dim != tensor.dim() - 1:
                 self.derived.by_heads |= label.columns
 
-    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = super().carry_out(func, args, kwargs)
+    def operation(self, operation: Operation) -> None:
+        """See ``TapeReader``."""
         if self.silent:
-            return output
-        operands = tensors_in((args, kwargs))
+            return
+        func, args, kwargs = operation.func, operation.args, operation.kwargs
+        operands, outputs = operation.operands, operation.outputs
         joined = self._join([self.label(t) for t in operands])
-        path = self.stack[-1][0] if self.stack else ""
+        path = self._path()
         for tensor in operands:
             if not (self._in_adapter_of_column(path) and self.label(tensor).region == "S"):
-                self.other_uses[id(tensor)].update(entry[0] for entry in self.stack)
-            self.kept.append(tensor)
+                self._use(tensor)
         self._meet(operands)
         if self.packing and joined.region in ("T", "S"):
             self._refuse_packing()
@@ -137,36 +124,41 @@ class LabelRun(ScalarAnswers):
             for held in (tensor, base_of(tensor)):
                 if id(held) in self.cut_outputs:
                     self.derived.overwritten.add(self.cut_outputs[id(held)])
-        outputs = tensors_in(output)
         self._watch_weights(func, operands, outputs)
         if func.__name__.split(".")[0] in _ALIKE and all(id(tensor) in self.alike for tensor in operands):
-            number = self.alike[id(operands[0])] if operands else len(self.kept)
+            number = self.alike[id(operands[0])] if operands else next(self._numbers)
             self.alike.update((id(tensor), number) for tensor in outputs)
         for tensor in changed:
             self.alike.pop(id(tensor), None)
             self.alike.pop(id(base_of(tensor)), None)
-        for tensor, along in zip(outputs, self._follow(func, args, kwargs, outputs, joined), strict=True):
+        for tensor, along in zip(outputs, self._follow(operation, joined), strict=True):
             on_all = along == ON_ALL_RANKS
             self._set(tensor, replace(joined, region="P") if on_all else replace(joined, along=along))
         for tensor in changed:
             self._write_through(tensor)
         if draws(func, args, kwargs):
             self._random(path, joined)
-        return output
 
-    def _follow(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], joined: TpSpec
-    ) -> list[ShardDim | None]:
+    def _path(self) -> str:
+        """The module that runs; empty for the model's own code."""
+        return self.stack[-1].path if self.stack else ""
+
+    def _use(self, tensor: torch.Tensor) -> None:
+        """All modules that run use a tensor."""
+        self.other_uses[self.origin(tensor)].update(call.path for call in self.stack)
+
+    def _follow(self, operation: Operation, joined: TpSpec) -> list[ShardDim | None]:
         """How the outputs are cut; what the operation needs whole is gathered."""
+        func, args, kwargs, outputs = operation.func, operation.args, operation.kwargs, operation.outputs
         if joined.region not in ("T", "S"):
-            self.parts.follow(func, args, kwargs, tensors_in((args, kwargs)), outputs)
+            self.parts.follow(func, args, kwargs, operation.operands, outputs)
             return [None] * len(outputs)
         try:
             found = follow(func, args, kwargs, outputs, lambda tensor: self.label(tensor).along)
         except NeedsWhole as needs:
             found = None
             if isinstance(needs, NoRule) and joined.region == "T":
-                self.derived.without_rule[str(func)].add(self.stack[-1][0] if self.stack else "")
+                self.derived.without_rule[str(func)].add(self._path())
             if joined.region == "T" and self.parts.want(needs.met, joined.columns, self._around()):
                 return [None] * len(outputs)
         # What gives no tensor asks for a number, which each rank would answer by its part.
@@ -189,7 +181,7 @@ class LabelRun(ScalarAnswers):
         if alone and (torch.Tag.pointwise in func.tags or func.overloadpacket.__name__ in _OF_ANY_PART):
             self.weights.update((id(tensor), min(read)) for tensor in outputs)
             return
-        running = [path for path, _, _ in self.stack]
+        running = [call.path for call in self.stack]
         for path in read.difference(running):
             self.derived.read_elsewhere.setdefault(path, running[-1] if running else "")
 
@@ -199,7 +191,6 @@ class LabelRun(ScalarAnswers):
         if base is not tensor and (given.active or given.fed):
             before = self.written.get(id(base))
             self.written[id(base)] = given if before is None else _joined(before, given)
-            self.kept.append(base)
 
     def _join(self, labels: list[TpSpec]) -> TpSpec:
         """The label of what an operation makes of its operands."""
@@ -217,7 +208,7 @@ class LabelRun(ScalarAnswers):
         if "P" in regions:
             self.derived.partial |= params
             columns = frozenset().union(*(label.columns for label in labels))
-            outside = self.structure is not None and not any(self._in_layers(path) for path, _, _ in self.stack)
+            outside = self.structure is not None and not any(self._in_layers(call.path) for call in self.stack)
             if outside and not columns:
                 self._problem(
                     "a tensor from inside of a tensor-parallel region is read after the layers, which were not "
@@ -243,7 +234,7 @@ class LabelRun(ScalarAnswers):
         return TpSpec(rows=rows, params=frozenset() if active else params, active=active, fed=fed)
 
     def _problem(self, what: str, remedy: str) -> None:
-        self._problem_at(self.stack[-1][0] if self.stack else "", what, remedy)
+        self._problem_at(self._path(), what, remedy)
 
     def _problem_at(self, path: str, what: str, remedy: str) -> None:
         if all(problem.module != path for problem in self.derived.problems):
@@ -258,7 +249,7 @@ class LabelRun(ScalarAnswers):
             )
         if label.region != "T":
             return
-        if any(not user or path == user or path.startswith(user + ".") for user in self.forked_by_user):
+        if any(not user or path == user or path.startswith(user + ".") for user in self.assume.forked_by_user):
             return
         if isinstance(self.model.get_submodule(path), nn.Dropout):
             self.derived.forked.add(path)
@@ -280,10 +271,10 @@ class LabelRun(ScalarAnswers):
         """The outermost running module below a layer; None outside of the layers and in a layer's own code."""
         if self.structure is None:
             return None
-        for path, _, _ in self.stack:
-            index = self.structure.index_of(path)
-            if index is not None and path != self.structure.layer_path(index):
-                return path
+        for call in self.stack:
+            index = self.structure.index_of(call.path)
+            if index is not None and call.path != self.structure.layer_path(index):
+                return call.path
         return None
 
     def want_lengths(self, entered: Container[str]) -> None:
@@ -348,14 +339,6 @@ class LabelRun(ScalarAnswers):
 
     def _in_layers(self, path: str) -> bool:
         return self.structure is not None and self.structure.index_of(path) is not None
-
-    @contextmanager
-    def _silently(self) -> Any:
-        self.silent += 1
-        try:
-            yield
-        finally:
-            self.silent -= 1
 
 
 def _joined(own: TpSpec, written: TpSpec) -> TpSpec:

@@ -1,4 +1,4 @@
-"""The labelling run: what calls of modules do to labels, on top of what operations do (``label_run.py``)."""
+"""What calls of modules do to labels, on top of what operations do (``label_run.py``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from megasched.analysis.backward_code import handed_to_hooks
 from megasched.analysis.entries import ColumnCall
@@ -14,97 +13,114 @@ from megasched.analysis.label_backward import BackwardLabels
 from megasched.analysis.labels import TpSpec
 from megasched.analysis.meta_call import tensors_in
 from megasched.analysis.parts import ArgRef
-from megasched.analysis.recorded import change_leaves
+from megasched.analysis.tape import AttentionCall, Call, LossCall
 from megasched.language.tensor_types import ShardDim
 
 _SPLIT = TpSpec("S", active=True, fed=True, along=ShardDim(1))
 
 
 class Labelling(BackwardLabels):
-    """The labelling run, hooked around every call of a module (``before`` and ``after``)."""
+    """What calls of modules, of the attention function and of the loss function do to labels.
 
-    def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.stack.append((path, args, kwargs))
+    Args:
+        loss_takes_shards: the loss function takes logits that are cut over the vocabulary.
+    """
+
+    def __init__(self, *given: Any, loss_takes_shards: bool = False, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.loss_takes_shards = loss_takes_shards
+        self.attending: list[TpSpec] = []  # labels of what attention functions that run will give
+        for tensor in tensors_in(dict(self.tape.inputs)):
+            # A float input is an activation; what is made of ids alone (masks, positions) carries no gradient.
+            self._set(tensor, TpSpec(fed=True, active=tensor.is_floating_point()))
+
+    def read(self) -> None:
+        """Reads the tape."""
+        self.tape.read(self)
+        if not self.loss_takes_shards:
+            for tensor in tensors_in(self.tape.output):
+                self.derived.gather |= self.label(tensor).columns
+
+    def enter(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        for source, alias in call.entered:
+            self._pass_on(source, alias)
+        path = call.path
+        self.stack.append(call)
         self.derived.called.add(path)
-        changed = self._enter_layer(path, args, kwargs)
-        if changed is None and path == self._around():
-            changed = self._enter_region(path, args, kwargs)
-            changed = self._take_parts(path, *(changed or (args, kwargs))) or changed
-        if changed is not None:
-            self.stack[-1] = (path, *changed)
+        self._enter_layer(call)
+        if path == self._around():
+            self._enter_region(call)
+            self._take_parts(call)
         if path in self.experts:
-            self.derived.experts[path] = self.label(tensors_in(self.stack[-1][1:])[0]).region
+            self.derived.experts[path] = self.label(tensors_in((call.args, call.kwargs))[0]).region
         if path in self.cuts:
             if not self.silent:
-                self._enter_cut(path, args, kwargs)
+                self._enter_cut(call)
                 if self.packing:
                     self._refuse_packing()
-            self._meet(module.parameters())
+            self._meet(call.module.parameters())
             self.silent += 1
-        return changed
 
-    def after(self, path: str, module: nn.Module, output: Any) -> Any:
-        _, args, kwargs = self.stack[-1]
-        changed = output
-        if path in self.regions:
-            changed = self._leave_region(output)
-        elif path in self.wanted_regions:
-            self._as_if_region(output)
-        elif path and self.structure is not None and self.structure.holds_layers(path):
-            changed = self._leave_layers(output)
-        for tensor in handed_to_hooks(module, args, kwargs, output):
+    def leave(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        path, output, arguments = call.path, call.output, (call.args, call.kwargs)
+        leaving = self._outside_of(call)
+        for tensor in handed_to_hooks(call.module, *arguments, output):
             self.hooked(tensor)
         self.stack.pop()
-        handed = {id(tensor) for tensor in tensors_in((args, kwargs))}
+        handed = {self.origin(tensor) for tensor in tensors_in(arguments)}
         for tensor in tensors_in(output):
-            if id(tensor) in handed:  # what it was given goes out again, to whoever uses it next
-                self.other_uses[id(tensor)].add(path)
+            if self.origin(tensor) in handed:  # what it was given goes out again, to whoever uses it next
+                self.other_uses[self.origin(tensor)].add(path)
         if path in self.cuts:
             self.silent -= 1
             if not self.silent:
                 result = tensors_in(output)[0]
                 self.cut_outputs[id(result)] = path
-                self._set(result, self._cut_output(path, result.dim() - 1, tensors_in((args, kwargs))[0]))
-        self._note_sides(path, args, kwargs, changed)
+                self._set(result, self._cut_output(path, result.dim() - 1, tensors_in(arguments)[0]))
+        for source, alias in call.exited:
+            self._pass_on(source, alias)
+            if (label := leaving.get(id(source))) is not None:
+                self._set(alias, label)
+        self._note_sides(call)
         if self.sequence_parallel and self.structure and path == self.structure.layer_path(self.structure.last):
-            hidden = self.structure.slot.result(changed)
-            whole = self._view(hidden, TpSpec(active=True, fed=True))
-            return self.structure.slot.rewrap(changed, whole)
-        return None if changed is output else changed
+            self._set(self.structure.slot.result(call.returned), TpSpec(active=True, fed=True))
 
-    def _note_sides(self, path: str, args: Any, kwargs: Any, output: Any) -> None:
+    def _outside_of(self, call: Call) -> dict[int, TpSpec]:
+        """Labels of what leaves a module with another one than it has in it, by the ids of what that returns."""
+        if call.path in self.regions:
+            return self._leave_region(call)
+        if call.path in self.wanted_regions:
+            self._as_if_region(call.output)
+        elif call.path and self.structure is not None and self.structure.holds_layers(call.path):
+            return self._leave_layers(call)
+        return {}
+
+    def _note_sides(self, call: Call) -> None:
         """How what later layers read beside the hidden state is cut."""
         for side in self.structure.sides if self.structure else ():
             place = side.places[0]
-            if place.path == path and path:
-                label = self.label(place.tensor(args, kwargs, output))
+            if place.path == call.path and call.path:
+                label = self.label(place.tensor(*call.left, call.returned))
                 if label.region in ("T", "S"):
                     self.derived.sides[place] = label.along.dim if label.along else None
 
-    def _view(self, tensor: torch.Tensor, label: TpSpec) -> torch.Tensor:
-        """The same values under another label."""
-        with self._silently():
-            view = tensor.view_as(tensor)
-        self._set(view, label)
-        return view
-
-    def _enter_layer(self, path: str, args: Any, kwargs: Any) -> Any:
+    def _enter_layer(self, call: Call) -> None:
         """Under sequence parallelism the hidden state is split when it enters the first layer, and what else was
         made of the whole sequence before the layers when it enters any."""
-        if path not in self.layers:
-            return None
-        slot = self.structure.slot
-        hidden = slot.get(args, kwargs)
+        if call.path not in self.layers or self.structure is None:
+            return
+        hidden = self.structure.slot.get(call.args, call.kwargs)
         self.tokens = hidden.shape[:2]
-        found = dict([*enumerate(args), *kwargs.items()])
+        found = _arguments(call)
         whole = [key for key, value in found.items() if value is not hidden and self._of_sequence(value, hidden)]
         if whole:
-            self.derived.split_slots[path] = tuple(whole)
-        found.update({key: self._view(found[key], _SPLIT) for key in whole})
-        args, kwargs = tuple(found[index] for index in range(len(args))), {name: found[name] for name in kwargs}
-        if path == self.structure.layer_path(self.structure.first):
-            return slot.put(self._view(hidden, _SPLIT), args, kwargs)
-        return (args, kwargs) if whole else None
+            self.derived.split_slots[call.path] = tuple(whole)
+        for key in whole:
+            self._set(found[key], _SPLIT)
+        if call.path == self.structure.layer_path(self.structure.first):
+            self._set(hidden, _SPLIT)
 
     def _of_sequence(self, value: Any, hidden: torch.Tensor) -> bool:
         """Whether this is an activation [b, s, ...] that every TP rank has whole."""
@@ -113,9 +129,9 @@ class Labelling(BackwardLabels):
         label = self.label(value)
         return value.is_floating_point() and label.active and label.region == "R"
 
-    def _enter_region(self, path: str, args: Any, kwargs: Any) -> Any:
+    def _enter_region(self, call: Call) -> None:
         """What a region takes over: the arguments that carry a gradient."""
-        found = dict([*enumerate(args), *kwargs.items()])
+        path, found = call.path, _arguments(call)
         active = {
             slot: value
             for slot, value in found.items()
@@ -129,20 +145,18 @@ class Labelling(BackwardLabels):
         if self.slots.setdefault(path, slots) != slots:
             slots = self.slots[path] = ()
         if path not in self.regions:
-            return None
+            return
         if not slots:
             self.not_regions.add(path)
-            return None
+            return
         self.derived.needed_regions.add(path)
-        found.update({slot: self._view(active[slot], TpSpec("P", active=True, fed=True)) for slot in slots})
-        return tuple(found[index] for index in range(len(args))), {name: found[name] for name in kwargs}
+        for slot in slots:
+            self._set(active[slot], TpSpec("P", active=True, fed=True))
 
-    def _take_parts(self, path: str, args: Any, kwargs: Any) -> Any:
+    def _take_parts(self, call: Call) -> None:
         """Constants that the module is handed: some are cut, which of the others should be is to be seen."""
-        found = dict([*enumerate(args), *kwargs.items()])
-        taken = {}
-        for slot, value in found.items():
-            argument = ArgRef(path, slot)
+        for slot, value in _arguments(call).items():
+            argument = ArgRef(call.path, slot)
             part = self.parts.known.get(argument)
             constant = isinstance(value, torch.Tensor) and self._is_constant(value)
             if part is None:
@@ -151,40 +165,32 @@ class Labelling(BackwardLabels):
             elif not constant:  # in another call it was one
                 self.derived.gather |= part.columns
             elif part.columns.isdisjoint(self.gather):
-                taken[slot] = self._view(value, TpSpec("T", part.columns, along=part.along(value)))
+                self._set(value, TpSpec("T", part.columns, along=part.along(value)))
                 self.derived.parts[argument] = part
-        if not taken:
-            return None
-        found |= taken
-        return tuple(found[index] for index in range(len(args))), {name: found[name] for name in kwargs}
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the same on all TP ranks, and carries no gradient."""
         label = self.label(tensor)
         return label.region == "R" and not label.active and not label.params
 
-    def _leave_region(self, output: Any) -> Any:
+    def _leave_region(self, call: Call) -> dict[int, TpSpec]:
         """Whole tensors leave a region as ``_outside`` says."""
-        path = self.stack[-1][0]
-        if not self.slots.get(path):
-            return output
-        leaves, structure = torch.utils._pytree.tree_flatten(output)
-        for index, leaf in enumerate(leaves):
+        leaving: dict[int, TpSpec] = {}
+        if not self.slots.get(call.path):
+            return leaving
+        for index, leaf in enumerate(torch.utils._pytree.tree_leaves(call.output)):
             if isinstance(leaf, torch.Tensor) and self._is_inside(leaf):
-                label = self._outside(leaf)
-                self.derived.exits[path][index] = label.along
-                leaves[index] = self._view(leaf, label)
-        return torch.utils._pytree.tree_unflatten(leaves, structure)
+                leaving[id(leaf)] = self._outside(leaf)
+                self.derived.exits[call.path][index] = leaving[id(leaf)].along
+        return leaving
 
-    def _leave_layers(self, output: Any) -> Any:
+    def _leave_layers(self, call: Call) -> dict[int, TpSpec]:
         """What HF's hooks recorded inside of regions is whole once the module around the layers returns it."""
-        leaves, _ = torch.utils._pytree.tree_flatten_with_path(output)
-        inside = [path for path, leaf in leaves if isinstance(leaf, torch.Tensor) and self._is_inside(leaf)]
-        if not inside:
-            return output
-        around, whole = self.stack[-1][0], TpSpec(active=True, fed=True)
-        self.derived.recorded[around] = tuple(inside)
-        return change_leaves(around, output, dict.fromkeys(inside, lambda leaf: self._view(leaf, whole)))
+        leaves, _ = torch.utils._pytree.tree_flatten_with_path(call.output)
+        inside = {path: leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor) and self._is_inside(leaf)}
+        if inside:
+            self.derived.recorded[call.path] = tuple(inside)
+        return {id(leaf): TpSpec(active=True, fed=True) for leaf in inside.values()}
 
     def _is_inside(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is whole, of a region, and carries a gradient."""
@@ -211,8 +217,8 @@ class Labelling(BackwardLabels):
         along = self._along_sequence(inside) if self.sequence_parallel else None
         return TpSpec("R" if along is None else "S", active=True, fed=True, along=along)
 
-    def _enter_cut(self, path: str, args: Any, kwargs: Any) -> None:
-        source = tensors_in((args, kwargs))[0]
+    def _enter_cut(self, call: Call) -> None:
+        path, source = call.path, tensors_in((call.args, call.kwargs))[0]
         label = self.label(source)
         cut = self.cuts[path]
         if cut == "column":
@@ -222,8 +228,8 @@ class Labelling(BackwardLabels):
             else:
                 if label.region == "R" and self.sequence_parallel and self._in_layers(path):
                     self.derived.whole_inputs.add(path)
-                self.column_calls.append(ColumnCall(path, source, list(self.stack)))
-            self.kept.append(source)
+                around = [(one.path, self._origins_of_arguments(one)) for one in self.stack]
+                self.column_calls.append(ColumnCall(path, self.origin(source), around))
         elif cut == "row" and label.region != "T":
             self.derived.gather |= label.columns
             self.derived.scatter.add(path)
@@ -238,11 +244,17 @@ class Labelling(BackwardLabels):
             # it takes a contiguous part of the last dimension, and nothing else
             self.derived.gather |= label.columns
 
+    def _origins_of_arguments(self, call: Call) -> dict[int | str, int]:
+        tensors = {key: value for key, value in _arguments(call).items() if isinstance(value, torch.Tensor)}
+        return {key: self.origin(tensor) for key, tensor in tensors.items()}
+
     def _cut_output(self, path: str, last: int, source: torch.Tensor) -> TpSpec:
         cut = self.cuts[path]
         split = self.sequence_parallel and self._in_layers(path)
         if cut == "column" and path not in self.gather:
-            along = ShardDim(last, components=self.components.get(path, ()), heads=self.heads.get(path, ()))
+            along = ShardDim(
+                last, components=self.assume.components.get(path, ()), heads=self.assume.heads.get(path, ())
+            )
             if along.heads == (1,):
                 return TpSpec("P", frozenset([path]), active=True, fed=True)
             return TpSpec("T", frozenset([path]), active=True, fed=True, along=along)
@@ -255,7 +267,7 @@ class Labelling(BackwardLabels):
                     "pair it with a row-parallel linear, or switch sequence parallelism off",
                 )
             return TpSpec("P", active=True, fed=True)
-        if path in self.rows_inside:
+        if path in self.assume.rows_inside:
             return TpSpec("P", active=True, fed=True)
         if cut == "features":
             return TpSpec("T", frozenset([path]), active=True, fed=True, along=ShardDim(last))
@@ -265,9 +277,10 @@ class Labelling(BackwardLabels):
         place = ShardDim(1) if last > 1 else ShardDim(0, outer=self.tokens[0])
         return TpSpec("S" if split else "R", rows=rows, active=True, fed=True, along=place if split else None)
 
-    def attend(self, real: Any, module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def enter_attention(self, call: AttentionCall) -> None:
         """Attention is heads apart: it takes q, k and v [b, heads, s, d] that are cut along their heads."""
-        operands = tensors_in((query, args, kwargs))
+        operands = tensors_in((call.query, call.args, call.kwargs))
+        self.derived.attention[self._path()] = call.query.shape[1], self.label(call.query).region == "T"
         self._meet(operands)
         label = self._join([self.label(tensor) for tensor in operands])
         if label.region == "T":
@@ -277,14 +290,34 @@ class Labelling(BackwardLabels):
             whole = [t for t in operands if self.label(t).region != "T" and id(t) not in self.alike]
             # Sinks, biases. The function takes those of its heads of a parameter.
             of_heads = [t for t in whole if t.dim() == 1 or (t.dim() == 4 and t.shape[1] > 1)]
-            of_heads = [t for t in of_heads if t is not kwargs.get("s_aux") or not self.label(t).params]
+            of_heads = [t for t in of_heads if t is not call.kwargs.get("s_aux") or not self.label(t).params]
             met = [(t, ShardDim(1 if t.dim() == 4 else 0)) for t in of_heads]
             by_heads = all(along == ShardDim(1) for along in cut)
             if not by_heads or (met and not self.parts.want(met, label.columns, self._around())):
                 self.derived.gather |= label.columns
         if label.region == "S":
             self._need_sequence()
-        with self._silently():
-            output = real(module, query, *args, **kwargs)
-        self._set(output[0], replace(label, along=ShardDim(2) if label.region == "T" else None))
-        return output
+        self.attending.append(label)
+        self.silent += 1
+
+    def leave_attention(self, call: AttentionCall) -> None:
+        """See ``TapeReader``."""
+        self.silent -= 1
+        label = self.attending.pop()
+        self._set(call.output[0], replace(label, along=ShardDim(2) if label.region == "T" else None))
+
+    def enter_loss(self, call: LossCall) -> None:
+        """See ``TapeReader``."""
+        if not self.loss_takes_shards:
+            self.derived.gather |= self.label(call.logits).columns
+        self.silent += 1
+
+    def leave_loss(self, call: LossCall) -> None:
+        """A forward may add to it what it makes of parameters."""
+        self.silent -= 1
+        self._set(call.output, TpSpec(active=True, fed=True))
+
+
+def _arguments(call: Call) -> dict[int | str, Any]:
+    """By position, or by name."""
+    return dict([*enumerate(call.args), *call.kwargs.items()])

@@ -7,6 +7,7 @@ the same on all TP ranks but inside of a TP region, where each rank has a part o
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -14,10 +15,12 @@ from megasched.analysis.parts import ArgRef, ArgSlice
 from megasched.analysis.places import OutputRef
 from megasched.analysis.recorded import LeafPath
 from megasched.errors import Problem
+from megasched.language.roles import Cut
 from megasched.language.tensor_types import ShardDim
 
 if TYPE_CHECKING:
     from megasched.analysis.module_calls import ModuleCall
+    from megasched.analysis.structure import LayerStack
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,37 @@ class TpSpec:
     active: bool = False
     fed: bool = False
     along: ShardDim | None = None
+
+
+@dataclass(frozen=True)
+class TpAssumptions:
+    """What a propagation starts from.
+
+    Attributes:
+        cuts: path -> how the linear or embedding there is cut.
+        structure: where the layers are; None where that is not known.
+        sequence_parallel: the hidden state is split along the sequence inside of the layers.
+        gather: column linears whose output is gathered.
+        forked_by_user: modules with a ``fork_rng`` record.
+        components: path of a column linear -> sizes of the projections packed into its output.
+        heads: path of a column linear that ranks have the same heads of -> see ``ShardDim``.
+        regions: modules that must be TP regions as a whole.
+        not_regions: modules that can't be.
+        rows_inside: row linears whose output stays inside of a region.
+        parts: arguments of modules that are constants, and of which each rank takes its part.
+    """
+
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    structure: LayerStack | None = None
+    sequence_parallel: bool = False
+    gather: frozenset[str] = frozenset()
+    forked_by_user: frozenset[str] = frozenset()
+    components: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    heads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    regions: frozenset[str] = frozenset()
+    not_regions: frozenset[str] = frozenset()
+    rows_inside: frozenset[str] = frozenset()
+    parts: Mapping[ArgRef, ArgSlice] = field(default_factory=dict)
 
 
 class Region(NamedTuple):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from megasched.analysis.labelling import Labelling
 from megasched.analysis.labels import TpSpec
-from megasched.analysis.meta_call import tensors_in
 from megasched.analysis.sequence_trial import COUNTING, goes_by_numbers, numbers_given, numbers_in
 from megasched.analysis.sites import Site
+from megasched.analysis.tape import Call, Operation
+from megasched.analysis.trees import snapshot
 from megasched.language.tensor_types import ShardDim
 
 # They say nothing of shapes, and are not always there: a reshape copies where it can give no view, which may be
@@ -92,7 +91,7 @@ class ModuleCall:
         """As one of ``tp`` ranks is handed them; ``made``: shapes of what a rank made itself (``one_value``)."""
         local = lambda leaf: leaf.on_rank(tp, made)  # noqa: E731
         given = torch.utils._pytree.tree_map_only(Argument, local, (self.args, self.kwargs))
-        return as_it_is(given)
+        return snapshot(given)
 
     def kind(self, made: Mapping[int, tuple[int, ...]]) -> tuple[Any, ...]:
         """Equal for calls of modules alike that do the same on a rank."""
@@ -103,14 +102,13 @@ class ModuleCall:
 
 @dataclass
 class _Open:
-    """A call that has not ended: its arguments, and what it has done so far, as ``ModuleCall`` has it.
+    """A call that has not ended: what it has done so far, as ``ModuleCall`` has it.
 
     Attributes:
         long: ids of tensors that it made of nothing, as long as a sequence.
         meets_long: it did something with one of these and with activations.
     """
 
-    arguments: tuple[Any, Any]
     long: set[int] = field(default_factory=set)
     meets_long: bool = False
     columns: set[str] = field(default_factory=set)
@@ -120,42 +118,42 @@ class _Open:
 
 
 class RecordedCalls(Labelling):
-    """A labelled run that keeps, of each module whose own code works on shards, the first call."""
+    """Keeps, of each module whose own code works on shards, the first call."""
 
-    def __init__(self, *known: Any, **more: Any) -> None:
+    def __init__(self, *given: Any, **more: Any) -> None:
         self.open: list[_Open] = []  # labels are set from the beginning
         # Path of a module that makes something as long as the sequence -> columns that its own code works on, and
         # the module that would be a region.
         self.reading_lengths: dict[str, tuple[frozenset[str], str | None]] = {}
-        super().__init__(*known, **more)
+        super().__init__(*given, **more)
         self.apart = frozenset(self.structure.layer_paths() if self.structure else ())
 
-    def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # What it takes a part of is its own affair, so that it is open by then.
-        self.open.append(_Open((args, kwargs)))
-        changed = super().before(path, module, args, kwargs)
-        self.open[-1].arguments = as_it_is(changed if changed is not None else (args, kwargs))
-        return changed
+    def enter(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        self.open.append(_Open())  # what it takes a part of is its own affair
+        super().enter(call)
 
-    def after(self, path: str, module: nn.Module, output: Any) -> Any:
-        call = self.open.pop()
-        if call.meets_long and call.columns:
-            self.reading_lengths[path] = frozenset(call.columns), self._around()
-        if call.columns and path not in self.derived.calls:
+    def leave(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        done = self.open.pop()
+        path = call.path
+        if done.meets_long and done.columns:
+            self.reading_lengths[path] = frozenset(done.columns), self._around()
+        if done.columns and path not in self.derived.calls:
             placed = lambda tensor: Argument(tensor, self._placed(tensor))  # noqa: E731
-            args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, placed, call.arguments)
-            done = (
-                tuple(call.results),
-                tuple(call.numbers),
-                frozenset(call.columns),
-                call.layers,
-                tuple(self.answers.items()),
+            args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, placed, (call.args, call.kwargs))
+            self.derived.calls[path] = ModuleCall(
+                args,
+                kwargs,
+                tuple(done.results),
+                tuple(done.numbers),
+                frozenset(done.columns),
+                done.layers,
+                tuple(self.tape.answers.items()),
             )
-            self.derived.calls[path] = ModuleCall(args, kwargs, *done)
-        changed = super().after(path, module, output)
+        super().leave(call)
         if self.open:
-            self._within(self.open[-1], path, call, output if changed is None else changed)
-        return changed
+            self._within(self.open[-1], path, done, call.returned)
 
     def _within(self, around: _Open, path: str, call: _Open, output: Any) -> None:
         """What a call did is a part of what the call around it does, but for a layer's: that runs by itself."""
@@ -172,14 +170,15 @@ class RecordedCalls(Labelling):
         if label.region == "T" and self.open:
             self.open[-1].columns |= label.columns
 
-    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = super().carry_out(func, args, kwargs)
-        if self.open and not self.silent:
-            self._follow_long(self.open[-1], tensors_in((args, kwargs)), tensors_in(output))
-        if self.open and not self.silent and func not in SAME:
-            self.open[-1].results += [self._placed(tensor) for tensor in tensors_in(output)]
-            self.open[-1].numbers += numbers_of(func, args, kwargs)
-        return output
+    def operation(self, operation: Operation) -> None:
+        """See ``TapeReader``."""
+        super().operation(operation)
+        if not self.open or self.silent:
+            return
+        self._follow_long(self.open[-1], operation.operands, operation.outputs)
+        if operation.func not in SAME:
+            self.open[-1].results += [self._placed(tensor) for tensor in operation.outputs]
+            self.open[-1].numbers += numbers_of(operation.func, operation.args, operation.kwargs)
 
     def _follow_long(self, call: _Open, operands: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         made = {id(tensor) for tensor in operands} & call.long
@@ -204,7 +203,7 @@ class RecordedCalls(Labelling):
                 )
 
     def numbers_given(self, values: Any) -> None:
-        """See ``DefaultScalars``."""
+        """See ``TapeReader``."""
         if self.open and not self.silent and (numbers := numbers_given(values)):
             self.open[-1].numbers.append(tuple(numbers))
 
@@ -237,29 +236,3 @@ def numbers_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) 
     """The plain numbers of an operation that goes by them: they may have been read off a size."""
     counts = func.__name__.partition(".")[0] in COUNTING
     return [tuple(numbers_in(args, kwargs))] if counts or goes_by_numbers(func) else []
-
-
-def as_it_is(value: Any) -> Any:
-    """The same, with copies of the objects in it that a forward may change: a cache of keys and values is one."""
-    if type(value) in (tuple, list):
-        return type(value)(as_it_is(item) for item in value)
-    if type(value) is dict:
-        return {key: as_it_is(item) for key, item in value.items()}
-    if type(value) in _PLAIN or isinstance(value, _SHARED):
-        return value
-    copied = lambda leaf: leaf if isinstance(leaf, _SHARED) else _copy(leaf)  # noqa: E731
-    return torch.utils._pytree.tree_map(copied, value)
-
-
-def _copy(value: Any) -> Any:
-    with _SharedTensors():
-        return copy.deepcopy(value)
-
-
-class _SharedTensors(TorchFunctionMode):
-    """In which a deep copy has the tensors of the original: one with a gradient can't be copied."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return args[0] if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))

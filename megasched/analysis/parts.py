@@ -61,6 +61,11 @@ class SlicedArgs:
         found = [ArgSlice(dim, count) for dim, size in enumerate(tensor.shape) for count in _counts(size)]
         self._ways[id(tensor)] = {(argument, part): part.along(tensor) for part in found}
 
+    def pass_on(self, source: torch.Tensor, alias: torch.Tensor) -> None:
+        """What could be taken of a tensor could be taken of its alias."""
+        if id(source) in self._ways:
+            self._ways[id(alias)] = dict(self._ways[id(source)])
+
     def follow(
         self,
         func: Any,

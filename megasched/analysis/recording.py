@@ -147,17 +147,3 @@ def loss_given(model: Any, *, calls_loss: bool) -> Iterator[None]:
     looked at."""
     with loss_function_of(model, sum_of_logits) if calls_loss else nullcontext():
         yield
-
-
-def in_autograd(model: nn.Module, layer: str) -> bool:
-    """Whether gradients of a layer are autograd's, and not those of a function that the model brings."""
-    seen = []
-
-    def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if path == layer:
-            seen.append(torch.is_grad_enabled())
-            raise Enough
-
-    with suppress(Enough), call_hooks(model, before):
-        run_on_meta(model, inputs_of(model, *SIZES[0]), autograd=True)
-    return seen == [True]

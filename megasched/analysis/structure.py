@@ -16,18 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.crossing import FlowRun
+from megasched.analysis.crossing import StageFlow
 from megasched.analysis.loss_trial import OwnLabels
 from megasched.analysis.meta_call import meta_copy, tensors_in, token_inputs
 from megasched.analysis.noted import NotedLines
 from megasched.analysis.own_loss import OwnLoss, own_loss
 from megasched.analysis.places import OutputRef, StageInput
 from megasched.analysis.recorded import find_recorded
+from megasched.analysis.recorder import boundaries_of, record_tape
 from megasched.analysis.recording import (
     ModuleCallRecord,
-    in_autograd,
     inputs_of,
-    loss_given,
     record,
     record_with_loss,
     trial_of,
@@ -35,6 +34,7 @@ from megasched.analysis.recording import (
 from megasched.analysis.shape import SIZES, FollowsNeither, Shape, shape_of
 from megasched.analysis.sites import Site
 from megasched.analysis.slot import HiddenStateArg
+from megasched.analysis.tape import Tape
 from megasched.collector import collector_paused
 from megasched.definition.build import cast_as_loaded
 from megasched.definition.objectives import CAUSAL_LM, objective_of
@@ -170,10 +170,8 @@ class LayerStack:
         """
         probe = meta_copy(model)
         cast_as_loaded(probe, dtype)
-        layers = [self.layer_path(index) for index in self.called or range(self.count)]
-        run = FlowRun(probe, layers, {*self.before, *self.between, *self.after}, self.slot, self.recorded)
-        _follow(run, probe, batch, length, self)
-        return {found.places[0]: found.tensor for found in run.sides()}
+        flow = _stage_flow(record_definition(probe, self, batch, length), self)
+        return {found.places[0]: found.tensor for found in flow.sides()}
 
     def holds_layers(self, path: str) -> bool:
         """Whether the module at ``path`` is around the layers."""
@@ -186,12 +184,34 @@ class LayerStack:
         return int(path[len(self.layers) + 1 :].partition(".")[0])
 
 
-def _follow(run: FlowRun, model: nn.Module, batch: int, length: int, structure: LayerStack) -> None:
+def record_definition(
+    probe: nn.Module,
+    structure: LayerStack,
+    batch: int = SIZES[0][0],
+    length: int = SIZES[0][1],
+    answers: Mapping[Site, int] | None = None,
+) -> Tape:
+    """The tape of a trial batch of a definition whose layers are known.
+
+    Args:
+        probe: a ``meta_copy`` of it.
+        answers: to questions about values.
+
+    Raises:
+        ScheduleError: it does not run on meta.
+    """
+    inputs = structure.inputs_for(probe, batch, length)
+    own_loss = not structure.calls_loss
+    return record_tape(probe, inputs, boundaries_of(probe, structure), answers=answers, own_loss=own_loss)
+
+
+def _stage_flow(tape: Tape, structure: LayerStack) -> StageFlow:
     """Only a causal language model's later stages lack its inputs; other batches are read on every stage. What a
     forward adds to the result of ``loss_function`` may read what layers left, so it is looked at, too."""
-    first_stage_only = "input_ids" if objective_of(model) is CAUSAL_LM else None
-    with loss_given(model, calls_loss=structure.calls_loss):
-        run.run(structure.inputs_for(model, batch, length), first_stage_only)
+    layers = [structure.layer_path(index) for index in structure.called or range(structure.count)]
+    outside = {*structure.before, *structure.between, *structure.after}
+    first_stage_only = "input_ids" if objective_of(tape.model) is CAUSAL_LM else None
+    return StageFlow(tape, layers, outside, structure.slot, structure.recorded, first_stage_only)
 
 
 @collector_paused()
@@ -223,14 +243,15 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
     found.recorded = find_recorded(
         probe, ((call.path, call.output) for call in calls), inside.__contains__, found.holds_layers
     )
-    run = FlowRun(probe, [call.path for call in of_layers], outside, found.slot, found.recorded)
-    _follow(run, probe, *SIZES[0], found)
+    tape = record_definition(probe, found, *SIZES[0])
+    first_stage_only = "input_ids" if objective_of(probe) is CAUSAL_LM else None
+    run = StageFlow(tape, [call.path for call in of_layers], outside, found.slot, found.recorded, first_stage_only)
     found.uncuttable, found.by_chance, found.asked = run.refused, run.by_chance, frozenset(run.asked)
     if repeated:
         more = len(set(called)) < len(called)
         found.uncuttable = "they are called more than once" if more else "they are called out of their order"
         found.calls = {path: times for path, times in Counter(call.path for call in calls).items() if times > 1}
-    elif not in_autograd(probe, of_layers[0].path):
+    elif not next(call.autograd for call in tape.calls() if call.path == of_layers[0].path):
         found.uncuttable = "the model computes their gradients by a function of its own"
     found.uncuttable = found.uncuttable or _handing_containers(found.slot, of_layers)
     found.bare, found.changed_buffers = tuple(run.bare), tuple(sorted(run.changed_buffers))
@@ -264,12 +285,8 @@ def flow_of(
         answers: to questions about values.
         length: of the sequence; that of a trial by default.
     """
-    probe = meta_copy(model)
-    layers = [structure.layer_path(index) for index in structure.called or range(structure.count)]
-    outside = {*structure.before, *structure.between, *structure.after}
-    run = FlowRun(probe, layers, outside, structure.slot, structure.recorded, answers)
     batch, usual = SIZES[0]
-    _follow(run, probe, batch, length or usual, structure)
+    run = _stage_flow(record_definition(meta_copy(model), structure, batch, length or usual, answers), structure)
     sides = [StageInput(of.made, of.read, tuple(of.places)) for of in run.sides()]
     return run.ran, sides, run.bare, run.changed_buffers, run.refused
 

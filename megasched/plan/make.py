@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megasched.analysis.known_runs import KnownRuns
+from megasched.analysis.labels import TpAssumptions
 from megasched.analysis.replay import Rank
 from megasched.analysis.stock import is_theirs
 from megasched.analysis.structure import LayerStack, find_layer_stack
@@ -220,22 +221,21 @@ def _propagate(
     if own_loss and plan.structure is not None:  # what its code makes the loss of is whole
         gather |= {path for path in plan.structure.after if plan.cuts.get(path) == "column"}
     while True:
-        asked: dict[str, Any] = {
-            "cuts": dict(plan.cuts),
-            "structure": plan.structure,
-            "sequence_parallel": plan.layout.sp and causal_lm,
-            "loss_takes_shards": causal_lm and not own_loss,
-            "forked_by_user": forked,
-            "gathered_by_user": gather,
-            "components": {path: _components(plan, path) for path in plan.cuts},
-            "heads": {path: heads.of_components for path, heads in plan.replicated_heads.items()},
-        }
-        plan.derived = runs.propagate(model, inputs, asked)
+        assume = TpAssumptions(
+            dict(plan.cuts),
+            plan.structure,
+            sequence_parallel=plan.layout.sp and causal_lm,
+            gather=gather,
+            forked_by_user=forked,
+            components={path: _components(plan, path) for path in plan.cuts},
+            heads={path: heads.of_components for path, heads in plan.replicated_heads.items()},
+        )
+        plan.derived = runs.propagate(model, inputs, assume, loss_takes_shards=causal_lm and not own_loss)
         elsewhere = plan.derived.read_elsewhere
         if read := {path: elsewhere[path] for path in sorted(elsewhere.keys() & plan.cuts.keys())}:
             leave_whole(plan, {path: _why_whole(reader) for path, reader in read.items()})
             continue
-        unproven = _unproven_sizes(plan, runs, asked, roles) - plan.derived.gather
+        unproven = _unproven_sizes(plan, runs, assume, roles) - plan.derived.gather
         if not unproven:
             read = runs.sizes_read(model, inputs, _sizes_on_a_rank(plan))
             if not read:
@@ -269,13 +269,13 @@ def _experts_read_elsewhere(plan: Plan) -> list[Problem]:
     return [Problem(_why_whole(read[path]), path, remedy=remedy) for path in sorted(plan.experts & read.keys())]
 
 
-def _unproven_sizes(plan: Plan, runs: KnownRuns, asked: Mapping[str, Any], roles: Roles) -> set[str]:
+def _unproven_sizes(plan: Plan, runs: KnownRuns, assume: TpAssumptions, roles: Roles) -> set[str]:
     """Columns that stay cut, and of whose sizes the code that follows may make something else on a rank."""
     settled = plan.derived.gather | plan.derived.scatter
     cuts = {path: cut for path, cut in plan.cuts.items() if path not in settled}
     if plan.layout.tp == 1:  # all sizes are the definition's own, but for a vocabulary that is padded
         cuts = {path: cut for path, cut in cuts.items() if cut == "column" and _is_padded(plan, path)}
-    rank = Rank(max(2, plan.layout.tp), cuts, asked["components"], asked["heads"])
+    rank = Rank(max(2, plan.layout.tp), cuts, assume.components, assume.heads)
     sharded = sharded_attention(plan)
     counts = {path: names for path, names in roles.local_attributes.items() if sharded(path)}
     return runs.unproven_sizes(plan.derived, rank, plan.cuts, counts)

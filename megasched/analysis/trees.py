@@ -1,0 +1,39 @@
+"""What modules are handed and return, as it was at one moment."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
+_SHARED = (torch.Tensor, nn.Module)
+
+
+def snapshot(value: Any) -> Any:
+    """The same tensors, in copies of the objects that a forward may change: a cache of keys and values is one."""
+    if type(value) in (tuple, list):
+        return type(value)(snapshot(item) for item in value)
+    if type(value) is dict:
+        return {key: snapshot(item) for key, item in value.items()}
+    if type(value) in _PLAIN or isinstance(value, _SHARED):
+        return value
+    copied = lambda leaf: leaf if isinstance(leaf, _SHARED) else _copy(leaf)  # noqa: E731
+    return torch.utils._pytree.tree_map(copied, value)
+
+
+def _copy(value: Any) -> Any:
+    with _SharedTensors():
+        return copy.deepcopy(value)
+
+
+class _SharedTensors(TorchFunctionMode):
+    """In which a deep copy has the tensors of the original: one with a gradient can't be copied."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
