@@ -35,17 +35,15 @@ type Function = type[torch.autograd.Function] | LibraryOperator
 @contextmanager
 def watched_backward(
     called: Callable[[Function, tuple[Any, ...], Any], None],
-    hooked: Callable[[torch.Tensor], None],
+    hooked: Callable[[torch.Tensor, Any], None],
     packing: Callable[[int], None],
-    hook_of: Callable[[torch.Tensor, Any], None] = lambda tensor, hook: None,
 ) -> Iterator[None]:
     """Tells of what a definition does to gradients.
 
     Args:
         called: ``called(function, args, output)`` after the forward of an ``autograd.Function`` of its own;
             ``args`` are those of ``apply``.
-        hooked: a tensor that gets a hook on its gradient.
-        hook_of: the same, with the hook.
+        hooked: a tensor that gets a hook on its gradient, and the hook.
         packing: 1 where code enters ``torch.autograd.graph.saved_tensors_hooks`` of its own, -1 where it leaves.
     """
     # Of each class, also of one that has its forward from another: its backward may be its own.
@@ -62,7 +60,7 @@ def watched_backward(
     torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
     hooks = {name: getattr(torch.Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook")}
     for name, register in hooks.items():
-        setattr(torch.Tensor, name, _watched_hook(register, hooked, hook_of))
+        setattr(torch.Tensor, name, _watched_hook(register, hooked))
     saved = torch.autograd.graph.saved_tensors_hooks
     ends = {name: getattr(saved, name) for name in ("__enter__", "__exit__")}
     for name, end in ends.items():
@@ -131,12 +129,9 @@ def _watched_packing(end: Callable[..., Any], packing: Callable[[int], None], ch
     return watched
 
 
-def _watched_hook(
-    register: Callable[..., Any], hooked: Callable[[torch.Tensor], None], hook_of: Callable[..., None]
-) -> Callable[..., Any]:
+def _watched_hook(register: Callable[..., Any], hooked: Callable[[torch.Tensor, Any], None]) -> Callable[..., Any]:
     def watched(tensor: torch.Tensor, hook: Any) -> Any:
-        hooked(tensor)
-        hook_of(tensor, hook)
+        hooked(tensor, hook)
         return register(tensor, hook)
 
     return watched

@@ -1,4 +1,4 @@
-"""FLOPs of a definition, counted as it runs on meta: what its own code computes, whatever the architecture.
+"""FLOPs of a definition, counted on a tape: what its own code computes, whatever the architecture.
 
 Counted are matrix products and convolutions, by the formulas of ``torch.utils.flop_counter``, 2 for each
 multiplication with its addition. Attention through HF's registry counts the keys that each query attends to, and
@@ -9,21 +9,17 @@ calls one by one count one token each, as which ones are called is a matter of v
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
 
 from megasched.analysis.attention_flops import attended, attention_flops
-from megasched.analysis.meta_call import ScalarAnswers, call_hooks, run_on_meta, tensors_in
-from megasched.definition import attention_interface
+from megasched.analysis.meta_call import tensors_in
+from megasched.analysis.tape import AttentionCall, Call, LossCall, Operation, Tape, TapeReader
 from megasched.definition.experts import has_form
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from torch import nn
 
 
 @dataclass
@@ -45,63 +41,55 @@ class ForwardFlops:
         return self.before + sum(self.layers) + self.after
 
 
-def forward_flops(
-    probe: nn.Module, inputs: Mapping[str, torch.Tensor], layers: Sequence[str] = ()
-) -> ForwardFlops:
+def forward_flops(tape: Tape, layers: Sequence[str] = ()) -> ForwardFlops:
     """Counts one forward.
 
     Args:
-        probe: a ``meta_copy`` of a definition.
-        inputs: arguments of its forward, on meta.
+        tape: of a definition; the length of its sequences counts.
         layers: paths of the layers.
     """
-    run = _FlopRun(layers)
-    with attention_interface.use_attention(run.attend), call_hooks(probe, run.before, run.after, run.looks_at):
-        run_on_meta(probe, inputs, run)
-    run.flops.after = run.outside
-    return run.flops
+    reader = _FlopCount({path for path, module in tape.model.named_modules() if has_form(module)}, layers)
+    tape.read(reader)
+    reader.flops.after = reader.outside
+    return reader.flops
 
 
-class _FlopRun(ScalarAnswers):
-    def __init__(self, layers: Sequence[str]) -> None:
-        super().__init__()
+class _FlopCount(TapeReader):
+    def __init__(self, experts: set[str], layers: Sequence[str]) -> None:
+        self.experts = experts
         self.flops = ForwardFlops(layers=[0.0] * len(layers))
         self.numbers = {path: number for number, path in enumerate(layers)}
-        self.silent = 0
+        self.counted = 0  # calls that have been counted as a whole, and have not ended
         self.running: int | None = None  # the layer
         self.outside = 0.0  # since the last layer, or the begin
         self.begun = False  # any layer
 
-    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from torch.utils.flop_counter import flop_registry
-
-        output = super().carry_out(func, args, kwargs)
-        formula = flop_registry.get(getattr(func, "overloadpacket", None))
-        if formula is not None and not self.silent:
-            self._count(formula(*args, **kwargs, out_val=output))
-        return output
+    def operation(self, operation: Operation) -> None:
+        """See ``TapeReader``."""
+        formula = flop_registry.get(getattr(operation.func, "overloadpacket", None))
+        if formula is not None:
+            self._count(formula(*operation.args, **operation.kwargs, out_val=operation.output))
 
     def _count(self, flops: float) -> None:
+        if self.counted:
+            return
         if self.running is None:
             self.outside += flops
         else:
             self.flops.layers[self.running] += flops
 
-    def looks_at(self, path: str, module: nn.Module) -> bool:
-        """Whether a module's calls matter; of large models nearly none do."""
-        return path in self.numbers or has_form(module)
+    def enter(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        if call.path in self.numbers:
+            self._begin(self.numbers[call.path])
+        if call.path in self.experts:
+            self._count(_of_experts(call.module, tensors_in((call.args, call.kwargs))[1]))
+            self.counted += 1
 
-    def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if path in self.numbers:
-            self._begin(self.numbers[path])
-        if has_form(module):
-            if not self.silent:
-                self._count(_of_experts(module, tensors_in((args, kwargs))[1]))
-            self.silent += 1
-
-    def after(self, path: str, module: nn.Module, output: Any) -> None:
-        self.silent -= has_form(module)
-        if path in self.numbers:
+    def leave(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        self.counted -= call.path in self.experts
+        if call.path in self.numbers:
             self.running = None
 
     def _begin(self, layer: int) -> None:
@@ -112,32 +100,26 @@ class _FlopRun(ScalarAnswers):
             self.flops.before = self.outside
         self.running, self.outside, self.begun = layer, 0.0, True
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *args: Any,
-        is_causal: bool | None = None,
-        sliding_window: int | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Takes q, k, v [b, heads, s, d]; returns [b, s, heads, d]."""
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        batch, heads, queries, width = query.shape
-        pairs = attended(queries, key.shape[2], bool(causal), sliding_window)
-        self._count(attention_flops(batch * heads * pairs, width, value.shape[-1]))
-        with self._silently():
-            return value.new_empty(batch, queries, heads, value.shape[-1]), None
+    def enter_attention(self, call: AttentionCall) -> None:
+        """See ``TapeReader``."""
+        causal = call.kwargs.get("is_causal")
+        causal = getattr(call.module, "is_causal", True) if causal is None else causal
+        batch, heads, queries, width = call.query.shape
+        pairs = attended(queries, call.key.shape[2], bool(causal), call.kwargs.get("sliding_window"))
+        self._count(attention_flops(batch * heads * pairs, width, call.value.shape[-1]))
+        self.counted += 1
 
-    @contextmanager
-    def _silently(self) -> Iterator[None]:
-        self.silent += 1
-        try:
-            yield
-        finally:
-            self.silent -= 1
+    def leave_attention(self, call: AttentionCall) -> None:
+        """See ``TapeReader``."""
+        self.counted -= 1
+
+    def enter_loss(self, call: LossCall) -> None:
+        """What stands in for the loss is none of the definition's."""
+        self.counted += 1
+
+    def leave_loss(self, call: LossCall) -> None:
+        """See ``TapeReader``."""
+        self.counted -= 1
 
 
 def _of_experts(module: nn.Module, chosen: torch.Tensor) -> float:

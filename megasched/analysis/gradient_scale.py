@@ -6,77 +6,63 @@ it is at one rank. What is linear does not mind; a hook that clips or norms a gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
-from megasched.analysis.backward_code import Function, handed_to_hooks, watched_backward
-from megasched.analysis.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in, to_meta
+from megasched.analysis.backward_code import Function, handed_to_hooks
+from megasched.analysis.meta_call import tensors_in
 from megasched.analysis.stock import all_stock
+from megasched.analysis.tape import Call, Tape, TapeReader
 from megasched.definition.instances import close, real_tensors
-from megasched.definition.undisturbed import undisturbed
 from megasched.errors import Problem
 
 _SCALES = (1e-3, 0.5, 30.0)
 _TOLERANCE = 1e-4
 
 
-def why_by_scale(model: nn.Module, inputs: Mapping[str, Any]) -> Problem | None:
-    """What of the code goes by how large a gradient is, or may.
-
-    Args:
-        inputs: arguments of its forward in a trial.
-
-    Raises:
-        ScheduleError: the model does not run on meta.
-    """
-    if all_stock(model):
+def why_by_scale(tape: Tape) -> Problem | None:
+    """What of a definition's code goes by how large a gradient is, or may; None where nothing does."""
+    if all_stock(tape.model):
         return None
-    run = _Run()
-    probe = meta_copy(model)
-    hooks = call_hooks(probe, run.before, run.after)
-    watched = watched_backward(run.custom_function, run.reads, lambda change: None, run.hooked)
-    with undisturbed(probe), hooks, watched:
-        run_on_meta(probe, to_meta(dict(inputs)), run, autograd=True)
-    return run.found
+    trials = _GradientTrials()
+    tape.read(trials)
+    return trials.found
 
 
-class _Run(ScalarAnswers):
-    """A forward whose hooks on gradients, and functions with a backward of their own, are tried.
+class _GradientTrials(TapeReader):
+    """Tries hooks on gradients, and functions with a backward of their own.
 
     Attributes:
         found: the first that goes by how large a gradient is.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.stack: list[str] = [""]
         self.found: Problem | None = None
 
-    def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.stack.append(path)
+    def enter(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        self.stack.append(call.path)
 
-    def after(self, path: str, module: nn.Module, output: Any) -> None:
-        if handed_to_hooks(module, output):
+    def leave(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        if handed_to_hooks(call.module, call.output):
             self._find("its backward hooks are handed gradients")
         self.stack.pop()
 
     def custom_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
-        """See ``ScalarAnswers``."""
+        """See ``TapeReader``."""
         if not _function_scales(function, args):
             self._find(f"the backward of {function.__name__} goes by how large a gradient is")
 
-    def reads(self, tensor: torch.Tensor) -> None:
-        """A hook is registered, of which ``hooked`` is told."""
-
-    def hooked(self, tensor: torch.Tensor, hook: Any) -> None:
+    def hook_registered(self, tensor: torch.Tensor, hook: Any) -> None:
+        """See ``TapeReader``."""
         if not _hook_scales(hook, tensor):
             self._find("a hook on a gradient goes by how large that is")
 
     def grad_fn_read(self, tensor: torch.Tensor) -> None:
-        """See ``ScalarAnswers``."""
+        """See ``TapeReader``."""
         self._find("its code reads grad_fn, where it may register hooks on gradients")
 
     def _find(self, what: str) -> None:

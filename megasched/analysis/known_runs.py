@@ -31,7 +31,16 @@ from megasched.analysis.size_check import columns_of_unproven_sizes
 from megasched.analysis.stand_ins import sizes_read, why_seen
 from megasched.analysis.structure import LayerStack
 from megasched.analysis.tape import Tape
-from megasched.analysis.ways import Gathered, InputsOf, Way, Ways, find_ways, numbers_at, what_goes_by_length
+from megasched.analysis.ways import (
+    TRIAL,
+    Gathered,
+    InputsOf,
+    Way,
+    Ways,
+    find_ways,
+    numbers_at,
+    what_goes_by_length,
+)
 from megasched.collector import collector_paused
 from megasched.definition.build import text_config
 from megasched.definition.objectives import objective_of
@@ -58,7 +67,7 @@ class KnownRuns:
         self._sizes_read: dict[Hashable, set[str]] = {}
         self._numbers: dict[Hashable, list[Numbers]] = {}
         self._derived: dict[Hashable, TpFacts] = {}
-        self._tapes: list[Tape] = []
+        self._tapes: dict[Way, Tape] = {}
         # Ranks -> plans, each with the answers of ``refuse_region`` on which it rests.
         self._sequences: dict[int, list[tuple[dict[str, str], CpFacts]]] = {}
         self._counted: bool | None = None
@@ -80,27 +89,25 @@ class KnownRuns:
         key = loss_takes_shards, *map(_frozen, held)
         if key not in self._derived:
             ways = self.ways(model, inputs, assume.structure)
-            tapes = self._tapes_of(model, inputs, assume.structure, ways)
-            others = list(zip(ways.others, tapes[1:], strict=True))
+            others = [(way, self._tape_of(model, inputs, assume.structure, way)) for way in ways.others]
+            tape = self._tape_of(model, inputs, assume.structure)
             self._derived[key] = propagate(
-                tapes[0], assume, loss_takes_shards=loss_takes_shards, others=others, too_many=ways.too_many
+                tape, assume, loss_takes_shards=loss_takes_shards, others=others, too_many=ways.too_many
             )
         return self._derived[key]
 
-    def _tapes_of(
-        self, model: nn.Module, inputs: Mapping[str, Any], structure: LayerStack | None, ways: Ways
-    ) -> list[Tape]:
-        """Of a trial, and of each other way through the code."""
-        if not self._tapes:
-            self._probe = self._probe or meta_copy(model)
-            boundaries = boundaries_of(self._probe, structure)
+    def _tape_of(
+        self, model: nn.Module, inputs: Mapping[str, Any], structure: LayerStack | None, way: Way = TRIAL
+    ) -> Tape:
+        """Of a trial, or of another way through the code."""
+        if way not in self._tapes:
+            probe = self._probe = self._probe or meta_copy(model)
+            given = to_meta(dict(inputs)) if way.length is None else inputs_of(model, inputs)(way.length)
             own_loss = structure is not None and structure.own_labels is not None
-            made = inputs_of(model, inputs)
-            for way in (Way(), *ways.others):
-                given = to_meta(dict(inputs)) if way.length is None else made(way.length)
-                answers = dict(way.answers)
-                self._tapes.append(record_tape(self._probe, given, boundaries, answers=answers, own_loss=own_loss))
-        return self._tapes
+            self._tapes[way] = record_tape(
+                probe, given, boundaries_of(probe, structure), answers=dict(way.answers), own_loss=own_loss
+            )
+        return self._tapes[way]
 
     def ways(self, model: nn.Module, inputs: Mapping[str, Any], structure: LayerStack | None) -> Ways:
         """As ``find_ways`` does; without its runs where those before have shown that there is one way alone."""
@@ -138,9 +145,12 @@ class KnownRuns:
             self._sizes_read[key] = sizes_read(model, inputs, shapes)
         return self._sizes_read[key]
 
-    def why_by_scale(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[Problem]:
+    @collector_paused()
+    def why_by_scale(
+        self, model: nn.Module, inputs: Mapping[str, Any], structure: LayerStack | None
+    ) -> list[Problem]:
         """As ``gradient_scale.why_by_scale`` does; empty where nothing goes by how large a gradient is."""
-        return self._once("scale", partial(why_by_scale, model, inputs))
+        return self._once("scale", lambda: why_by_scale(self._tape_of(model, inputs, structure)))
 
     def _once(self, key: Hashable, find: Callable[[], Problem | None]) -> list[Problem]:
         if key not in self._problems:
@@ -174,7 +184,7 @@ class KnownRuns:
         key = (layers, *((name, tensor.shape) for name, tensor in inputs.items()))
         if key not in self._flops:
             self._probe = self._probe or meta_copy(model)
-            self._flops[key] = forward_flops(self._probe, inputs, layers)
+            self._flops[key] = forward_flops(record_tape(self._probe, inputs), layers)
         return self._flops[key]
 
     def plan_sequence(

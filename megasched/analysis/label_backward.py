@@ -45,6 +45,10 @@ class BackwardLabels(LabelRun):
         if not self.silent:
             self.hooked(tensor)
 
+    def hook_registered(self, tensor: torch.Tensor, hook: Any) -> None:
+        """See ``TapeReader``."""
+        self.hooked(tensor)
+
     def hooked(self, tensor: torch.Tensor) -> None:
         """A hook sees the gradient of a tensor, which must be whole on each rank then."""
         label = self.label(tensor)

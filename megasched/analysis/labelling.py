@@ -279,7 +279,7 @@ class Labelling(BackwardLabels):
 
     def enter_attention(self, call: AttentionCall) -> None:
         """Attention is heads apart: it takes q, k and v [b, heads, s, d] that are cut along their heads."""
-        operands = tensors_in((call.query, call.args, call.kwargs))
+        operands = tensors_in((call.query, call.key, call.value, call.args, call.kwargs))
         self.derived.attention[self._path()] = call.query.shape[1], self.label(call.query).region == "T"
         self._meet(operands)
         label = self._join([self.label(tensor) for tensor in operands])

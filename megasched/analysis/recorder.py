@@ -20,7 +20,8 @@ from megasched.analysis.meta_call import (
     sum_of_logits,
     tensors_in,
 )
-from megasched.analysis.operators import storage_of
+from megasched.analysis.operators import storage_of, written
+from megasched.analysis.shape_changes import as_they_were
 from megasched.analysis.sites import Site
 from megasched.analysis.tape import Alias, AttentionCall, Call, HeldTensor, LossCall, Operation, Question, Tape
 from megasched.analysis.trees import snapshot
@@ -39,14 +40,14 @@ class Boundaries:
     Attributes:
         layers: paths of the layers.
         below: beginning of the paths of layers, and of all that is in them.
-        last: path of the last layer that runs.
+        last: path of the last layer that runs; None where there is none.
         hidden: where the hidden state stands in what a layer returns.
         around: paths of the modules that hold the layers.
     """
 
     layers: frozenset[str] = frozenset()
     below: str = ""
-    last: str = ""
+    last: str | None = None
     hidden: Any = None
     around: frozenset[str] = frozenset()
 
@@ -93,18 +94,18 @@ def record_tape(
         name: HeldTensor(tensor, storage_of(tensor), tensor._version) for name, tensor in parameters_and_buffers
     }
     buffers = dict(model.named_buffers())
-    recorder = _Recorder(boundaries, answers)
+    recorder = _Recorder(inputs, boundaries, answers)
     with (
         nullcontext() if own_loss else loss_function_of(model, recorder.lose),
         attention_interface.use_attention(recorder.attend),
         call_hooks(model, recorder.before, recorder.after),
-        watched_backward(recorder.custom_function, recorder.hooked, recorder.packs),
+        watched_backward(recorder.custom_function, recorder.hook_registered, recorder.packs),
     ):
         output = run_on_meta(model, inputs, recorder, autograd=True)
     now = dict(model.named_buffers())
     return Tape(
         model,
-        inputs,
+        recorder.inputs,
         output,
         recorder.answers,
         held,
@@ -122,11 +123,13 @@ class _Running:
     Attributes:
         handed: what the forward of each was handed, and may write to.
         outermost: how many were running when the first one below a layer was called.
+        layer: the same of the first layer.
     """
 
     calls: list[Call] = field(default_factory=list)
     handed: list[tuple[Any, Any]] = field(default_factory=list)
     outermost: int | None = None
+    layer: int | None = None
 
     def is_outermost(self) -> bool:
         """Whether the innermost one is the first below a layer."""
@@ -134,8 +137,11 @@ class _Running:
 
 
 class _Recorder(ScalarAnswers):
-    def __init__(self, boundaries: Boundaries, answers: Mapping[Site, int] | None) -> None:
+    def __init__(
+        self, inputs: Mapping[str, Any], boundaries: Boundaries, answers: Mapping[Site, int] | None
+    ) -> None:
         super().__init__(answers=answers)
+        self.inputs = dict(inputs)
         self.boundaries = boundaries
         self.events: list[tuple[str, tuple[Any, ...]]] = []
         self.draws = PythonDraws()
@@ -150,7 +156,14 @@ class _Recorder(ScalarAnswers):
     # operations -------------------------------------------------------------------------------------
 
     def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        changed = [(tensor, _lies(tensor)) for tensor in written(func, args, kwargs)]
         output = super().carry_out(func, args, kwargs)
+        reshaped = [(tensor, lay) for tensor, lay in changed if _lies(tensor) != lay]
+        if reshaped and not self._pausing:
+            with self._paused():
+                before = {id(tensor): tensor.as_strided(*lay) for tensor, lay in reshaped}
+            self.events, self.inputs = as_they_were((self.events, self.inputs), before)
+            args, kwargs = as_they_were((args, kwargs), before)
         if not self._pausing:
             done = Operation(func, args, kwargs, output, tensors_in((args, kwargs)), tensors_in(output))
             self.events.append(("operation", (done,)))
@@ -168,9 +181,9 @@ class _Recorder(ScalarAnswers):
         """See ``ScalarAnswers``."""
         self._happened("grad_fn_read", tensor)
 
-    def hooked(self, tensor: torch.Tensor) -> None:
+    def hook_registered(self, tensor: torch.Tensor, hook: Any) -> None:
         """See ``watched_backward``."""
-        self._happened("hooked", tensor)
+        self._happened("hook_registered", tensor, hook)
 
     def custom_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
         """See ``ScalarAnswers``."""
@@ -183,10 +196,12 @@ class _Recorder(ScalarAnswers):
     # calls ------------------------------------------------------------------------------------------
 
     def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        drew = self.draws.drawn()
+        drew = self._drew()
         given = snapshot((args, kwargs))
         call = Call(path, module, given, *given, (), drew, torch.is_grad_enabled())
         self._running.calls.append(call)
+        if self._running.layer is None and path in self.boundaries.layers:
+            self._running.layer = len(self._running.calls) - 1
         if self._running.outermost is None and self.boundaries.is_below_layer(path):
             self._running.outermost = len(self._running.calls) - 1
         changed = None
@@ -199,7 +214,9 @@ class _Recorder(ScalarAnswers):
 
     def after(self, path: str, module: nn.Module, output: Any) -> Any:
         call = self._running.calls[-1]
-        call.drew_inside = self.draws.drawn()
+        if self._running.layer == len(self._running.calls) - 1:
+            self._running.layer = None
+        call.drew_inside = self._drew()
         handed = self._running.handed.pop()
         if path in self.boundaries.layers:
             call.left = snapshot(handed)
@@ -217,11 +234,23 @@ class _Recorder(ScalarAnswers):
         self._happened("leave", call)
         return None if call.returned is output else call.returned
 
-    def attend(self, module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _drew(self) -> bool:
+        """Whether Python's random numbers were drawn since it was last asked; in layers nobody asks."""
+        return self._running.layer is None and self.draws.drawn()
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Stands in the registry of attention functions."""
-        call = AttentionCall(module, query, args, kwargs)
+        call = AttentionCall(module, query, key, value, args, kwargs)
         self._happened("enter_attention", call)
-        call.output = self.real_attention(module, query, *args, **kwargs)
+        call.output = self.real_attention(module, query, key, value, *args, **kwargs)
         self._happened("leave_attention", call)
         return call.output
 
@@ -271,3 +300,8 @@ class _Recorder(ScalarAnswers):
             yield
         finally:
             self._pausing -= 1
+
+
+def _lies(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    """How a tensor lies in its storage."""
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset())

@@ -123,7 +123,7 @@ class SequenceRun(SequenceFlow):
         hooks = call_hooks(self.model, self.before, self.after)
         masks = context_masks(zigzag, lambda part, along: self._resized(part, along, self.size), self._mask)
         try:
-            backward = watched_backward(self.custom_function, self.hooked, self.packs)
+            backward = watched_backward(self.custom_function, lambda tensor, hook: self.hooked(tensor), self.packs)
             with attention_interface.use_attention(self.attend), hooks, masks, backward, self.open_regions:
                 output = run_on_meta(self.model, inputs, self, autograd=True)
         except ScheduleError as error:  # a mask for all keys, e.g., in attention code of its own

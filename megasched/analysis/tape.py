@@ -55,8 +55,9 @@ class Call:
         left: of a layer, ``args`` and ``kwargs`` when it had ended: it may have written to mappings among them.
         entered: of the tensors in ``given`` those that the forward got as another one.
         exited: of the tensors in ``output`` those that the caller got as another one.
-        drew_before: Python's random numbers, or numpy's, were drawn since the event before it began.
-        drew_inside: the same, of the event before it ended.
+        drew_before: Python's random numbers, or numpy's, were drawn since the module before it began or ended;
+            False inside of a layer, which draws on one stage alone.
+        drew_inside: the same, until it ended.
         autograd: whether it was called where gradients are recorded.
     """
 
@@ -77,10 +78,17 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class AttentionCall:
-    """A call of the attention function that transformers' registry has: q [b, heads, s, d], and all else."""
+    """A call of the attention function that transformers' registry has.
+
+    Attributes:
+        query, key, value: [b, heads, s, d].
+        args, kwargs: what else it got, the mask first.
+    """
 
     module: nn.Module
     query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any = None
@@ -151,7 +159,7 @@ class TapeReader:
     def custom_function(self, function: Function, args: Any, output: Any) -> None:
         """Something with a backward of its own has run: an ``autograd.Function``, or an operator of a library."""
 
-    def hooked(self, tensor: torch.Tensor) -> None:
+    def hook_registered(self, tensor: torch.Tensor, hook: Any) -> None:
         """A tensor got a hook on its gradient."""
 
     def grad_fn_read(self, tensor: torch.Tensor) -> None:

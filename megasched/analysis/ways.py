@@ -58,6 +58,9 @@ class Way:
         return f"the value that {places} asks for" if places else "the length of the sequence"
 
 
+TRIAL = Way()
+
+
 @dataclass(frozen=True)
 class Ways:
     """What was found.

@@ -196,7 +196,7 @@ def _derive(
         if inputs is not None and several:
             problems += runs.why_not_alike(model, inputs)
         if inputs is not None and max(plan.layout.data_parallel_size, plan.layout.cp) > 1:
-            problems += runs.why_by_scale(model, inputs)
+            problems += runs.why_by_scale(model, inputs, plan.structure)
     except ScheduleError as error:
         return _with_sources(plan, error.problems)
     _mark_partial(plan, like)

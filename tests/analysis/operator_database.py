@@ -18,11 +18,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from megasched.analysis.dims import NeedsWhole
 from megasched.analysis.label_run import LabelRun
-from megasched.analysis.labels import TpSpec
-from megasched.analysis.meta_call import run_on_meta, tensors_in
+from megasched.analysis.labels import TpAssumptions, TpSpec
 from megasched.analysis.operators import draws
+from megasched.analysis.recorder import record_tape
 from megasched.analysis.sequence_dims import follow_sequence
+from megasched.analysis.tape import Operation, Tape, TapeReader
+from megasched.errors import ScheduleError
 from megasched.language.tensor_types import ON_ALL_RANKS, ShardDim
 
 # Sizes that are handed to these are numbers in a definition's code, which may be read off a rank's part or may not
@@ -129,61 +132,67 @@ class _Sequence(nn.Module):
 
     def __init__(self, call: Callable[[], Any]) -> None:
         super().__init__()
-        self.forward = call
+        self.forward = lambda **tensors: call()
 
 
 def features_answer(sample: Sample) -> list[Any] | None:
     """How each result is cut, by a labelled run; None where the whole is needed, or the run refused."""
-    run = LabelRun(nn.Module(), {}, None, False, frozenset(), frozenset(), {})
     values = _on_meta(sample)
-    for index, along in sample.cuts.items():
-        run._set(values[index], TpSpec("T", frozenset(["column"]), active=True, fed=True, along=along))
-    outputs = _in_analysis(sample, values, run)
-    if outputs is None or run.derived.gather or run.derived.problems:
+    if (tape := _tape_of(sample, values)) is None:
         return None
-    labels = [run.label(output) if isinstance(output, torch.Tensor) else TpSpec() for output in outputs]
+    run = LabelRun(tape, TpAssumptions())
+    for index, along in sample.cuts.items():
+        run._set(tape.inputs[str(index)], TpSpec("T", frozenset(["column"]), active=True, fed=True, along=along))
+    tape.read(run)
+    if run.derived.gather or run.derived.problems:
+        return None
+    labels = [run.label(output) if isinstance(output, torch.Tensor) else TpSpec() for output in tape.output]
     assert all(label.along is not None for label in labels if label.region == "T"), "cut, and not known where"
     return [label.along for label in labels]
 
 
-class _SequenceRun(LabelRun):
+class _SequenceRules(TapeReader):
     """The rules for a sequence, which say None where the whole is needed."""
 
-    def __init__(self) -> None:
-        super().__init__(nn.Module(), {}, None, False, frozenset(), frozenset(), {})
-        self.places: dict[int, ShardDim] = {}
+    def __init__(self, places: dict[int, ShardDim]) -> None:
+        self.places = places
         self.whole = False
 
-    def carry_out(self, func: Any, args: Any, kwargs: Any) -> Any:
-        output = super().carry_out(func, args, kwargs)
-        operands, outputs = tensors_in((args, kwargs)), tensors_in(output)
+    def operation(self, operation: Operation) -> None:
+        func, args, kwargs, outputs = operation.func, operation.args, operation.kwargs, operation.outputs
         self.whole |= draws(func, args, kwargs)  # other numbers on each rank, as it should be
-        if any(id(tensor) in self.places for tensor in operands):
+        if any(id(tensor) in self.places for tensor in operation.operands):
             found = follow_sequence(func, args, kwargs, outputs, lambda tensor: self.places.get(id(tensor)))
             self.whole |= not found or None in found
             self.places |= {id(t): along for t, along in zip(outputs, found, strict=True) if along is not None}
-        return output
 
 
 def sequence_answer(sample: Sample) -> list[Any] | None:
     """The same by the rules for a sequence that is cut."""
-    run = _SequenceRun()
     values = _on_meta(sample)
-    run.places |= {id(values[index]): along for index, along in sample.cuts.items()}
-    outputs = _in_analysis(sample, values, run)
-    return None if outputs is None or run.whole else [run.places.get(id(output)) for output in outputs]
+    if (tape := _tape_of(sample, values)) is None:
+        return None
+    rules = _SequenceRules({id(tape.inputs[str(index)]): along for index, along in sample.cuts.items()})
+    try:
+        tape.read(rules)
+    except NeedsWhole:
+        return None
+    return None if rules.whole else [rules.places.get(id(output)) for output in tape.output]
 
 
 def _on_meta(sample: Sample) -> list[Any]:
     return [v.detach().to("meta") if isinstance(v, torch.Tensor) else v for v in sample.values]
 
 
-def _in_analysis(sample: Sample, values: list[Any], run: LabelRun) -> list[Any] | None:
-    run.kept += tensors_in(values)
+def _tape_of(sample: Sample, values: list[Any]) -> Tape | None:
     try:
-        return run_on_meta(_Sequence(lambda: sample.call(values)), {}, run)
-    except Exception:  # whatever an operator raises without values is a refusal, with the module's name
+        return record_tape(_Sequence(lambda: sample.call(values)), _tensors(values))
+    except ScheduleError:  # whatever an operator raises without values is a refusal, with the module's name
         return None
+
+
+def _tensors(values: list[Any]) -> dict[str, torch.Tensor]:
+    return {str(index): value for index, value in enumerate(values) if isinstance(value, torch.Tensor)}
 
 
 # --- what is true

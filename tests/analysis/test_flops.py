@@ -7,6 +7,7 @@ from hypothesis import given
 from megasched.analysis.attention_flops import attended
 from megasched.analysis.flops import forward_flops
 from megasched.analysis.meta_call import meta_copy, token_inputs
+from megasched.analysis.recorder import record_tape
 from megasched.definition.build import build_definition
 from megasched.definition.small_models.small_models import small_config
 from megasched.layers import attention
@@ -24,7 +25,7 @@ def counted(model_type, paths=LAYERS, **changes):
     model = build_definition(config)
     attention.enable(model)
     inputs = {"input_ids": token_inputs(BATCH, LENGTH)["input_ids"]}
-    return config, forward_flops(meta_copy(model), inputs, paths)
+    return config, forward_flops(record_tape(meta_copy(model), inputs), paths)
 
 
 def pairs(window=None):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megasched.analysis.gradient_scale import why_by_scale
+from megasched.analysis.recorder import record_tape
 from megasched.verify.parity import LAYOUTS, CheckedLayout, failure
 from megasched.verify.ranks.pool import RankError
 from tests import remote
@@ -96,12 +97,12 @@ OTHERS = {
 
 @pytest.mark.parametrize("model", LINEAR.values(), ids=LINEAR)
 def test_what_is_linear_is_let_through(model):
-    assert why_by_scale(model.to("meta"), INPUTS) is None
+    assert why_by_scale(record_tape(model.to("meta"), INPUTS)) is None
 
 
 @pytest.mark.parametrize(("model", "why"), OTHERS.values(), ids=OTHERS)
 def test_what_is_not_is_found(model, why):
-    problem = why_by_scale(model.to("meta"), INPUTS)
+    problem = why_by_scale(record_tape(model.to("meta"), INPUTS))
     assert problem.what.startswith(why)
     assert problem.remedy == "run it without DP and CP"
     assert problem.module in ("", "inner")

@@ -1,4 +1,4 @@
-"""How often a definition is run to find out how its tensors are cut."""
+"""How often a tape is read to find out how its tensors are cut."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests import tiny
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "deepseek_v2"])
-def test_more_layers_want_no_more_runs(tmp_path, monkeypatch, family):
+def test_more_layers_want_no_more_readings(tmp_path, monkeypatch, family):
     """Regions of all layers are found together: Qwen3-Next has 84 in 48 layers."""
     runs = []
 

@@ -6,10 +6,11 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from megasched.analysis.labels import TpAssumptions
 from megasched.analysis.meta_call import meta_copy
 from megasched.analysis.parts import ArgRef, ArgSlice, SlicedArgs
 from megasched.analysis.propagate import propagate
-from megasched.analysis.structure import find_layer_stack
+from megasched.analysis.structure import find_layer_stack, record_definition
 from megasched.definition import attention_interface
 from megasched.language.tensor_types import ShardDim
 
@@ -64,8 +65,8 @@ def derived(make, use):
         model = Toy(make, use)
     structure = find_layer_stack(model)
     cuts = {f"layers.{i}.mixer.{name}": cut for i in (0, 1) for name, cut in (("up", "column"), ("down", "row"))}
-    inputs = structure.trial_inputs()
-    return propagate(meta_copy(model), inputs, cuts, structure=structure, loss_takes_shards=True)
+    tape = record_definition(meta_copy(model), structure)
+    return propagate(tape, TpAssumptions(cuts, structure), loss_takes_shards=True)
 
 
 def ones(*shape):
