@@ -26,12 +26,13 @@ from megasched.layers.regions import (
     enter_region,
     join_sequence,
     leave_region,
+    parts_of,
     share_recorded,
+    slice_args,
     split_arguments,
     split_sequence,
     take_local_sequence,
 )
-from megasched.layers.sliced_args import parts_of, slice_args
 from megasched.layers.te.attention import TeCore, uses_transformer_engine
 from megasched.layers.te.linear import TeProduct, lower_te_linear
 from megasched.layers.tokens import note_batch

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megasched.language.lora import adapted, adapter_names
+from megasched.language.schedule import Schedule
 from megasched.weights.lora_init import AdaptedSource
-
-if TYPE_CHECKING:
-    from megasched.language.schedule import Schedule
-    from megasched.weights.source import WeightSource
+from megasched.weights.source import WeightSource
 
 
 def with_adapters(source: WeightSource, schedule: Schedule, seed: int) -> WeightSource:

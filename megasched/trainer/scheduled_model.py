@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -18,26 +18,31 @@ from megasched.definition.build import buffers_following_dtype, kept_in_float32
 from megasched.definition.mask_interface import context_masks, packed_masks
 from megasched.definition.objectives import objective_of
 from megasched.errors import ConfigError
+from megasched.language.schedule import Schedule
 from megasched.layers.build_context import BuildContext
 from megasched.layers.context_parallel import CpGroup
 from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.plan.fp8 import enter_fp8, fp8_pass
 from megasched.plan.param_mapping import ParamMapping
+from megasched.plan.plan import Plan
 from megasched.trainer.checkpoint.buffers import SavedBuffers, persistent_buffers, place_buffers
 from megasched.trainer.checkpoint.entries import ShardOwner, copy_loaded, sharded_entry
 from megasched.trainer.flags.recompute import apply_recompute_flags
-from megasched.trainer.loss import VocabParallelLoss, make_loss, path_of
-from megasched.trainer.own_loss import OwnCodeLoss
+from megasched.trainer.losses.definition_loss import OwnCodeLoss
+from megasched.trainer.losses.loss import VocabParallelLoss, make_loss, path_of
 from megasched.trainer.packed_batch import as_rows, packed_arguments, unpack_rows
 from megasched.trainer.precision import keeping_precision, with_nan
-from megasched.trainer.shared_parameters import shared_parameters
-from megasched.trainer.stage import Stage, StageEnd, capture_stage_inputs, hollow_out_stage, set_entry, set_exit
-from megasched.trainer.stage_transfer import BoundaryCodec, StageBuffers, receive_hidden, send_hidden
-
-if TYPE_CHECKING:
-    from megasched.language.schedule import Schedule
-    from megasched.plan.plan import Plan
-    from megasched.weights.source import WeightSource
+from megasched.trainer.stages.shared_parameters import shared_parameters
+from megasched.trainer.stages.stage import (
+    Stage,
+    StageEnd,
+    capture_stage_inputs,
+    hollow_out_stage,
+    set_entry,
+    set_exit,
+)
+from megasched.trainer.stages.stage_transfer import BoundaryCodec, StageBuffers, receive_hidden, send_hidden
+from megasched.weights.source import WeightSource
 
 _PREFIX = "definition."
 
@@ -310,9 +315,8 @@ class ScheduledModel(MegatronModule):
 
     def _send(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the next stage gets."""
-        if self._packing is None:
-            return send_hidden(hidden)
-        return self._packing.send(self.stage.stop, self._wire, hidden)
+        packing = self._packing
+        return send_hidden(hidden) if packing is None else packing.send(self.stage.stop, self._wire, hidden)
 
     # precision --------------------------------------------------------------------------------------
 

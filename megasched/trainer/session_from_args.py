@@ -6,14 +6,13 @@ import sys
 from argparse import Namespace
 from collections.abc import Container
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megasched.errors import Problem, ScheduleError, some_of
 from megasched.plan.decisions import without_rule
 from megasched.plan.fp8 import left_in_16_bits
 from megasched.plan.plan import Plan
-from megasched.trainer.certificate import require_certificate, subject_of
-from megasched.trainer.compatibility import (
+from megasched.trainer.evidence.certificate import require_certificate, subject_of
+from megasched.trainer.evidence.compatibility import (
     of_unchecked_options,
     refuse_unverified,
     unchecked_options,
@@ -22,15 +21,13 @@ from megasched.trainer.compatibility import (
 from megasched.trainer.flags.sft import settle_sft
 from megasched.trainer.flags.te import settle_attention_backend, settle_without_te
 from megasched.trainer.lora_run import tell_of_adapters, with_adapters
-from megasched.trainer.own_loss import loss_lines, refuse_loss_of_batches, refuse_per_token
+from megasched.trainer.losses.definition_loss import loss_lines, refuse_loss_of_batches, refuse_per_token
 from megasched.trainer.session import Session, open_session, set_session
-from megasched.trainer.shared_parameters import refuse_overlap
+from megasched.trainer.stages.shared_parameters import refuse_overlap
 from megasched.trainer.unreached import refuse_unsure_overlap, tell_of_unreached
 from megasched.weights.hf.folder import HFFolder
 from megasched.weights.names import of_passed_over
-
-if TYPE_CHECKING:
-    from megasched.weights.source import WeightSource
+from megasched.weights.source import WeightSource
 
 # Flags by which a user cuts the pipeline; Megatron's own rules hold where one is given.
 CUT_FLAGS = (

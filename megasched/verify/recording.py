@@ -84,8 +84,8 @@ def _within(ids: torch.Tensor, low: int, high: int) -> torch.Tensor:
 
 
 def record_logits(report: RankReport, every_step: bool) -> Callable[[], None]:
-    from megasched.trainer.loss import VocabParallelLoss
-    from megasched.trainer.own_loss import OwnCodeLoss
+    from megasched.trainer.losses.definition_loss import OwnCodeLoss
+    from megasched.trainer.losses.loss import VocabParallelLoss
 
     def recorded(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megasched.definition.small_models.small_models import small_config, write_model
-from megasched.layers.sliced_args import parts_of
+from megasched.layers.regions import parts_of
 from megasched.trainer.session import open_session
 from megasched.verify.parity import LAYOUTS, check_layout
 from tests.parity.cases import spread

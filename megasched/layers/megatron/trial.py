@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -46,11 +46,9 @@ from megasched.layers.megatron.small_copy import (
 from megasched.layers.megatron.trials import Subject
 from megasched.patches.attributes import set_attribute, undo_all
 from megasched.plan.megatron_params import mixture_in
+from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from megasched.plan.param_mapping import ParamMapping
 
 BATCH, LENGTH = 2, 24
 WINDOW = 7  # in the place of a longer one, so that there are tokens beyond it

@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
+from megasched.language.schedule import Schedule
+from megasched.plan.placement import Placement
+from megasched.plan.plan import Plan
 from megasched.reading.tracker import has_tracker
+from megasched.trainer.stages.stage import Stage
+from megasched.weights.source import WeightSource
 from megasched.weights.torch_dist.reader import HF_FILES
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-
-    from megasched.language.schedule import Schedule
-    from megasched.plan.placement import Placement
-    from megasched.plan.plan import Plan
-    from megasched.trainer.stage import Stage
-    from megasched.weights.source import WeightSource
 
 
 def loaded_folder(args: Namespace, load_arg: str = "load") -> tuple[Path, bool] | None:
