@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megasched.language.roles import AttentionSpec, MlaSpec
+from megasched.language.module_specs import AttentionSpec, MlaSpec
 from megasched.model_adapters.stock import why_altered
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megasched.language.roles import ROLES, LayerSpec, MoeSpec
+from megasched.language.module_specs import LayerSpec, MoeSpec
+from megasched.language.roles import ROLES
 
 if TYPE_CHECKING:
     from megasched.language.parallel_dims import Layout

@@ -22,7 +22,8 @@ from megasched.definition.embeddings import looks_up
 from megasched.definition.experts import find_experts, not_apart
 from megasched.definition.linears import is_linear
 from megasched.errors import ConfigError
-from megasched.language.roles import ROLES, AttentionSpec, Cut, LayerSpec, MlpSpec, MoeSpec, Roles
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
+from megasched.language.roles import ROLES, Cut, Roles
 from megasched.model_adapters.attentions import attention_of
 from megasched.model_adapters.blocks import block_of
 from megasched.model_adapters.mixtures import mixture_of

@@ -12,7 +12,7 @@ from megasched.analysis.labels import Region
 from megasched.definition.linears import plain_attributes
 from megasched.definition.module_copy import transfer_hooks
 from megasched.language.lora import DROPOUT
-from megasched.language.roles import AttentionSpec, LayerSpec, MoeSpec
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MoeSpec
 from megasched.language.schedule import Schedule
 from megasched.layers.attention import AttentionSettings
 from megasched.layers.build_context import BuildContext

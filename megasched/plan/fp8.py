@@ -17,7 +17,8 @@ from torch import nn
 from megasched.definition.linears import is_linear
 from megasched.errors import Problem
 from megasched.language.lora import adapted, adapter_names
-from megasched.language.roles import AttentionSpec, MoeSpec, Roles
+from megasched.language.module_specs import AttentionSpec, MoeSpec
+from megasched.language.roles import Roles
 from megasched.layers.wrap import Forward, wrap_forward
 from megasched.plan.megatron_params import (
     ROUTER,

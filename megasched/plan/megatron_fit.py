@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.records import Record
-from megasched.language.roles import AttentionSpec, Cut, LayerSpec, MlpSpec, MoeSpec, Roles
+from megasched.language.roles import Cut, Roles
 from megasched.layers.megatron.trials import Subject, Trials
 from megasched.plan.megatron_params import (
     assemblies,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from megasched.definition.experts import find_experts
 from megasched.errors import Problem
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.records import Record
-from megasched.language.roles import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, Roles
+from megasched.language.roles import Roles
 from megasched.plan.fused_columns import level_at, levels_asked, required
 from megasched.plan.megatron_fit import MegatronCandidate, MegatronFit
 from megasched.plan.plan import Plan

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from megasched.language.roles import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec, Roles
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec
+from megasched.language.roles import Roles
 from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan

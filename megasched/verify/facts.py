@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.parallel_dims import Layout
-from megasched.language.roles import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 
 if TYPE_CHECKING:
     from megasched.trainer.session import Session

@@ -11,8 +11,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megasched import create_schedule, patches
 from megasched.definition.build import init_empty_weights
 from megasched.definition.small_models.small_models import small_config
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MoeSpec
 from megasched.language.parallel_dims import Layout
-from megasched.language.roles import AttentionSpec, LayerSpec, MoeSpec
 from megasched.layers.megatron import trial
 from megasched.layers.megatron.trial import why_another
 from megasched.layers.megatron.trials import Subject, Trials

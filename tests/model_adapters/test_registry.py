@@ -7,7 +7,8 @@ from torch import nn
 
 from megasched.definition.build import build_definition
 from megasched.errors import ConfigError
-from megasched.language.roles import AttentionSpec, MlpSpec, Roles
+from megasched.language.module_specs import AttentionSpec, MlpSpec
+from megasched.language.roles import Roles
 from megasched.model_adapters import generic, registry
 from megasched.model_adapters.registry import Adapter, find_adapter, roles_of
 from tests import tiny

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
 
 from megasched.definition.build import init_empty_weights
-from megasched.language.roles import AttentionSpec, LayerSpec, MoeSpec
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MoeSpec
 from megasched.model_adapters import stock
 from megasched.model_adapters.registry import roles_of
 from tests import tiny

@@ -47,7 +47,7 @@ def compare(family: str) -> dict[str, Any]:
     import megasched
     from megasched.analysis.infer import infer_roles
     from megasched.analysis.structure import find_layer_stack
-    from megasched.language.roles import LayerSpec
+    from megasched.language.module_specs import LayerSpec
     from megasched.layers import attention
     from megasched.layers.build_context import BuildContext
     from megasched.layers.megatron import attention as self_attention

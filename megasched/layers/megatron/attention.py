@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
-from megasched.language.roles import AttentionSpec
+from megasched.language.module_specs import AttentionSpec
 from megasched.layers.build_context import BuildContext
 from megasched.layers.context_parallel import comm_type
 from megasched.layers.megatron.fill import fill_module

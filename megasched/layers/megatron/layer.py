@@ -9,7 +9,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megasched.analysis.slot import HiddenStateArg
-from megasched.language.roles import LayerSpec, Roles
+from megasched.language.module_specs import LayerSpec
+from megasched.language.roles import Roles
 from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.attention import (
     attention_config,

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.language.roles import MlaSpec
+from megasched.language.module_specs import MlaSpec
 
 
 def latent_config(latent: MlaSpec) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.language.roles import ExpertSpec, MoeSpec
+from megasched.language.module_specs import ExpertSpec, MoeSpec
 from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.fill import fill_module
 from megasched.layers.te.attention import uses_transformer_engine

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megasched.definition.linears import is_linear, output_axis
-from megasched.language.roles import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 
 HIDDEN, INSIDE, OF_EXPERTS, SHARED = 32, 24, 16, 40
 # Where a matrix has values of this size, what it gives is of the size of what it is given.

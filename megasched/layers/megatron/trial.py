@@ -25,8 +25,9 @@ from megasched import patches
 from megasched.definition.instances import real_tensors
 from megasched.definition.module_copy import transfer_hooks
 from megasched.definition.undisturbed import undisturbed
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MoeSpec
 from megasched.language.parallel_dims import Layout
-from megasched.language.roles import AttentionSpec, LayerSpec, MoeSpec, Roles
+from megasched.language.roles import Roles
 from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.attention import lower_attention
 from megasched.layers.megatron.layer import lower_block

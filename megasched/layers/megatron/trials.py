@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from megasched.definition.instances import Itself
-from megasched.language.roles import AttentionSpec, Roles
+from megasched.language.module_specs import AttentionSpec
+from megasched.language.roles import Roles
 from megasched.plan.megatron_params import mixture_in
 from megasched.plan.plan import Plan
 
