@@ -25,7 +25,7 @@ def schedule(sch: Schedule, layout: Layout) -> None:
         output = 1 if type(sch[path].mod).__name__ == "Conv1D" else 0
         axis = {"column": output, "row": 1 - output, "vocab": 0, "features": 1}[cut]
         sch[path].shard("weight", axis=axis)
-    block, mixture = sch.roles.block, sch.roles.mixture
+    block, mixture = sch.roles.layer, sch.roles.moe
     by_megatron = layout.fp8 is not None or layout.tp_comm_overlap
     mixed = isinstance(mixture, MoeSpec)
     if isinstance(block, LayerSpec) and (by_megatron or (mixed and _takes_layers(block, layout))):

@@ -85,9 +85,9 @@ class Adapter:
             components,
             local,
             origin,
-            block=self.block(model),
+            layer=self.block(model),
             attention=self.attention(model),
-            mixture=self.mixture(model),
+            moe=self.mixture(model),
             mlps=self.mlps(model),
         )
 
@@ -215,9 +215,9 @@ def roles_of(model: nn.Module) -> Roles:
     else:
         roles = replace(
             read_plan(model),
-            block=block_of(model),
+            layer=block_of(model),
             attention=attention_of(model),
-            mixture=mixture_of(model),
+            moe=mixture_of(model),
             mlps=mlps_of(model),
         )
     roles = _that_can_be_cut(model, roles)

@@ -63,15 +63,15 @@ class MoeSpec:
             module that it is in is the mixture as a whole: of [b, s, h] it makes [b, s, h].
         expert: what each of them computes, and the shared one, but for biases.
         with_scores: the mixture returns that and the router's scores, which nobody reads.
-        chosen: experts of each token.
+        top_k: experts of each token.
         normalized: the weights of a token's experts add up to one; otherwise they are the scores. Of sigmoids they
             do where more than one is chosen.
         scores: what is made of the logits.
         float32: the logits are computed in float32, too.
         correction: buffer [experts] that is added to scores where experts are chosen, and not in their weights;
             empty for none.
-        groups, chosen_groups: experts lie in so many groups, and are chosen from those ``chosen_groups`` that have
-            the largest sums of their best ``chosen / chosen_groups`` scores; 1: from all.
+        expert_groups, group_top_k: experts lie in so many groups, and are chosen from those ``group_top_k`` that
+            have the largest sums of their best ``top_k / group_top_k`` scores; 1: from all.
         scale: of the weights.
         shared: MLP that every token goes through beside, of ``gate_proj`` (if there are gates), ``up_proj`` and
             ``down_proj``; empty for none.
@@ -80,13 +80,13 @@ class MoeSpec:
 
     router: str
     experts: str
-    chosen: int
+    top_k: int
     normalized: bool
     scores: Literal["softmax", "sigmoid"] = "softmax"
     float32: bool = False
     correction: str = ""
-    groups: int = 1
-    chosen_groups: int = 1
+    expert_groups: int = 1
+    group_top_k: int = 1
     scale: float = 1.0
     shared: str = ""
     shared_gate: str = ""
@@ -118,22 +118,22 @@ class MlaSpec:
         kv_down: projection to the compressed form of k and v, and to the rotated part of k, which all heads share.
         kv_norm, kv_up: RMS norm of the compressed form; projection of it to each head's rest of k, then its v.
         q_down, q_norm, q_up: the same for q, of which each head's rotated part comes last.
-        q_rank, kv_rank: sizes of the compressed forms.
-        plain, rotated, value: sizes of a head: what of q and k has no positions, what has, and v. Pairs that are
-            rotated together lie side by side.
+        q_lora_rank, kv_lora_rank: sizes of the compressed forms.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: sizes of a head: what of q and k has no positions, what
+            has, and v. Pairs that are rotated together lie side by side.
         eps: of both norms.
-        factor: of the rotated parts.
+        rotary_factor: of the rotated parts.
         softmax_factor, softmax_mscale: ``factor`` and ``mscale_all_dim`` of YaRN (arXiv 2309.00071), by which the
             softmax is scaled; 1 and 0 without.
     """
 
-    q_rank: int
-    kv_rank: int
-    plain: int
-    rotated: int
-    value: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
     eps: float = 1e-6
-    factor: float = 1.0
+    rotary_factor: float = 1.0
     softmax_factor: float = 1.0
     softmax_mscale: float = 0.0
     kv_down: str = "self_attn.kv_a_proj_with_mqa"
@@ -181,7 +181,7 @@ class AttentionSpec:
     Paths are relative to the layer.
 
     Attributes:
-        heads, groups, head_dim: attention heads, heads of k and v, and their size.
+        heads, kv_heads, head_dim: attention heads, heads of k and v, and their size.
         normalization: which kind norms are, with weights, and biases or none: of heads, and of the layer in a
             ``LayerSpec``.
         zero_centered: weights of norms are kept less 1.
@@ -204,12 +204,12 @@ class AttentionSpec:
         windows: how many tokens a token of each layer attends to, itself included (None: all); empty: all layers
             attend to all.
         sinks: parameter [heads]: logits of a place without a value that all tokens attend to; empty for none.
-        latent: how q, k and v are made where they are compressed first; the other projections and the norms of
+        mla: how q, k and v are made where they are compressed first; the other projections and the norms of
             heads do not count then. None: they are not.
     """
 
     heads: int
-    groups: int
+    kv_heads: int
     head_dim: int
     eps: float = 1e-5
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
@@ -233,7 +233,7 @@ class AttentionSpec:
     rotated: tuple[bool, ...] = ()
     windows: tuple[int | None, ...] = ()
     sinks: str = ""
-    latent: MlaSpec | None = None
+    mla: MlaSpec | None = None
 
     @property
     def module(self) -> str:
@@ -248,14 +248,14 @@ class AttentionSpec:
     @property
     def inputs(self) -> tuple[str, ...]:
         """The projections to q, k and v."""
-        if self.latent is not None:
-            return (self.latent.q_up, self.latent.kv_up)
+        if self.mla is not None:
+            return (self.mla.q_up, self.mla.kv_up)
         return (self.qkv,) if self.qkv else (self.q, self.k, self.v)
 
     @property
     def whole(self) -> tuple[str, ...]:
         """Linears that every TP rank has whole."""
-        return () if self.latent is None else (self.latent.q_down, self.latent.kv_down)
+        return () if self.mla is None else (self.mla.q_down, self.mla.kv_down)
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,9 @@ class Roles:
             ``config.num_attention_heads`` names a field of the module's config, which is copied first.
         origin: module path -> what decided on its role: an adapter's glob, an entry of HF's plan, what was seen.
         declined: module path -> what was asked of it, or looked for, and is not done, with the reason.
-        block: how Megatron's ``TransformerLayer`` can stand for a decoder layer, or else why it can't.
+        layer: how Megatron's ``TransformerLayer`` can stand for a decoder layer, or else why it can't.
         attention: how Megatron's ``SelfAttention`` can stand for a layer's, or else why it can't.
-        mixture: how Megatron's ``MoELayer`` can stand for a mixture of experts, or else why it can't.
+        moe: how Megatron's ``MoELayer`` can stand for a mixture of experts, or else why it can't.
         mlps: path of each module that looks like an MLP -> how Megatron's can stand for it, or else why it can't.
     """
 
@@ -59,9 +59,9 @@ class Roles:
     local_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     origin: Mapping[str, str] = field(default_factory=dict)
     declined: Mapping[str, str] = field(default_factory=dict)
-    block: LayerSpec | str = "nothing is known of its decoder layers"
+    layer: LayerSpec | str = "nothing is known of its decoder layers"
     attention: AttentionSpec | str = "nothing is known of its attention"
-    mixture: MoeSpec | str = "nothing is known of its mixtures of experts"
+    moe: MoeSpec | str = "nothing is known of its mixtures of experts"
     mlps: Mapping[str, MlpSpec | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

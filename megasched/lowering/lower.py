@@ -138,7 +138,7 @@ def _lower_blocks(
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, new.train(old.training))
 
-    attention = roles.block.attention if isinstance(roles.block, LayerSpec) else roles.attention
+    attention = roles.layer.attention if isinstance(roles.layer, LayerSpec) else roles.attention
     if context.plan.blocks or context.plan.attentions:
         assert isinstance(attention, AttentionSpec)
         angles = rotary_angles(model, attention, context.context_parallel)
@@ -148,8 +148,8 @@ def _lower_blocks(
         assert isinstance(roles.attention, AttentionSpec)
         put(path, lambda old, path=path: lower_attention(path, model, roles.attention, angles, context))
     for path in filter(here, sorted(context.plan.mixtures)):
-        assert isinstance(roles.mixture, MoeSpec)
-        put(path, lambda old, path=path: lower_mixture(path, model, roles.mixture, context))
+        assert isinstance(roles.moe, MoeSpec)
+        put(path, lambda old, path=path: lower_mixture(path, model, roles.moe, context))
     for path in filter(here, sorted(context.plan.mlps)):
         put(path, lambda old, path=path: lower_mlp(path, model, context))
 

@@ -61,8 +61,8 @@ def choose_fp8(plan: Plan, roles: Roles) -> list[Problem]:
             linears = _linears(plan, index)
             plan.te_linears.update(linears)
             products = _products(plan, linears)
-            if isinstance(roles.mixture, MoeSpec) and f"{layer}.{roles.mixture.module}" in plan.mixtures:
-                products += _weights(plan, mixture_assemblies(plan, layer, roles.mixture))
+            if isinstance(roles.moe, MoeSpec) and f"{layer}.{roles.moe.module}" in plan.mixtures:
+                products += _weights(plan, mixture_assemblies(plan, layer, roles.moe))
             if (
                 isinstance(roles.attention, AttentionSpec)
                 and f"{layer}.{roles.attention.module}" in plan.attentions

@@ -49,7 +49,7 @@ def planned(model):
 def subjects_of(plan, model, roles):
     found = []
     for layer in plan.structure.layer_paths():
-        attention, block, mixture = roles.attention, roles.block, roles.mixture
+        attention, block, mixture = roles.attention, roles.layer, roles.moe
         mixed = isinstance(mixture, MoeSpec) and plan.holds_parameters(f"{layer}.{mixture.experts}")
         if isinstance(attention, AttentionSpec) and plan.holds_parameters(f"{layer}.{attention.out}"):
             found.append(Subject("attention", f"{layer}.{attention.module}", layer))

@@ -100,7 +100,7 @@ def lower_attention(
     settle_latent(made, attention, own, context)
     fill_module(path, made, attention_assemblies(context.plan, layer, attention), model, context)
     settle_attention(made, attention)
-    return MegatronAttention(made, own if attention.latent is None else None, sequence_parts(context))
+    return MegatronAttention(made, own if attention.mla is None else None, sequence_parts(context))
 
 
 def sequence_parts(context: BuildContext) -> int:
@@ -111,11 +111,11 @@ def sequence_parts(context: BuildContext) -> int:
 def attention_config(layer: str, index: int, attention: AttentionSpec, context: BuildContext) -> dict[str, Any]:
     """What Megatron's config says of attention in layer number ``index``."""
     window = attention.windows[index] if attention.windows else None
-    latent = attention.latent
+    latent = attention.mla
     kind = {"qk_layernorm": bool(attention.q_norm)} if latent is None else latent_config(latent)
     return kind | {
         "num_attention_heads": attention.heads,
-        "num_query_groups": attention.groups,
+        "num_query_groups": attention.kv_heads,
         "kv_channels": attention.head_dim,
         "attention_output_gate": attention.gated,
         "softmax_scale": attention.softmax_scale,
@@ -135,11 +135,11 @@ def attention_config(layer: str, index: int, attention: AttentionSpec, context: 
 
 def settle_latent(made: Any, attention: AttentionSpec, angles: OwnAngles | None, context: BuildContext) -> None:
     """What of latent attention is the definition's, before values are filled in; nothing of other attention."""
-    latent = attention.latent
+    latent = attention.mla
     if latent is None:
         return
     assert angles is not None
-    own = LatentAngles(partial(angles, context.device), sequence_parts(context), latent.factor)
+    own = LatentAngles(partial(angles, context.device), sequence_parts(context), latent.rotary_factor)
     te = uses_transformer_engine(context.device)
     settle_latent_attention(made, latent, made.config, own, context.device, te)
 

@@ -79,7 +79,7 @@ def lower_block(
     Raises:
         RuntimeError: Megatron's layer has a parameter that no HF tensor is known for, or the other way round.
     """
-    plan, structure, block = context.plan, context.plan.structure, roles.block
+    plan, structure, block = context.plan, context.plan.structure, roles.layer
     assert structure is not None
     assert isinstance(block, LayerSpec)
     index = structure.index_of(path)
@@ -102,7 +102,7 @@ def lower_block(
     if mixture is not None:
         settle_mixture(layer.mlp, mixture, te)
         note_correction(f"{path}.layer.mlp", path, mixture, context)
-    given = own if block.attention.latent is None else None
+    given = own if block.attention.mla is None else None
     new = MegatronLayer(layer, structure.slot, given, sequence_parts(context))
     for name, value in vars(old).items():  # the model may read them off its layers (attention_type)
         if isinstance(value, str | int | float) and name not in vars(new):
@@ -112,7 +112,7 @@ def lower_block(
 
 def _config(path: str, index: int, roles: Roles, context: BuildContext) -> TransformerConfig:
     """The trainer's config with what the definition says of layer number ``index``."""
-    block, mixture = roles.block, mixture_in(context.plan, path, roles)
+    block, mixture = roles.layer, mixture_in(context.plan, path, roles)
     assert isinstance(block, LayerSpec)
     mlp = mlp_config(path, block.mlp, context) if mixture is None else mixture_config(path, mixture, context)
     # Without what a run on a GPU alone can do, the flags of the trainer count (fusions, recompute, precision).

@@ -100,19 +100,19 @@ def mixture_config(layer: str, mixture: MoeSpec, context: BuildContext) -> dict[
     count, *sizes = plan.placement(f"{layer}.{mixture.experts}", "down_proj").shape
     width = sizes[0 if mixture.expert.transposed else 1]
     shared = mixture.shared_outputs
-    sigmoid, grouped = mixture.scores == "sigmoid", mixture.groups > 1
+    sigmoid, grouped = mixture.scores == "sigmoid", mixture.expert_groups > 1
     return {
         **_expert_config(mixture.expert, trainer),
         "num_moe_experts": count,
         "moe_ffn_hidden_size": width,
         "ffn_hidden_size": width,
-        "moe_router_topk": mixture.chosen,
+        "moe_router_topk": mixture.top_k,
         "moe_router_score_function": mixture.scores,
         "moe_router_pre_softmax": not (sigmoid or mixture.normalized),
         "moe_router_dtype": trainer.moe_router_dtype or ("fp32" if mixture.float32 else None),
         "moe_router_enable_expert_bias": bool(mixture.correction),
-        "moe_router_num_groups": mixture.groups if grouped else None,
-        "moe_router_group_topk": mixture.chosen_groups if grouped else None,
+        "moe_router_num_groups": mixture.expert_groups if grouped else None,
+        "moe_router_group_topk": mixture.group_top_k if grouped else None,
         "moe_router_topk_scaling_factor": None if mixture.scale == 1 else mixture.scale,
         "moe_router_load_balancing_type": trainer.moe_router_load_balancing_type
         if trainer.moe_aux_loss_coeff

@@ -53,7 +53,7 @@ def copy_tree(module: nn.Module, other: Mapping[int, Any]) -> Any:
 
 def attention_sizes(layer: nn.Module, attention: AttentionSpec) -> Sizes:
     """Name in a layer of each parameter of its attention -> shape in the copy."""
-    latent = attention.latent
+    latent = attention.mla
     inputs = attention.inputs if latent is None else attention.whole
     found = _all_of(layer, attention.module)
     found |= _of_linears(layer, inputs, inputs=HIDDEN)

@@ -110,7 +110,7 @@ def _compare(plan: Plan, model: Any, roles: Roles, subject: Subject) -> str:
 
 
 def _attention(roles: Roles) -> AttentionSpec | None:
-    found = roles.block.attention if isinstance(roles.block, LayerSpec) else roles.attention
+    found = roles.layer.attention if isinstance(roles.layer, LayerSpec) else roles.attention
     return found if isinstance(found, AttentionSpec) else None
 
 
@@ -122,13 +122,13 @@ def _window(roles: Roles, index: int) -> int | None:
 
 def _sizes(plan: Plan, layer: nn.Module, roles: Roles, subject: Subject) -> Sizes:
     if subject.kind == "layer":
-        assert isinstance(roles.block, LayerSpec)
-        return layer_sizes(layer, roles.block, mixture_in(plan, subject.layer, roles))
+        assert isinstance(roles.layer, LayerSpec)
+        return layer_sizes(layer, roles.layer, mixture_in(plan, subject.layer, roles))
     if subject.kind == "attention":
         assert isinstance(roles.attention, AttentionSpec)
         return attention_sizes(layer, roles.attention)
-    assert isinstance(roles.mixture, MoeSpec)
-    return mixture_sizes(layer, roles.mixture)
+    assert isinstance(roles.moe, MoeSpec)
+    return mixture_sizes(layer, roles.moe)
 
 
 class _Model:
@@ -187,10 +187,10 @@ def _with_short_windows(model: Any, roles: Roles) -> tuple[Roles, dict[int, Any]
             return attention
         return replace(attention, windows=tuple(WINDOW if w in long else w for w in attention.windows))
 
-    block = roles.block
+    block = roles.layer
     if isinstance(block, LayerSpec):
         block = replace(block, attention=short(block.attention))
-    return replace(roles, block=block, attention=short(roles.attention)), other
+    return replace(roles, layer=block, attention=short(roles.attention)), other
 
 
 def _megatron(
@@ -199,15 +199,15 @@ def _megatron(
     """Megatron's module with the values of the small copy, and what its parameters are made of."""
     context, path = _context(_small_plan(plan, subject.layer, sizes)), subject.path
     if subject.kind == "mixture":
-        assert isinstance(roles.mixture, MoeSpec)
-        made: nn.Module = lower_mixture(path, model, roles.mixture, context)
+        assert isinstance(roles.moe, MoeSpec)
+        made: nn.Module = lower_mixture(path, model, roles.moe, context)
     elif subject.kind == "attention":
         assert isinstance(roles.attention, AttentionSpec)
         angles = rotary_angles(model, roles.attention, None)
         made = lower_attention(path, model, roles.attention, angles, context)
     else:
-        assert isinstance(roles.block, LayerSpec)
-        angles = rotary_angles(model, roles.block.attention, None)
+        assert isinstance(roles.layer, LayerSpec)
+        angles = rotary_angles(model, roles.layer.attention, None)
         made = lower_block(path, model.get_submodule(path), model, roles, angles, context)
     for name, old in context.renamed_buffers.items():
         module, _, buffer = name.removeprefix(f"{path}.").rpartition(".")
