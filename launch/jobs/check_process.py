@@ -61,7 +61,7 @@ def _begin(script: str, flags: list[str], found: dict[str, Any]) -> None:
     from megasched.trainer.flags.rehearsal import rehearsal_flags, rehearsal_mode
 
     path, bundled = entry.find_script(script)
-    entry.check_inputs(script, entry.own_flags(flags))
+    entry.check_inputs(script, entry.megasched_flags(flags))
     entry.arrange_process(path, bundled, "force")
     if find_spec("transformer_engine") is None or rehearsal_mode(flags):
         entry.refuse_unsupported(flags)

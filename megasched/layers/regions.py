@@ -80,7 +80,7 @@ def leave_region(module: nn.Module, slot: int | str, leaves: Mapping[int, ShardD
         leaves: which of the tensors that the module returns are whole inside -> how they are cut: [b, s, ...] or
             flattened [b*s, ...]; None for those that stay whole.
     """
-    share = functools.partial(opaque.call, "leave_region", functools.partial(_Share.apply, group.size()))
+    share = functools.partial(opaque.call, "leave_region", functools.partial(_ScaleGradient.apply, group.size()))
 
     def wrapper(forward: Forward) -> Forward:
         def left(*args: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,7 @@ def share_recorded(path: str, module: nn.Module, leaves: Sequence[LeafPath], gro
         module: the one around the layers that returns it.
         leaves: which of the tensors that it returns.
     """
-    share = functools.partial(_Share.apply, group.size())
+    share = functools.partial(_ScaleGradient.apply, group.size())
 
     def wrapper(forward: Forward) -> Forward:
         def shared(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ class _SumGradient(torch.autograd.Function):
         return total, None
 
 
-class _Share(torch.autograd.Function):
+class _ScaleGradient(torch.autograd.Function):
     """Identity; of the gradient, which all ranks have whole, each takes an equal share."""
 
     @staticmethod
@@ -232,7 +232,7 @@ def join_sequence(layer: nn.Module, slot: HiddenStateArg, group: Any) -> None:
     wrap_forward(layer, wrapper)
 
 
-def parts_of(plan: Plan, path: str) -> dict[int | str, ArgSlice]:
+def slices_of(plan: Plan, path: str) -> dict[int | str, ArgSlice]:
     """Arguments of one module of which each rank takes its part."""
     return {argument.slot: part for argument, part in plan.derived.parts.items() if argument.path == path}
 

@@ -26,9 +26,9 @@ from megasched.layers.regions import (
     enter_region,
     join_sequence,
     leave_region,
-    parts_of,
     share_recorded,
     slice_args,
+    slices_of,
     split_arguments,
     split_sequence,
     take_local_sequence,
@@ -83,7 +83,7 @@ def lower(schedule: Schedule, model: nn.Module, context: BuildContext, here: Cal
     if context.size > 1:
         for path in {argument.path for argument in plan.derived.parts}:
             if alone(path):
-                slice_args(model.get_submodule(path), parts_of(plan, path), context.group)
+                slice_args(model.get_submodule(path), slices_of(plan, path), context.group)
     divide_local_attributes(schedule.roles, model, context, own)
     _settle_attention(model, context, own)
     for path in plan.derived.forked:
@@ -198,7 +198,7 @@ def _lower_whole(path: str, module: nn.Module, context: BuildContext) -> None:
             dtype = context.dtype(placement, held)
             parameter = nn.Parameter(torch.empty(placement.shape, dtype=dtype, device=context.device))
             setattr(module, name, parameter)
-        context.adopt(parameter, placement, held)
+        context.fill(parameter, placement, held)
 
 
 def _lower_regions(

@@ -233,7 +233,7 @@ class Session:
         )
         if not packing.needed(boundaries):
             return None
-        if layout.cp > 1 and not packing.known_of_parts(boundaries):
+        if layout.cp > 1 and not packing.sends_local_sequences(boundaries):
             what = "more than the hidden state goes from stage to stage, and how context parallelism splits it is "
             what += "not known"
             raise ScheduleError(Problem(what, structure.layers, remedy="run it without --context-parallel-size"))

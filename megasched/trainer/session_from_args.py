@@ -20,8 +20,8 @@ from megasched.trainer.evidence.compatibility import (
     unchecked_options,
     verify_command,
 )
-from megasched.trainer.flags.sft import settle_sft
-from megasched.trainer.flags.te import settle_attention_backend, settle_without_te
+from megasched.trainer.flags.sft import default_sft_args
+from megasched.trainer.flags.te import configure_attention_backend, default_args_without_te
 from megasched.trainer.losses.definition_loss import loss_lines, refuse_loss_of_batches, refuse_per_token
 from megasched.trainer.session import Session, open_session, set_session
 from megasched.trainer.stages.shared_parameters import refuse_overlap
@@ -104,11 +104,11 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     _tell_of_written(session.plan, args)
     for line in (*without_rule(plan), *loss_lines(plan)) if args.rank == 0 else ():
         print(f"megasched: {line}")
-    _settle_accumulation(args)
-    settle_without_te(args)
-    settle_attention_backend(args)
-    _settle_evaluation(args)
-    settle_sft(args)
+    _default_accumulation_args(args)
+    default_args_without_te(args)
+    configure_attention_backend(args)
+    _default_evaluation_args(args)
+    default_sft_args(args)
     set_session(session)
 
 
@@ -166,7 +166,7 @@ def _warn_of_options(session: Session, args: Namespace) -> None:
     print(f"megasched: warning: {of_unchecked_options(options, command)}")
 
 
-def _settle_accumulation(args: Namespace) -> None:
+def _default_accumulation_args(args: Namespace) -> None:
     """Gradient accumulation fusion is on by default in Megatron's scripts; without its kernel it can't be."""
     from importlib.util import find_spec
 
@@ -176,7 +176,7 @@ def _settle_accumulation(args: Namespace) -> None:
             print("megasched: gradient accumulation fusion is off: NVIDIA apex's kernel for it is not installed")
 
 
-def _settle_evaluation(args: Namespace) -> None:
+def _default_evaluation_args(args: Namespace) -> None:
     """Megatron promises no evaluation during training without ``--eval-interval``, and then divides by it
     (``training/training.py:4481``); an interval longer than any run keeps the promise."""
     if args.eval_interval is None:

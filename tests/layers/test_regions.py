@@ -6,7 +6,7 @@ from torch import nn
 
 from megasched import Layout
 from megasched.analysis.parts import ArgRef, ArgSlice
-from megasched.layers.regions import parts_of, slice_args
+from megasched.layers.regions import slice_args, slices_of
 from megasched.plan.plan import Plan
 from megasched.plan.record_checks import check_sliced_args
 
@@ -48,4 +48,4 @@ def test_heads_that_tp_does_not_divide_are_a_problem():
         "attn",
         "TP 3 does not divide the 4 heads or features of argument 'alibi'",
     )
-    assert parts_of(plan, "other") == {1: ArgSlice(0, 6)}
+    assert slices_of(plan, "other") == {1: ArgSlice(0, 6)}

@@ -79,7 +79,7 @@ class WholeLinear(nn.Module):
         return F.linear(x, self.weight), None
 
 
-def settle_latent_attention(
+def configure_mla(
     attention: Any,
     latent: MlaSpec,
     config: TransformerConfig,

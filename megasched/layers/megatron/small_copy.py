@@ -135,7 +135,7 @@ def make_small(layer: nn.Module, sizes: Sizes, attention: str) -> None:
             for name, value in list(vars(module).items()):
                 if type(value) is int and value in counted and _COUNTS.fullmatch(name):
                     module.__dict__[name] = _count(name, counted[value])
-        _settle_size(module)
+        _set_size(module)
 
 
 def _inside(path: str, outer: str) -> bool:
@@ -175,7 +175,7 @@ def _feeds_activation(name: str) -> bool:
     return any(part in name for part in ("gate_up", "gate_proj", "up_proj", "c_fc", "fc1", "h_to_4h"))
 
 
-def _settle_size(module: Any) -> None:
+def _set_size(module: Any) -> None:
     """Of modules of torch's and HF's that keep the shape of their weight beside it, and compute with it."""
     weight = module._parameters.get("weight")
     if weight is None:

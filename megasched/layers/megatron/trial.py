@@ -92,7 +92,7 @@ def _compare(plan: Plan, model: Any, roles: Roles, subject: Subject) -> str:
         ((), {}) if subject.kind == "mixture" else layer_calls(model, structure, other, BATCH, LENGTH)[index]
     )
     inner = subject.path[len(subject.layer) + 1 :]
-    theirs = _Called(small.get_submodule(inner).train(), subject.kind, structure.slot, small, args, kwargs)
+    theirs = _CalledModule(small.get_submodule(inner).train(), subject.kind, structure.slot, small, args, kwargs)
     made, assemblies = _megatron(plan, whole, roles, subject, sizes)
     transfer_hooks(theirs.module, made)
     ours = replace(theirs, module=made.train())
@@ -276,7 +276,7 @@ def _context(plan: Plan) -> Any:
 
 
 @dataclass(frozen=True)
-class _Called:
+class _CalledModule:
     """A module and how it is called with a hidden state [b, s, h]."""
 
     module: nn.Module
@@ -309,7 +309,7 @@ class _Called:
 
 
 def _unequal(
-    theirs: _Called, ours: _Called, x: torch.Tensor, model: Any, assemblies: dict[str, ParamMapping]
+    theirs: _CalledModule, ours: _CalledModule, x: torch.Tensor, model: Any, assemblies: dict[str, ParamMapping]
 ) -> str:
     """What of output and gradients is not the same.
 
@@ -336,7 +336,7 @@ def _unequal(
     return ""
 
 
-def _results(called: _Called, x: torch.Tensor, held: list[torch.Tensor]) -> list[torch.Tensor]:
+def _results(called: _CalledModule, x: torch.Tensor, held: list[torch.Tensor]) -> list[torch.Tensor]:
     """The output, and the gradients of input and parameters; zeros where there is none."""
     x = x.clone().requires_grad_()
     output = called(x)

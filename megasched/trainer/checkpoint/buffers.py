@@ -29,7 +29,7 @@ def buffers_by_name(definition: nn.Module, renamed: Mapping[str, str]) -> dict[s
     return {renamed.get(name, name): buffer for name, buffer in definition.named_buffers()}
 
 
-def place_buffers(
+def materialize_buffers(
     definition: nn.Module,
     source: WeightSource,
     names: Sequence[str],

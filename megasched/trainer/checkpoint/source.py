@@ -103,10 +103,10 @@ def with_progress(source: WeightSource, plan: Plan, stage: Stage, dtype: torch.d
     }
     count = sum(math.prod(plan.local_shape(plan.placements[name])) for name in held)
     with transfer("weights of rank 0", count * dtype.itemsize) as advance:
-        yield _Told(source, lambda values: advance(values.numel() * dtype.itemsize))
+        yield _WithProgress(source, lambda values: advance(values.numel() * dtype.itemsize))
 
 
-class _Told:
+class _WithProgress:
     """A weight source that tells of what is taken from it."""
 
     def __init__(self, source: WeightSource, tell: Callable[[torch.Tensor], Any]) -> None:

@@ -68,14 +68,14 @@ def sources_of(definition: PreTrainedModel) -> dict[str, str]:
         ConfigError: a class has no source that can be read.
     """
     found = {}
-    for kind in own_classes(definition):
+    for kind in custom_classes(definition):
         file, name = kind.__module__.rpartition(".")[2], kind.__qualname__
         try:
             found[f"{file}.{name}"] = _hash(inspect.getsource(kind).encode())
         except (OSError, TypeError) as error:
             what = f"no certificate speaks for {kind.__module__}.{name}: its source can't be read"
             raise ConfigError(what) from error
-    for file in _files_of({kind.__module__ for kind in own_classes(definition)}):
+    for file in _files_of({kind.__module__ for kind in custom_classes(definition)}):
         found[file.name] = _hash(file.read_bytes())
     return dict(sorted(found.items()))
 
@@ -98,7 +98,7 @@ def _files_of(modules: set[str]) -> list[Path]:
     return list(met.values())
 
 
-def own_classes(definition: PreTrainedModel) -> list[type]:
+def custom_classes(definition: PreTrainedModel) -> list[type]:
     """Classes of a definition's modules, and what they derive from, that are neither transformers' nor torch's."""
     met = dict.fromkeys(base for module in definition.modules() for base in type(module).__mro__)
     return [kind for kind in met if kind.__module__.partition(".")[0] not in LIBRARIES]

@@ -17,7 +17,7 @@ from megasched.errors import ConfigError
 from megasched.language.parallel_dims import Layout
 from megasched.reading.files import Expected, is_regular
 from megasched.reading.json_file import read_json
-from megasched.trainer.evidence.certificate import own_classes
+from megasched.trainer.evidence.certificate import custom_classes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -81,7 +81,7 @@ def unverified(model: PreTrainedModel, layout: Layout, results: dict[str, Any]) 
     """
     model_type = model.config.model_type
     objective = objective_of(model)
-    own = own_classes(model)
+    own = custom_classes(model)
     if own:
         return [f"{own[0].__name__} is not one of transformers' classes, which are all that was checked"]
     if model_type in OTHER_OBJECTIVES.get(objective.name, ()):
@@ -191,6 +191,6 @@ def refuse_unverified(model: PreTrainedModel, layout: Layout) -> None:
         lines = "\n  - ".join(["not known to be right:", *doubts])
         name = model.config.model_type
         remedy = f"`megasched archs {name}` shows what is known, with --run it checks this machine's copy"
-        if own_classes(model):
+        if custom_classes(model):
             remedy = "`megasched verify --certificate FILE` checks it, and --require-certificate FILE runs it then"
         raise ConfigError(f"{lines}\n{remedy}; --allow-unverified runs it as it is")

@@ -23,7 +23,7 @@ from megasched.trainer.stages.stage_transfer import StageBuffers
 REMEDY = "have the forward hand its logits and labels to transformers' loss_function, and add to that"
 
 
-class OwnCodeLoss:
+class DefinitionLoss:
     """Labels for the definition's forward, and what it returns, for Megatron.
 
     Args:
@@ -41,11 +41,11 @@ class OwnCodeLoss:
     ) -> dict[str, torch.Tensor]:
         """What the forward gets. Stages before the last one get labels, too: so its code goes the same way."""
         if self.last:
-            return {} if labels is None else self.takes.arguments(self.told(labels, loss_mask))
+            return {} if labels is None else self.takes.arguments(self.masked_labels(labels, loss_mask))
         zeros = torch.zeros(self.shape(wire.batch, wire.length), dtype=torch.long, device=wire.device)
         return self.takes.arguments(zeros)
 
-    def told(self, labels: torch.Tensor, loss_mask: torch.Tensor | None) -> torch.Tensor:
+    def masked_labels(self, labels: torch.Tensor, loss_mask: torch.Tensor | None) -> torch.Tensor:
         """Labels of which those that do not count are ``IGNORED``.
 
         Args:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from megasched.definition.objectives import objective_of
 from megasched.plan.plan import Plan
-from megasched.trainer.losses.definition_loss import OwnCodeLoss
+from megasched.trainer.losses.definition_loss import DefinitionLoss
 
 
 class VocabParallelLoss:
@@ -68,7 +68,7 @@ class VocabParallelLoss:
 
 def make_loss(
     definition: Any, plan: Plan, group: torch.distributed.ProcessGroup, *, last: bool
-) -> VocabParallelLoss | OwnCodeLoss:
+) -> VocabParallelLoss | DefinitionLoss:
     """What computes the loss of a stage.
 
     Args:
@@ -79,7 +79,7 @@ def make_loss(
     assert plan.structure is not None
     if plan.structure.own_labels is not None:
         shape = partial(objective_of(definition).label_shape, definition.config)
-        return OwnCodeLoss(plan.structure.own_labels, shape, last=last)
+        return DefinitionLoss(plan.structure.own_labels, shape, last=last)
     head = definition.get_output_embeddings()
     path = "" if head is None else path_of(definition, head)
     sharded = plan.cuts.get(path) == "column" and path not in plan.derived.gather

@@ -94,7 +94,7 @@ class BoundaryCodec:
         """Whether these cuts take more than the hidden state as it is."""
         return bool(boundaries) and not (self._plain() and not self._sides(boundaries))
 
-    def known_of_parts(self, boundaries: Sequence[int]) -> bool:
+    def sends_local_sequences(self, boundaries: Sequence[int]) -> bool:
         """Whether a rank that has a part of each sequence can send its part: of a plain hidden state, and of
         what HF's hooks recorded, which is gathered after the layers."""
         recorded = set(self.structure.recorded)

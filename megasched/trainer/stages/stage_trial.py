@@ -43,11 +43,11 @@ def why_not_alone(model: nn.Module, structure: LayerStack) -> str:
     if structure.uncuttable or start <= structure.first or start > structure.last:
         return ""
     probe = meta_copy(model)
-    whole = _Run(probe, structure, start)
+    whole = _StageRun(probe, structure, start)
     whole.run()
     if whole.hidden is None:  # that layer is not called
         return ""
-    stage = _Run(probe, structure, start)
+    stage = _StageRun(probe, structure, start)
     try:
         stage.run_as_stage(whole.hidden, whole.sides)
     except ScheduleError as error:
@@ -81,7 +81,7 @@ def why_not_other_ways(model: nn.Module, structure: LayerStack, ways: Ways) -> s
     return ""
 
 
-class _Run(ScalarAnswers):
+class _StageRun(ScalarAnswers):
     """A forward that notes what is done from a layer on.
 
     Attributes:

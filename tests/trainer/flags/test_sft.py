@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megasched.trainer.flags import sft
-from megasched.trainer.flags.sft import sft_misfits, unlearned_end
+from megasched.trainer.flags.sft import sft_conflicts, unlearned_end
 
 EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[3] / "examples" / "sft" / "make.py"))
 
@@ -36,7 +36,7 @@ def arguments(folder, **changes):
 
 
 def misfits(folder, **changes):
-    return sft_misfits(arguments(folder, **changes))
+    return sft_conflicts(arguments(folder, **changes))
 
 
 @pytest.mark.parametrize("prompt_format", ["nemotron-nano-v2", "identity", "default"])

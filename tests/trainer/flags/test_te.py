@@ -41,7 +41,7 @@ def test_megatrons_defaults_are_settled_without_transformer_engine(capsys):
     args = parsed()
     with pytest.raises(ValueError, match="apply_rope_fusion is not available"):
         megatrons_config(args)
-    te.settle_without_te(args)
+    te.default_args_without_te(args)
     assert args.transformer_impl == "local"
     megatrons_config(args)
     (line,) = capsys.readouterr().out.splitlines()
@@ -51,14 +51,14 @@ def test_megatrons_defaults_are_settled_without_transformer_engine(capsys):
     )
     again = parsed(line.partition(" has ")[2])
     assert vars(again) == vars(args)  # the flags that are named say the same
-    te.settle_without_te(again)
+    te.default_args_without_te(again)
     assert capsys.readouterr().out == ""
 
 
 def test_they_stay_where_transformer_engine_is(monkeypatch, capsys):
     monkeypatch.setattr(te, "find_spec", lambda name: name)
     args, before = parsed(), parsed()
-    te.settle_without_te(args)
+    te.default_args_without_te(args)
     assert vars(args) == vars(before)
     assert capsys.readouterr().out == ""
 
@@ -68,7 +68,7 @@ def test_they_stay_where_transformer_engine_is(monkeypatch, capsys):
 def test_attention_is_told_of_its_backend_as_by_megatrons_own_models(environment, backend, version):
     args = parsed(f"--attention-backend {backend}")
     args.flash_attention_version = version
-    te.settle_attention_backend(args)
+    te.configure_attention_backend(args)
     ours = {name: environment.pop(name, None) for name in VARIABLES}
     LanguageModule._set_attention_backend(SimpleNamespace(config=args))
     assert ours == {name: environment.get(name) for name in VARIABLES}
@@ -77,19 +77,19 @@ def test_attention_is_told_of_its_backend_as_by_megatrons_own_models(environment
 
 def test_an_environment_of_the_users_own_stays_where_no_backend_is_asked_for(environment):
     environment["NVTE_FUSED_ATTN"] = "0"
-    te.settle_attention_backend(parsed())
+    te.configure_attention_backend(parsed())
     assert [name for name in VARIABLES if name in environment] == ["NVTE_FUSED_ATTN"]
-    assert te.te_misfits(parsed()) == []
+    assert te.te_conflicts(parsed()) == []
 
 
 def test_an_environment_that_contradicts_a_backend_is_refused(environment, monkeypatch):
     monkeypatch.setattr(te, "find_spec", lambda name: name)
     environment["NVTE_FLASH_ATTN"] = "0"
-    assert te.te_misfits(parsed("--attention-backend flash")) == [
+    assert te.te_conflicts(parsed("--attention-backend flash")) == [
         "--attention-backend flash: NVTE_FLASH_ATTN=0 is in the environment, which says otherwise"
     ]
-    assert te.te_misfits(parsed("--attention-backend fused")) == []
+    assert te.te_conflicts(parsed("--attention-backend fused")) == []
 
 
 def test_a_backend_needs_transformer_engine():
-    assert te.te_misfits(parsed("--attention-backend flash")) == [f"--attention-backend flash: {te._MISSING}"]
+    assert te.te_conflicts(parsed("--attention-backend flash")) == [f"--attention-backend flash: {te._MISSING}"]

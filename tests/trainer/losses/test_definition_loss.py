@@ -7,7 +7,7 @@ import torch
 
 from megasched.analysis.loss_trial import OwnLabels
 from megasched.errors import ConfigError
-from megasched.trainer.losses.definition_loss import OwnCodeLoss
+from megasched.trainer.losses.definition_loss import DefinitionLoss
 from megasched.trainer.stages.stage_transfer import StageBuffers
 
 LABELS = torch.tensor([[11, 12, 13, 14, 15], [21, 22, 23, 24, 25]])
@@ -15,7 +15,7 @@ MASK = torch.tensor([[1.0, 0, 1, 1, 0], [1, 1, 1, 0, 1]])
 
 
 def loss_of(takes, *, last=True):
-    return OwnCodeLoss(takes, lambda batch, length: (batch, length), last=last)
+    return DefinitionLoss(takes, lambda batch, length: (batch, length), last=last)
 
 
 def handed_over(takes, mask):
@@ -70,7 +70,7 @@ def through_megatron(loss, each, mask):
 
 def test_megatron_comes_to_the_same_number_and_gradient():
     loss, own = loss_of(OwnLabels(True, True)), torch.tensor(2.5, requires_grad=True)
-    loss.told(LABELS, MASK)
+    loss.masked_labels(LABELS, MASK)
     each = loss.each(torch.empty(0), own, LABELS)
     assert (each.shape, each.is_contiguous(), each.dtype) == (LABELS.shape, True, torch.float32)
     found = through_megatron(loss, each, MASK)
@@ -84,7 +84,7 @@ def test_a_micro_batch_in_which_nothing_counts_weighs_nothing():
     mask = torch.zeros(2, 5)
     mask[0, -1] = 1
     loss, own = loss_of(OwnLabels(True, True)), torch.tensor(2.5, requires_grad=True)
-    assert (loss.told(LABELS, mask) > 0).all()
+    assert (loss.masked_labels(LABELS, mask) > 0).all()
     through_megatron(loss, loss.each(torch.empty(0), own, LABELS), mask).backward()
     assert own.grad == 0
 

@@ -110,9 +110,9 @@ def test_parts_of_sequences_go_along_a_plain_hidden_state_with_what_hooks_record
     for sides, known in (((), True), ((logits,), True), ((logits, KEYS), False)):
         pack = packing(sides=sides)
         pack.structure.recorded = logits.places
-        assert pack.known_of_parts([1, 2]) is known
+        assert pack.sends_local_sequences([1, 2]) is known
         assert pack.needed([1, 2]) is bool(sides)
-    assert not packing(dims=("s", "b", 8), sides=()).known_of_parts([1])
+    assert not packing(dims=("s", "b", 8), sides=()).sends_local_sequences([1])
 
 
 def test_there_is_room_for_batches_of_other_rows_than_in_training():
