@@ -100,7 +100,7 @@ def build_stage(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megasched.trainer.scheduled_model import ScheduledModel
-    from megasched.trainer.stage import Stage
+    from megasched.trainer.stages.stage import Stage
 
     tp, pp = layout.tp, layout.pp
     # Megatron's ranks are laid out TP first, PP last.

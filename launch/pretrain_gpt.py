@@ -19,6 +19,7 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import (
@@ -32,10 +33,10 @@ from megatron.training import get_args, get_timers, inprocess_restart, pretrain,
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megasched.errors import ConfigError
-from megasched.launch.sft import PACKED_FIELDS, packed_seq_params
 from megasched.reading.files import Expected
 from megasched.reading.json_file import read_json
 
@@ -43,6 +44,8 @@ Batch = dict[str, torch.Tensor | None]
 LossReport = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 BATCH_FIELDS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
+# What ``SFTDataset`` adds to the fields of other data sets.
+PACKED_FIELDS = ("cu_seqlens", "max_seqlen")
 
 SEQUENCES = Expected("sequences and documents of each data set by its path", flag="--per-dataset-sequences-path")
 
@@ -191,6 +194,30 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage:
     if args.sft:  # CP is refused with it
         return flatten_batch_for_packed_sequences(batch)
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+
+
+def packed_seq_params(
+    cu_seqlens: torch.Tensor | None, max_seqlen: torch.Tensor | None, seq_length: int
+) -> PackedSeqParams | None:
+    """Where the sequences of a micro-batch begin, as Megatron's models take it; None where nothing is packed.
+
+    Args:
+        cu_seqlens: [1, n + 1] int32, cumulative lengths over all rows of the micro-batch, one after the other.
+        max_seqlen: [1], length of the longest.
+        seq_length: of a row.
+    """
+    if cu_seqlens is None or max_seqlen is None:
+        return None
+    bounds, longest = cu_seqlens.squeeze(0), int(max_seqlen.item())
+    update_seqlen_stats_from_cu_seqlens(bounds)  # for the FLOPs in the log
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        tokens_per_sample=seq_length,
+    )
 
 
 # ---- forward and loss -------------------------------------------------------------------------------

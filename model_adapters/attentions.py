@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megasched.language.roles import AttentionSpec, MlaSpec
+from megasched.language.module_specs import AttentionSpec, MlaSpec
 from megasched.model_adapters.stock import why_altered
 
 if TYPE_CHECKING:
@@ -97,13 +97,13 @@ def attention_of(model: nn.Module) -> AttentionSpec | str:
         return reason
     attention = AttentionSpec(
         heads=config.num_attention_heads,
-        groups=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=_head_dim(config),
         dropout=getattr(config, DROPOUT.get(kind, "attention_dropout"), 0.0),
         out_dropout=getattr(config, OUT_DROPOUT[kind]) if kind in OUT_DROPOUT else 0.0,
         windows=_windows(config),
         rotated=_rotated(config),
-        latent=_latent(config, model) if kind in LATENT else None,
+        mla=_latent(config, model) if kind in LATENT else None,
         **special,
     )
     ending = f".{attention.out}"
@@ -112,7 +112,7 @@ def attention_of(model: nn.Module) -> AttentionSpec | str:
         return f"no layer has {attention.out}"
     if reason := why_altered(model, [f"{layer}.{attention.module}" for layer in layers], around=True):
         return reason
-    if attention.latent is not None:  # which has scales of its own
+    if attention.mla is not None:  # which has scales of its own
         return attention
     normed = _with_norms(attention, model, layers)
     return normed if isinstance(normed, str) else _with_scales(normed, model, layers)
@@ -172,13 +172,13 @@ def _latent(config: Any, model: Any) -> MlaSpec:
     rope, attention = config.rope_parameters, model.get_submodule("model.layers.0.self_attn")
     scaled = rope["rope_type"] != "default" and bool(rope.get("mscale_all_dim", 0))
     return MlaSpec(
-        kv_rank=config.kv_lora_rank,
-        plain=config.qk_nope_head_dim,
-        rotated=config.qk_rope_head_dim,
-        value=config.v_head_dim,
-        q_rank=config.q_lora_rank,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        q_lora_rank=config.q_lora_rank,
         eps=attention.kv_a_layernorm.variance_epsilon,
-        factor=model.get_submodule("model.rotary_emb").attention_scaling,
+        rotary_factor=model.get_submodule("model.rotary_emb").attention_scaling,
         softmax_factor=rope["factor"] if scaled else 1.0,
         softmax_mscale=rope["mscale_all_dim"] if scaled else 0.0,
     )

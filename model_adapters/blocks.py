@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megasched.language.roles import Activation, LayerSpec, MlpSpec
+from megasched.language.module_specs import Activation, LayerSpec, MlpSpec
 from megasched.model_adapters.attentions import LATENT, attention_of, norm_eps
 from megasched.model_adapters.stock import why_altered
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megasched.language.roles import ROLES, LayerSpec, MoeSpec
+from megasched.language.module_specs import LayerSpec, MoeSpec
+from megasched.language.roles import ROLES
 
 if TYPE_CHECKING:
     from megasched.language.parallel_dims import Layout
@@ -24,7 +25,7 @@ def schedule(sch: Schedule, layout: Layout) -> None:
         output = 1 if type(sch[path].mod).__name__ == "Conv1D" else 0
         axis = {"column": output, "row": 1 - output, "vocab": 0, "features": 1}[cut]
         sch[path].shard("weight", axis=axis)
-    block, mixture = sch.roles.block, sch.roles.mixture
+    block, mixture = sch.roles.layer, sch.roles.moe
     by_megatron = layout.fp8 is not None or layout.tp_comm_overlap
     mixed = isinstance(mixture, MoeSpec)
     if isinstance(block, LayerSpec) and (by_megatron or (mixed and _takes_layers(block, layout))):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.definition.build import text_config
 from megasched.definition.experts import find_experts
-from megasched.language.roles import ExpertSpec, MoeSpec
+from megasched.language.module_specs import ExpertSpec, MoeSpec
 from megasched.model_adapters.stock import why_altered
 
 if TYPE_CHECKING:
@@ -127,12 +127,12 @@ def mixture_of(model: nn.Module) -> MoeSpec | str:
     return MoeSpec(
         router=f"{name}.{kind.linear or kind.router}",
         experts=f"{name}.experts",
-        chosen=router.top_k,
+        top_k=router.top_k,
         normalized=_normalized(kind, router),
         scores=_scores(kind, router),
         float32=kind.float32,
-        groups=grouped[0],
-        chosen_groups=grouped[1],
+        expert_groups=grouped[0],
+        group_top_k=grouped[1],
         expert=_expert(module.experts),
         with_scores=kind.with_scores,
         scale=reduce(getattr, kind.scale.split("."), module) if kind.scale else 1.0,

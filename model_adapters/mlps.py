@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.definition.instances import computes, tree_state, tried_once
 from megasched.definition.linears import is_linear, output_axis
-from megasched.language.roles import ACTIVATIONS, MlpSpec
+from megasched.language.module_specs import ACTIVATIONS, MlpSpec
 
 if TYPE_CHECKING:
     import torch

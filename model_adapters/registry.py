@@ -22,7 +22,8 @@ from megasched.definition.embeddings import looks_up
 from megasched.definition.experts import find_experts, not_apart
 from megasched.definition.linears import is_linear
 from megasched.errors import ConfigError
-from megasched.language.roles import ROLES, AttentionSpec, Cut, LayerSpec, MlpSpec, MoeSpec, Roles
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
+from megasched.language.roles import ROLES, Cut, Roles
 from megasched.model_adapters.attentions import attention_of
 from megasched.model_adapters.blocks import block_of
 from megasched.model_adapters.mixtures import mixture_of
@@ -84,9 +85,9 @@ class Adapter:
             components,
             local,
             origin,
-            block=self.block(model),
+            layer=self.block(model),
             attention=self.attention(model),
-            mixture=self.mixture(model),
+            moe=self.mixture(model),
             mlps=self.mlps(model),
         )
 
@@ -214,9 +215,9 @@ def roles_of(model: nn.Module) -> Roles:
     else:
         roles = replace(
             read_plan(model),
-            block=block_of(model),
+            layer=block_of(model),
             attention=attention_of(model),
-            mixture=mixture_of(model),
+            moe=mixture_of(model),
             mlps=mlps_of(model),
         )
     roles = _that_can_be_cut(model, roles)

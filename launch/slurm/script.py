@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megasched.errors import ConfigError
-from megasched.launch.job_script import render_template
+from megasched.launch.jobs.job_script import render_template
 
 TEMPLATE = "slurm/job.sbatch.jinja"
 # Of #SBATCH values. A path with a blank or a % would be read as something else.

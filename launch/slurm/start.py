@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from megasched.launch.job_script import write_script
-from megasched.launch.prepared import Prepared, look_over
+from megasched.launch.jobs.job_script import write_script
+from megasched.launch.jobs.prepared import Prepared, look_over
+from megasched.launch.jobs.words import refuse_unusable
 from megasched.launch.run_folder import RunFolder
 from megasched.launch.slurm.script import SlurmJob, render
 from megasched.launch.slurm.submit import refused_by_slurm, submit
-from megasched.launch.words import refuse_unusable
 
 
 def prepare(

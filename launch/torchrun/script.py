@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megasched.errors import ConfigError
-from megasched.launch.job_script import render_template, value_of
+from megasched.launch.jobs.job_script import render_template, value_of
 
 TEMPLATE = "torchrun/job.sh.jinja"
 # A name that ssh can't take for an option, and no shell for anything else.

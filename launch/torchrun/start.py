@@ -17,14 +17,14 @@ from pathlib import Path
 from threading import Event, Thread
 
 from megasched.errors import CheckpointError
-from megasched.launch.job_script import write_script
-from megasched.launch.prepared import Prepared, look_over
+from megasched.launch.jobs.job_script import write_script
+from megasched.launch.jobs.prepared import Prepared, look_over
+from megasched.launch.jobs.words import refuse_unusable
 from megasched.launch.run_folder import RunFolder
 from megasched.launch.status.failure_log import ENDED_BY
 from megasched.launch.torchrun.nodes import CERTAIN, Nodes
 from megasched.launch.torchrun.script import TorchrunJob, render
 from megasched.launch.watched_run import INTERRUPTED, sigterm_as_interrupt, tail
-from megasched.launch.words import refuse_unusable
 from megasched.reading.tracker import has_tracker, read_tracker
 
 NAME = "torchrun"

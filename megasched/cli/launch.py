@@ -77,7 +77,7 @@ def slurm(
     The script stays in the run's folder: edit it and submit it again as you like.
     """
     from megasched.cli.launch_command import launch_slurm
-    from megasched.launch.job_script import environment_of
+    from megasched.launch.jobs.job_script import environment_of
     from megasched.launch.slurm.script import SlurmJob
 
     options = [
@@ -133,7 +133,7 @@ def torchrun(
     SIGUSR1 lets it save first.
     """
     from megasched.cli.launch_command import launch_torchrun
-    from megasched.launch.job_script import environment_of
+    from megasched.launch.jobs.job_script import environment_of
     from megasched.launch.torchrun.script import TorchrunJob, hosts_of
 
     job = TorchrunJob(

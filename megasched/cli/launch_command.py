@@ -13,7 +13,7 @@ from megasched.errors import ConfigError
 from megasched.json_output import print_json
 
 if TYPE_CHECKING:
-    from megasched.launch.checks import Checked
+    from megasched.launch.jobs.checks import Checked
     from megasched.launch.local import LocalJob
     from megasched.launch.slurm.script import SlurmJob
     from megasched.launch.torchrun.script import TorchrunJob
@@ -85,9 +85,9 @@ def launch_local(job: LocalJob, *, check_run: bool, as_json: bool) -> int:
     Raises:
         ConfigError: whatever is wrong; nothing is started then.
     """
-    from megasched.launch.checks import check, told
+    from megasched.launch.jobs.checks import check, told
+    from megasched.launch.jobs.words import refuse_unusable
     from megasched.launch.local import narrow, run
-    from megasched.launch.words import refuse_unusable
 
     refuse_unusable(job)
     checked = check(job.script, job.flags, job.ranks) if check_run else None

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from megasched.analysis import attention_switch
@@ -21,15 +22,11 @@ from megasched.definition.attention_interface import HARMLESS
 from megasched.definition.mask_interface import in_context
 from megasched.definition.sequence_split import causal_mask
 from megasched.errors import MegaschedError
+from megasched.layers.context_parallel import CpGroup
 from megasched.layers.packed import is_packed_mask
-from megasched.layers.recompute import recompute
+from megasched.layers.recompute.recompute import recompute
 from megasched.layers.rng import fork_rng
 from megasched.layers.te.attention import TeCore, why_not_te, window_of
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from megasched.layers.context_parallel import CpGroup
 
 log = logging.getLogger(__name__)
 

@@ -77,7 +77,7 @@ class BuildContext:
     def size(self) -> int:
         return self.group.size()
 
-    def place(self, placement: Placement) -> tuple[int, int]:
+    def rank_and_size(self, placement: Placement) -> tuple[int, int]:
         """(rank, size) in the group that a parameter is cut over."""
         group = self.expert_group if placement.group == "ep" else self.group
         return group.rank(), group.size()
@@ -102,12 +102,10 @@ class BuildContext:
         deferred = self.source is None and held.device.type == "meta"
         return init_empty_weights() if deferred else nullcontext()
 
-    def adopt_assembled(
-        self, parameter: nn.Parameter, assembly: ParamMapping, held: Sequence[nn.Parameter]
-    ) -> None:
-        """The same as ``adopt`` for a parameter that is made of several HF tensors."""
+    def fill_mapped(self, parameter: nn.Parameter, assembly: ParamMapping, held: Sequence[nn.Parameter]) -> None:
+        """The same as ``fill`` for a parameter that is made of several HF tensors."""
         parameter.requires_grad_(held[0].requires_grad)
-        self._fill(parameter, assembly, held)
+        self._fill_values(parameter, assembly, held)
         reduce_partial_gradient(parameter, assembly.parts[0], self)
 
     def _local(self, placement: Placement, held: torch.Tensor, rank: int, size: int) -> torch.Tensor | None:
@@ -118,12 +116,12 @@ class BuildContext:
             return placement.shard(held, rank, size)
         return None  # deferred by init_empty_weights
 
-    def _fill(self, parameter: nn.Parameter, assembly: ParamMapping, held: Sequence[torch.Tensor]) -> None:
+    def _fill_values(self, parameter: nn.Parameter, assembly: ParamMapping, held: Sequence[torch.Tensor]) -> None:
         """Gives a parameter of this rank its values, from the source or from the tensors the model held."""
         device, dtype = parameter.device, parameter.dtype
         if self.source is not None:
             parameter.data = torch.empty(0, dtype=dtype, device=device)  # a large one is not held twice
-        cut = assembly.cut(*self.place(assembly.parts[0]))
+        cut = assembly.cut(*self.rank_and_size(assembly.parts[0]))
         pieces = [self._local(part, tensor, *cut) for part, tensor in zip(assembly.parts, held, strict=True)]
         found = [piece for piece in pieces if piece is not None]
         if len(found) == len(pieces):
@@ -134,21 +132,21 @@ class BuildContext:
                 else:
                     parameter.data = values.to(device=device, dtype=dtype).contiguous()
 
-    def settle(self, owner: nn.Module, name: str, placement: Placement, held: nn.Parameter) -> None:
-        """Adopts a parameter that a layer just made, or puts in its place the one that it is tied to."""
+    def fill_or_tie(self, owner: nn.Module, name: str, placement: Placement, held: nn.Parameter) -> None:
+        """Fills a parameter that a layer just made, or puts in its place the one that it is tied to."""
         tied = self.made.get(placement.name)
         if tied is not None:
             setattr(owner, name, tied)
         else:
-            self.adopt(getattr(owner, name), placement, held)
+            self.fill(getattr(owner, name), placement, held)
 
-    def adopt(self, parameter: nn.Parameter, placement: Placement, held: nn.Parameter) -> None:
+    def fill(self, parameter: nn.Parameter, placement: Placement, held: nn.Parameter) -> None:
         """Values, ``requires_grad``, annotations and gradient reduction of a parameter just made."""
         own = dict(parameter.__dict__)
         parameter.__dict__.update(held.__dict__)
         parameter.__dict__.update(own)
         parameter.requires_grad_(held.requires_grad)
-        self._fill(parameter, ParamMapping((placement,)), [held.detach()])
+        self._fill_values(parameter, ParamMapping((placement,)), [held.detach()])
         self.made[placement.name] = parameter
         reduce_partial_gradient(parameter, placement, self)
 

@@ -80,7 +80,7 @@ def lower_embedding(path: str, module: nn.Embedding, context: BuildContext) -> n
     parallel.overwritten = path in context.plan.derived.overwritten
     if not context.megatron_finalizes:  # the trainer checks a batch as it comes
         parallel.checked = f"the ids of {path}", placement.shape[0]
-    context.settle(parallel, "weight", placement, held)
+    context.fill_or_tie(parallel, "weight", placement, held)
     if type(module) is nn.Embedding:
         return parallel
     cls = type(module)

@@ -53,7 +53,7 @@ class SharedProduct:
         self._source: tuple[torch.Tensor, int, bool] | None = None
         self._waiting: dict[int, torch.Tensor] = {}
 
-    def part(self, member: Any, x: torch.Tensor) -> torch.Tensor | None:
+    def output_of(self, member: Any, x: torch.Tensor) -> torch.Tensor | None:
         """Output of one member; None where the members can't be computed together, and each computes its own.
 
         Args:
@@ -90,9 +90,9 @@ class FusedColumns(SharedProduct):
     def __init__(self, members: Sequence[Any]) -> None:
         super().__init__()
         self.members = tuple(members)
-        lay_side_by_side([member.weight for member in members])
+        make_adjacent([member.weight for member in members])
         if members[0].bias is not None:
-            lay_side_by_side([member.bias for member in members])
+            make_adjacent([member.bias for member in members])
 
     def _compute(self, x: torch.Tensor) -> dict[int, torch.Tensor] | None:
         first = self.members[0]
@@ -127,7 +127,7 @@ class FusedColumns(SharedProduct):
         return {id(member): part for member, part in zip(order, parts, strict=True)}
 
 
-def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> None:
+def make_adjacent(parameters: Sequence[nn.Parameter]) -> None:
     """Moves parameters into one piece of memory, the last first, which is the order of Megatron's buffers
     (``core/distributed/param_and_grad_buffer.py``); parameters on meta stay there."""
     if any(parameter.is_meta for parameter in parameters):

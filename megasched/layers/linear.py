@@ -58,7 +58,7 @@ class ColumnLinear(ColumnParallelLinear):
         if x.dim() not in (2, 3) and not self.sequence_parallel:  # Megatron's backward takes no other
             return _as_before(x, self._computed(x.reshape(-1, x.shape[-1])))
         if self.joint is not None:
-            output = self.joint.part(self, x)
+            output = self.joint.output_of(self, x)
             if output is not None:
                 return output
         if self.sequence_parallel:
@@ -194,7 +194,7 @@ def lower_linear(path: str, module: nn.Module, context: BuildContext, *, entered
             lowered.overwritten = path in plan.derived.overwritten
     lowered.tokens = context.tokens
     for name, held in module.named_parameters(recurse=False):
-        context.settle(lowered, name, plan.placement(path, name), held)
+        context.fill_or_tie(lowered, name, plan.placement(path, name), held)
     return lowered
 
 
@@ -217,6 +217,6 @@ def make_parameter(
     shape = context.plan.local_shape(placement)
     with context.making(held):
         owner.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=context.device)))
-    context.settle(owner, name, placement, held)
+    context.fill_or_tie(owner, name, placement, held)
     made: nn.Parameter = getattr(owner, name)
     return made

@@ -17,11 +17,13 @@ from megatron.core.tensor_parallel import (
 )
 from torch import nn
 
+from megasched.analysis.parts import ArgSlice
 from megasched.analysis.recorded import LeafPath, change_leaves
 from megasched.analysis.slot import HiddenStateArg
 from megasched.graph import opaque
 from megasched.language.tensor_types import ShardDim
 from megasched.layers.wrap import Forward, wrap_forward
+from megasched.plan.plan import Plan
 
 
 def enter_region(
@@ -78,7 +80,7 @@ def leave_region(module: nn.Module, slot: int | str, leaves: Mapping[int, ShardD
         leaves: which of the tensors that the module returns are whole inside -> how they are cut: [b, s, ...] or
             flattened [b*s, ...]; None for those that stay whole.
     """
-    share = functools.partial(opaque.call, "leave_region", functools.partial(_Share.apply, group.size()))
+    share = functools.partial(opaque.call, "leave_region", functools.partial(_ScaleGradient.apply, group.size()))
 
     def wrapper(forward: Forward) -> Forward:
         def left(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +103,7 @@ def share_recorded(path: str, module: nn.Module, leaves: Sequence[LeafPath], gro
         module: the one around the layers that returns it.
         leaves: which of the tensors that it returns.
     """
-    share = functools.partial(_Share.apply, group.size())
+    share = functools.partial(_ScaleGradient.apply, group.size())
 
     def wrapper(forward: Forward) -> Forward:
         def shared(*args: Any, **kwargs: Any) -> Any:
@@ -151,7 +153,7 @@ class _SumGradient(torch.autograd.Function):
         return total, None
 
 
-class _Share(torch.autograd.Function):
+class _ScaleGradient(torch.autograd.Function):
     """Identity; of the gradient, which all ranks have whole, each takes an equal share."""
 
     @staticmethod
@@ -228,3 +230,35 @@ def join_sequence(layer: nn.Module, slot: HiddenStateArg, group: Any) -> None:
         return left
 
     wrap_forward(layer, wrapper)
+
+
+def slices_of(plan: Plan, path: str) -> dict[int | str, ArgSlice]:
+    """Arguments of one module of which each rank takes its part."""
+    return {argument.slot: part for argument, part in plan.derived.parts.items() if argument.path == path}
+
+
+def slice_args(module: nn.Module, parts: Mapping[int | str, ArgSlice], group: Any) -> None:
+    """Hands the module this rank's part of these arguments: [..., heads, ...] -> [..., heads / tp, ...].
+
+    They carry no gradient, so nothing is communicated.
+    """
+
+    def wrapper(forward: Forward) -> Forward:
+        def taken(*args: Any, **kwargs: Any) -> Any:
+            found = dict([*enumerate(args), *kwargs.items()])
+            found.update({slot: _taken(found[slot], part, group) for slot, part in parts.items()})
+            return forward(*(found[index] for index in range(len(args))), **{name: found[name] for name in kwargs})
+
+        return taken
+
+    wrap_forward(module, wrapper)
+
+
+def _taken(x: torch.Tensor, part: ArgSlice, group: Any) -> torch.Tensor:
+    """A view where the dimension counts nothing else: masks of every head are large."""
+    length = part.count // group.size()
+    start = length * group.rank()
+    if x.shape[part.dim] == part.count:
+        return x.narrow(part.dim, start, length)
+    apart = x.unflatten(part.dim, (-1, part.count))  # [b*heads, ...] -> [b, heads, ...]
+    return apart.narrow(part.dim + 1, start, length).flatten(part.dim, part.dim + 1)

@@ -38,10 +38,10 @@ def note_batch(layer: nn.Module, slot: HiddenStateArg, tokens: Tokens) -> None:
     """Has a layer say of how many sequences its hidden state [b, s, h] is."""
 
     def wrapper(forward: Forward) -> Forward:
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
             tokens.batch = slot.get(args, kwargs).shape[0]
             return forward(*args, **kwargs)
 
-        return noted
+        return watched
 
     wrap_forward(layer, wrapper)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from megasched.graph import opaque
-from megasched.layers.recompute import recompute_call
+from megasched.layers.recompute.kept_state import KeptState
+from megasched.layers.recompute.recompute import recompute_call
 from megasched.layers.rng import fork_rng
-from megasched.layers.state_again import KeptState
 
 Forward = Callable[..., Any]
 

@@ -24,7 +24,7 @@ from megasched.graph.traced import TracedModule, trace_module
 from megasched.language.records import Record
 from megasched.layers.build_context import BuildContext
 from megasched.layers.linear import ReplicatedHeadsLinear
-from megasched.layers.recompute import recompute, tracker_states
+from megasched.layers.recompute.recompute import recompute, tracker_states
 from megasched.layers.te.linear import TeLinear
 
 

@@ -42,7 +42,7 @@ class KnownModel:
     @cached_property
     def why_not_stages(self) -> str:
         """Why its layers can't be on several pipeline stages; empty where they can."""
-        from megasched.trainer.stage_trial import why_not_alone
+        from megasched.trainer.stages.stage_trial import why_not_alone
 
         return "" if self.structure is None else why_not_alone(self.definition, self.structure)
 

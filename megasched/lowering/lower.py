@@ -12,7 +12,7 @@ from megasched.analysis.labels import Region
 from megasched.definition.linears import plain_attributes
 from megasched.definition.module_copy import transfer_hooks
 from megasched.language.lora import DROPOUT
-from megasched.language.roles import AttentionSpec, LayerSpec, MoeSpec
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MoeSpec
 from megasched.language.schedule import Schedule
 from megasched.layers.attention import AttentionSettings
 from megasched.layers.build_context import BuildContext
@@ -27,11 +27,12 @@ from megasched.layers.regions import (
     join_sequence,
     leave_region,
     share_recorded,
+    slice_args,
+    slices_of,
     split_arguments,
     split_sequence,
     take_local_sequence,
 )
-from megasched.layers.sliced_args import parts_of, slice_args
 from megasched.layers.te.attention import TeCore, uses_transformer_engine
 from megasched.layers.te.linear import TeProduct, lower_te_linear
 from megasched.layers.tokens import note_batch
@@ -82,7 +83,7 @@ def lower(schedule: Schedule, model: nn.Module, context: BuildContext, here: Cal
     if context.size > 1:
         for path in {argument.path for argument in plan.derived.parts}:
             if alone(path):
-                slice_args(model.get_submodule(path), parts_of(plan, path), context.group)
+                slice_args(model.get_submodule(path), slices_of(plan, path), context.group)
     divide_local_attributes(schedule.roles, model, context, own)
     _settle_attention(model, context, own)
     for path in plan.derived.forked:
@@ -137,7 +138,7 @@ def _lower_blocks(
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, new.train(old.training))
 
-    attention = roles.block.attention if isinstance(roles.block, LayerSpec) else roles.attention
+    attention = roles.layer.attention if isinstance(roles.layer, LayerSpec) else roles.attention
     if context.plan.blocks or context.plan.attentions:
         assert isinstance(attention, AttentionSpec)
         angles = rotary_angles(model, attention, context.context_parallel)
@@ -147,8 +148,8 @@ def _lower_blocks(
         assert isinstance(roles.attention, AttentionSpec)
         put(path, lambda old, path=path: lower_attention(path, model, roles.attention, angles, context))
     for path in filter(here, sorted(context.plan.mixtures)):
-        assert isinstance(roles.mixture, MoeSpec)
-        put(path, lambda old, path=path: lower_mixture(path, model, roles.mixture, context))
+        assert isinstance(roles.moe, MoeSpec)
+        put(path, lambda old, path=path: lower_mixture(path, model, roles.moe, context))
     for path in filter(here, sorted(context.plan.mlps)):
         put(path, lambda old, path=path: lower_mlp(path, model, context))
 
@@ -197,7 +198,7 @@ def _lower_whole(path: str, module: nn.Module, context: BuildContext) -> None:
             dtype = context.dtype(placement, held)
             parameter = nn.Parameter(torch.empty(placement.shape, dtype=dtype, device=context.device))
             setattr(module, name, parameter)
-        context.adopt(parameter, placement, held)
+        context.fill(parameter, placement, held)
 
 
 def _lower_regions(

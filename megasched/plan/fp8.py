@@ -17,7 +17,8 @@ from torch import nn
 from megasched.definition.linears import is_linear
 from megasched.errors import Problem
 from megasched.language.lora import adapted, adapter_names
-from megasched.language.roles import AttentionSpec, MoeSpec, Roles
+from megasched.language.module_specs import AttentionSpec, MoeSpec
+from megasched.language.roles import Roles
 from megasched.layers.wrap import Forward, wrap_forward
 from megasched.plan.megatron_params import (
     ROUTER,
@@ -60,8 +61,8 @@ def choose_fp8(plan: Plan, roles: Roles) -> list[Problem]:
             linears = _linears(plan, index)
             plan.te_linears.update(linears)
             products = _products(plan, linears)
-            if isinstance(roles.mixture, MoeSpec) and f"{layer}.{roles.mixture.module}" in plan.mixtures:
-                products += _weights(plan, mixture_assemblies(plan, layer, roles.mixture))
+            if isinstance(roles.moe, MoeSpec) and f"{layer}.{roles.moe.module}" in plan.mixtures:
+                products += _weights(plan, mixture_assemblies(plan, layer, roles.moe))
             if (
                 isinstance(roles.attention, AttentionSpec)
                 and f"{layer}.{roles.attention.module}" in plan.attentions

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.records import Record
-from megasched.language.roles import AttentionSpec, Cut, LayerSpec, MlpSpec, MoeSpec, Roles
+from megasched.language.roles import Cut, Roles
 from megasched.layers.megatron.trials import Subject, Trials
 from megasched.plan.megatron_params import (
     assemblies,
@@ -112,11 +113,11 @@ class MegatronFit:
         """Whether it is known how a layer, attention or mixture would be Megatron's."""
         roles = self.roles
         if part.kind == "layer":
-            described = isinstance(roles.block, LayerSpec)
-            return described and self.plan.holds_parameters(f"{path}.{roles.block.attention.out}")
+            described = isinstance(roles.layer, LayerSpec)
+            return described and self.plan.holds_parameters(f"{path}.{roles.layer.attention.out}")
         if part.kind == "attention":
             return isinstance(roles.attention, AttentionSpec) and path == f"{part.layer}.{roles.attention.module}"
-        return part.kind == "mixture" and isinstance(roles.mixture, MoeSpec)
+        return part.kind == "mixture" and isinstance(roles.moe, MoeSpec)
 
     def _by_description(self, path: str, part: MegatronCandidate) -> str:
         if part.kind == "layer":
@@ -126,12 +127,12 @@ class MegatronFit:
         return self._why_not_mixture(path, part) if part.kind == "mixture" else self._why_not_mlp(path, part)
 
     def _why_not_layer(self, layer: str) -> str:
-        plan, block = self.plan, self.roles.block
+        plan, block = self.plan, self.roles.layer
         if isinstance(block, str):
             return block
         mixture = mixture_in(plan, layer, self.roles)
         if mixture is None and f"{layer}.{block.mlp.down}.weight" not in plan.canonical:
-            return str(self.roles.mixture)
+            return str(self.roles.moe)
         if mixture is not None and plan.layout.tp > 1 and not plan.layout.sp:
             return "its mixture of experts wants sequence parallelism where there are TP ranks"
         attention, (inputs, outputs) = block.attention, mlp_of(block, mixture)
@@ -166,13 +167,13 @@ class MegatronFit:
 
     def _attention_wants(self, attention: AttentionSpec) -> str:
         layout = self.plan.layout
-        if attention.latent is not None and layout.tp > 1 and not layout.sp:
+        if attention.mla is not None and layout.tp > 1 and not layout.sp:
             return "its latent attention wants sequence parallelism where there are TP ranks"
         packed = bool(attention.sinks) and layout.packed_sequences
         return "Transformer Engine has no sinks for packed sequences" if packed else ""
 
     def _why_not_mixture(self, path: str, part: MegatronCandidate) -> str:
-        plan, mixture = self.plan, self.roles.mixture
+        plan, mixture = self.plan, self.roles.moe
         if isinstance(mixture, str):
             return mixture
         if mixture_in(plan, part.layer, self.roles) is None or path != f"{part.layer}.{mixture.module}":

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from megasched.definition.experts import find_experts
 from megasched.errors import Problem
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.records import Record
-from megasched.language.roles import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, Roles
+from megasched.language.roles import Roles
 from megasched.plan.fused_columns import level_at, levels_asked, required
 from megasched.plan.megatron_fit import MegatronCandidate, MegatronFit
 from megasched.plan.plan import Plan
@@ -94,8 +95,8 @@ def _take(plan: Plan, path: str, part: MegatronCandidate, roles: Roles) -> None:
     """Has a module be Megatron's, which can stand for it."""
     if part.kind == "layer":
         plan.blocks.add(path)
-        assert isinstance(roles.block, LayerSpec)
-        _share_sinks(plan, path, roles.block.attention)
+        assert isinstance(roles.layer, LayerSpec)
+        _share_sinks(plan, path, roles.layer.attention)
     elif part.kind == "attention":
         plan.attentions.add(path)
         assert isinstance(roles.attention, AttentionSpec)
@@ -160,7 +161,7 @@ def mixture_problems(plan: Plan, model: nn.Module, roles: Roles) -> list[Problem
         if path not in plan.mixtures and layer not in plan.blocks:
             reason = plan.not_blocks.get(path, "") or plan.not_blocks.get(layer, "")
             problems.append(Problem(f"{what}, and not this one{reason and f': {reason}'}", path, remedy=remedy))
-    corrected = isinstance(roles.mixture, MoeSpec) and bool(roles.mixture.correction)
+    corrected = isinstance(roles.moe, MoeSpec) and bool(roles.moe.correction)
     bias = "--moe-router-enable-expert-bias"
     if bias in flags and not problems and not corrected:
         problems.append(Problem(f"{bias}: the definition's routers choose without a bias", remedy="leave it out"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from megasched.language.roles import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec, Roles
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec
+from megasched.language.roles import Roles
 from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
@@ -32,7 +33,7 @@ def output_features(plan: Plan, layer: str, name: str) -> int:
 
 def mixture_in(plan: Plan, layer: str, roles: Roles) -> MoeSpec | None:
     """The mixture of experts in a layer; None where there is none, or none that is Megatron's."""
-    mixture = roles.mixture
+    mixture = roles.moe
     known = isinstance(mixture, MoeSpec) and f"{layer}.{mixture.router}.weight" in plan.canonical
     return mixture if known and isinstance(mixture, MoeSpec) else None
 
@@ -54,7 +55,7 @@ def parameter_names(block: LayerSpec, mixture: MoeSpec | None) -> list[str]:
 
 def attention_parameter_names(attention: AttentionSpec) -> list[str]:
     """Names in a layer of all that attention speaks of; biases need not be there."""
-    linears, latent = (*attention.inputs, attention.out), attention.latent
+    linears, latent = (*attention.inputs, attention.out), attention.mla
     norms = attention.norms if latent is None else (latent.q_norm, latent.kv_norm)
     found = [f"{name}.weight" for name in (*norms, *attention.whole, *linears)]
     found += [attention.sinks] if attention.sinks else []
@@ -87,7 +88,7 @@ def assemblies(plan: Plan, layer: str, roles: Roles, ep_rank: int = 0) -> dict[s
     Args:
         ep_rank: which experts are meant.
     """
-    block = roles.block
+    block = roles.layer
     assert isinstance(block, LayerSpec)
     mixture = mixture_in(plan, layer, roles)
     if mixture is None:
@@ -108,8 +109,8 @@ def attention_assemblies(plan: Plan, layer: str, attention: AttentionSpec) -> di
     found = {"linear_proj.weight": _of(plan, layer, [f"{attention.out}.weight"])}
     if has_bias(plan, layer, attention.out):
         found["linear_proj.bias"] = _of(plan, layer, [f"{attention.out}.bias"])
-    if attention.latent is not None:
-        return found | _latent_projections(plan, layer, attention.latent)
+    if attention.mla is not None:
+        return found | _latent_projections(plan, layer, attention.mla)
     if attention.sinks:
         found[SINKS] = _of(plan, layer, [attention.sinks])
     norms = {"q_layernorm.": attention.q_norm, "k_layernorm.": attention.k_norm}
@@ -149,7 +150,7 @@ def _of(plan: Plan, layer: str, names: Iterable[str], groups: int = 1) -> ParamM
 
 def _projections(plan: Plan, layer: str, attention: AttentionSpec) -> dict[str, ParamMapping]:
     """Of q, k and v."""
-    qkv, groups = attention.inputs, 1 if attention.by_heads else attention.groups
+    qkv, groups = attention.inputs, 1 if attention.by_heads else attention.kv_heads
     kinds = ("weight", "bias") if has_bias(plan, layer, qkv[0]) else ("weight",)
     parts = {kind: _of(plan, layer, (f"{name}.{kind}" for name in qkv), groups) for kind in kinds}
     paired = attention.head_dim if attention.gated else 0

@@ -8,9 +8,10 @@ from megasched.analysis.labels import TpFacts
 from megasched.analysis.packed_plan import PackedFacts
 from megasched.analysis.sequence_plan import CpFacts
 from megasched.analysis.structure import LayerStack
+from megasched.language.module_specs import MlpSpec
 from megasched.language.parallel_dims import Layout
 from megasched.language.records import Record
-from megasched.language.roles import Cut, MlpSpec
+from megasched.language.roles import Cut
 from megasched.plan.kv_heads import ReplicatedHeads
 from megasched.plan.placement import Placement
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megasched.planner.measure.measurements import Measurements
 from megasched.planner.pipeline import order_of
-from megasched.trainer.stage import Stage
+from megasched.trainer.stages.stage import Stage
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from megasched.planner.measure.measurements import Measurements
 from megasched.planner.measure.partly_recomputed import PartlyRecomputed
 from megasched.planner.measure.probe import fake_groups
 from megasched.planner.memory import FILLED, RankMemory, rank_memory
-from megasched.trainer.stage import Stage
+from megasched.trainer.stages.stage import Stage
 
 if TYPE_CHECKING:
     from megasched.trainer.session import Session

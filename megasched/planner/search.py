@@ -25,7 +25,7 @@ from megasched.planner.step_time import StepTime, step_time
 if TYPE_CHECKING:
     from megasched.planner.hardware.hardware import Hardware
     from megasched.trainer.session import Session
-    from megasched.trainer.stage import Stage
+    from megasched.trainer.stages.stage import Stage
 
 MICRO_BATCHES = (1, 2, 4)
 RECOMPUTE = (None, "full")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megasched.planner.measure.measurements import Measurements
     from megasched.planner.measure.parameter_counts import Count
     from megasched.planner.measure.partly_recomputed import PartlyRecomputed
-    from megasched.trainer.stage import Stage
+    from megasched.trainer.stages.stage import Stage
 
 # What a distributed optimizer sends and touches for each parameter that a rank holds, in bytes: gradients
 # are reduced, parameters in 16 bits gathered (megatron/core/distributed/param_and_grad_buffer.py); its

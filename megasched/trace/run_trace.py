@@ -31,7 +31,7 @@ def check_trace_file(name: str) -> None:
         raise ConfigError(f"{FLAG} {name}: there is no folder {path.parent} that can be written to")
 
 
-def trace_misfits(args: argparse.Namespace) -> list[str]:
+def trace_conflicts(args: argparse.Namespace) -> list[str]:
     """What is wrong with the iterations to be recorded, in words."""
     if args.megasched_trace is None or args.profile_step_end > args.profile_step_start:
         return []

@@ -20,8 +20,8 @@ from megasched.analysis.structure import LayerStack
 from megasched.trainer.checkpoint.source import with_progress
 from megasched.trainer.scheduled_model import ScheduledModel
 from megasched.trainer.session import get_session
-from megasched.trainer.shared_parameters import finalize_with_shared
-from megasched.trainer.stage import Stage
+from megasched.trainer.stages.shared_parameters import finalize_with_shared
+from megasched.trainer.stages.stage import Stage
 from megasched.trainer.token_ids import checked_ids
 from megasched.trainer.unreached import watch_unreached
 from megasched.trainer.weight_decay import spare, spared_names

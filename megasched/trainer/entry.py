@@ -101,7 +101,7 @@ def run_script(script: str, argv: Sequence[str]) -> None:
 def _run(script: str, argv: list[str]) -> None:
     path, bundled = find_script(script)
     if not {"-h", "--help"}.intersection(argv):
-        check_inputs(script, own_flags(argv))
+        check_inputs(script, megasched_flags(argv))
     mode = rehearsal_mode(argv)
     flags = rehearsal_flags(argv)
     if mode:
@@ -122,7 +122,7 @@ class _OwnParser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def own_flags(argv: Sequence[str]) -> argparse.Namespace:
+def megasched_flags(argv: Sequence[str]) -> argparse.Namespace:
     """megasched's flags alone; Megatron's are passed over, not judged.
 
     Raises:

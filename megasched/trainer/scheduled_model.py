@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -18,26 +18,31 @@ from megasched.definition.build import buffers_following_dtype, kept_in_float32
 from megasched.definition.mask_interface import context_masks, packed_masks
 from megasched.definition.objectives import objective_of
 from megasched.errors import ConfigError
+from megasched.language.schedule import Schedule
 from megasched.layers.build_context import BuildContext
 from megasched.layers.context_parallel import CpGroup
 from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.plan.fp8 import enter_fp8, fp8_pass
 from megasched.plan.param_mapping import ParamMapping
-from megasched.trainer.checkpoint.buffers import SavedBuffers, persistent_buffers, place_buffers
+from megasched.plan.plan import Plan
+from megasched.trainer.checkpoint.buffers import SavedBuffers, materialize_buffers, persistent_buffers
 from megasched.trainer.checkpoint.entries import ShardOwner, copy_loaded, sharded_entry
 from megasched.trainer.flags.recompute import apply_recompute_flags
-from megasched.trainer.loss import VocabParallelLoss, make_loss, path_of
-from megasched.trainer.own_loss import OwnCodeLoss
+from megasched.trainer.losses.definition_loss import DefinitionLoss
+from megasched.trainer.losses.loss import VocabParallelLoss, make_loss, path_of
 from megasched.trainer.packed_batch import as_rows, packed_arguments, unpack_rows
 from megasched.trainer.precision import keeping_precision, with_nan
-from megasched.trainer.shared_parameters import shared_parameters
-from megasched.trainer.stage import Stage, StageEnd, capture_stage_inputs, hollow_out_stage, set_entry, set_exit
-from megasched.trainer.stage_transfer import BoundaryCodec, StageBuffers, receive_hidden, send_hidden
-
-if TYPE_CHECKING:
-    from megasched.language.schedule import Schedule
-    from megasched.plan.plan import Plan
-    from megasched.weights.source import WeightSource
+from megasched.trainer.stages.shared_parameters import shared_parameters
+from megasched.trainer.stages.stage import (
+    Stage,
+    StageEnd,
+    capture_stage_inputs,
+    hollow_out_stage,
+    set_entry,
+    set_exit,
+)
+from megasched.trainer.stages.stage_transfer import BoundaryCodec, StageBuffers, receive_hidden, send_hidden
+from megasched.weights.source import WeightSource
 
 _PREFIX = "definition."
 
@@ -91,7 +96,7 @@ class ScheduledModel(MegatronModule):
         made = {name: parameter.dtype for name, parameter in definition.named_parameters()}
         self._float32 = self._float32.union(n for n in self._assemblies if made.get(n) == torch.float32)
         here = [name for name in persistent if self._here(name.rpartition(".")[0])]
-        place_buffers(definition, source, here, renamed, self._device)
+        materialize_buffers(definition, source, here, renamed, self._device)
         self.not_loaded: frozenset[str] = frozenset()
         self._buffers_saved = SavedBuffers(persistent, definition, renamed, plan, stages, stage)
         self._tie()
@@ -239,7 +244,7 @@ class ScheduledModel(MegatronModule):
             given |= packed_arguments(self.plan, rows, self._device)
             masks = packed_masks(rows.numbers()) if rows.several else masks
         assert self.plan.structure is not None
-        if isinstance(self._loss, OwnCodeLoss):
+        if isinstance(self._loss, DefinitionLoss):
             given |= self._loss.arguments(labels, loss_mask, self._wire)
         elif self.plan.structure.calls_loss:
             given["labels"] = labels
@@ -254,7 +259,7 @@ class ScheduledModel(MegatronModule):
             self._wire.clear()
         if labels is None:
             return self._loss.whole(output.logits)
-        if isinstance(self._loss, OwnCodeLoss):
+        if isinstance(self._loss, DefinitionLoss):
             return self._loss.each(output.logits, output.loss, labels)
         loss = output.loss if "labels" in given else self._loss(output.logits, labels)
         return loss if packed_seq_params is None else loss.view(shape)
@@ -310,9 +315,8 @@ class ScheduledModel(MegatronModule):
 
     def _send(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the next stage gets."""
-        if self._packing is None:
-            return send_hidden(hidden)
-        return self._packing.send(self.stage.stop, self._wire, hidden)
+        packing = self._packing
+        return send_hidden(hidden) if packing is None else packing.send(self.stage.stop, self._wire, hidden)
 
     # precision --------------------------------------------------------------------------------------
 
@@ -350,7 +354,7 @@ class ScheduledModel(MegatronModule):
     def _assembly_of(self, name: str) -> ParamMapping:
         return ParamMapping((self.plan.placements[self.plan.canonical[name]],))
 
-    def place(self, assembly: ParamMapping, dp_rank: int) -> ShardOwner:
+    def shard_owner(self, assembly: ParamMapping, dp_rank: int) -> ShardOwner:
         """Where this rank stands among those that share a parameter.
 
         Args:
@@ -372,8 +376,8 @@ class ScheduledModel(MegatronModule):
         entries: dict[str, Any] = {}
         for name, (parameter, assembly) in self._checkpointed().items():
             copy = getattr(parameter, "shared", False)  # of what another stage writes
-            place = self.place(assembly, dp_rank)
-            entries[prefix + _PREFIX + name] = sharded_entry(parameter, assembly, place, copy=copy)
+            owner = self.shard_owner(assembly, dp_rank)
+            entries[prefix + _PREFIX + name] = sharded_entry(parameter, assembly, owner, copy=copy)
         for name, entry in self._buffers_saved.entries(self.pg_collection.tp.rank(), dp_rank).items():
             entries[prefix + _PREFIX + name] = entry
         return entries

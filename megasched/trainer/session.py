@@ -16,7 +16,7 @@ from megasched.analysis.flops import ForwardFlops
 from megasched.analysis.known_runs import KnownRuns
 from megasched.analysis.meta_call import meta_copy
 from megasched.analysis.reach import Reach, find_reach
-from megasched.analysis.structure import layer_stack_of
+from megasched.analysis.structure import LayerStack, layer_stack_of
 from megasched.definition.module_copy import copy_module
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import ConfigError, Problem, ScheduleError
@@ -29,19 +29,17 @@ from megasched.lowering.replace import replace_modules
 from megasched.plan.make import make_plan
 from megasched.plan.pipeline import balance, cuts_asked_for, layer_costs, layout_string
 from megasched.plan.plan import Plan
-from megasched.trainer.own_loss import refuse_loss
-from megasched.trainer.stage_trial import why_not_alone, why_not_other_ways
+from megasched.trainer.losses.definition_loss import refuse_loss
+from megasched.trainer.stages.stage_transfer import BoundaryCodec
+from megasched.trainer.stages.stage_trial import why_not_alone, why_not_other_ways
 from megasched.trainer.unreached import freeze_unreached
+from megasched.weights.source import WeightSource
 
 WITHOUT_STAGES = "run it without pipeline stages"
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-
-    from megasched.analysis.structure import LayerStack
-    from megasched.trainer.stage_transfer import BoundaryCodec
-    from megasched.weights.source import WeightSource
 
 
 @dataclass
@@ -225,7 +223,7 @@ class Session:
             dtype: of parameters.
             batch_shape: rows of a micro-batch, and tokens in each.
         """
-        from megasched.trainer.stage_transfer import BoundaryCodec
+        from megasched.trainer.stages.stage_transfer import BoundaryCodec
 
         structure, layout = self.plan.structure, self.plan.layout
         assert structure is not None
@@ -235,7 +233,7 @@ class Session:
         )
         if not packing.needed(boundaries):
             return None
-        if layout.cp > 1 and not packing.known_of_parts(boundaries):
+        if layout.cp > 1 and not packing.sends_local_sequences(boundaries):
             what = "more than the hidden state goes from stage to stage, and how context parallelism splits it is "
             what += "not known"
             raise ScheduleError(Problem(what, structure.layers, remedy="run it without --context-parallel-size"))

@@ -6,31 +6,30 @@ import sys
 from argparse import Namespace
 from collections.abc import Container
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from megasched.errors import Problem, ScheduleError, some_of
+from megasched.language.lora import adapted, adapter_names
 from megasched.plan.decisions import without_rule
 from megasched.plan.fp8 import left_in_16_bits
 from megasched.plan.plan import Plan
-from megasched.trainer.certificate import require_certificate, subject_of
-from megasched.trainer.compatibility import (
+from megasched.trainer.evidence.certificate import require_certificate, subject_of
+from megasched.trainer.evidence.compatibility import (
     of_unchecked_options,
     refuse_unverified,
     unchecked_options,
     verify_command,
 )
-from megasched.trainer.flags.sft import settle_sft
-from megasched.trainer.flags.te import settle_attention_backend, settle_without_te
-from megasched.trainer.lora_run import tell_of_adapters, with_adapters
-from megasched.trainer.own_loss import loss_lines, refuse_loss_of_batches, refuse_per_token
+from megasched.trainer.flags.sft import default_sft_args
+from megasched.trainer.flags.te import configure_attention_backend, default_args_without_te
+from megasched.trainer.losses.definition_loss import loss_lines, refuse_loss_of_batches, refuse_per_token
 from megasched.trainer.session import Session, open_session, set_session
-from megasched.trainer.shared_parameters import refuse_overlap
+from megasched.trainer.stages.shared_parameters import refuse_overlap
 from megasched.trainer.unreached import refuse_unsure_overlap, tell_of_unreached
 from megasched.weights.hf.folder import HFFolder
+from megasched.weights.lora_init import AdaptedSource
 from megasched.weights.names import of_passed_over
-
-if TYPE_CHECKING:
-    from megasched.weights.source import WeightSource
+from megasched.weights.source import WeightSource
 
 # Flags by which a user cuts the pipeline; Megatron's own rules hold where one is given.
 CUT_FLAGS = (
@@ -80,7 +79,8 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     refuse_unsure_overlap(session.reach, plan.structure, args.overlap_grad_reduce)
     session.hf_model = Path(args.hf_model)
     source = weight_source(args, session.definition)
-    session.source = with_adapters(source, session.schedule, args.seed)
+    adapters = adapter_names(adapted(session.schedule.records))
+    session.source = AdaptedSource(source, adapters, args.seed) if adapters else source
     session.batch_shape = args.micro_batch_size, args.seq_length
     session.eval_micro_batch_size = args.eval_micro_batch_size
     session.source.check({placement.name for placement in plan.placements.values()})
@@ -98,17 +98,17 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
             args.num_layers_per_virtual_pipeline_stage = None
             args.num_virtual_stages_per_pipeline_rank = None
     _tell_of_passed_over(source, session, args.rank)
-    tell_of_adapters(session.schedule, session.replaced, args.rank)
+    _tell_of_adapters(session, args.rank)
     tell_of_unreached(session.replaced, session.reach, args.rank)
     _tell_of_16_bits(session, args.rank)
     _tell_of_written(session.plan, args)
     for line in (*without_rule(plan), *loss_lines(plan)) if args.rank == 0 else ():
         print(f"megasched: {line}")
-    _settle_accumulation(args)
-    settle_without_te(args)
-    settle_attention_backend(args)
-    _settle_evaluation(args)
-    settle_sft(args)
+    _default_accumulation_args(args)
+    default_args_without_te(args)
+    configure_attention_backend(args)
+    _default_evaluation_args(args)
+    default_sft_args(args)
     set_session(session)
 
 
@@ -117,6 +117,23 @@ def _tell_of_passed_over(source: WeightSource, session: Session, rank: int) -> N
     names = source.passed_over if isinstance(source, HFFolder) else []
     if names and rank == 0:
         print(f"megasched: {of_passed_over(type(session.definition).__name__, names)}")
+
+
+def parameter_counts(model: Any) -> tuple[int, int]:
+    """(parameters of a definition, those of them that are trained); ties once."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
+def _tell_of_adapters(session: Session, rank: int) -> None:
+    """How much of the model is trained, where LoRA adapts it, is said."""
+    count = len(adapted(session.schedule.records))
+    if count and rank == 0:
+        whole, trained = parameter_counts(session.replaced)
+        print(
+            f"megasched: LoRA on {count} linears: {trained:,} of {whole:,} parameters are trained "
+            f"({trained / whole:.2%})"
+        )
 
 
 def _tell_of_16_bits(session: Session, rank: int) -> None:
@@ -149,7 +166,7 @@ def _warn_of_options(session: Session, args: Namespace) -> None:
     print(f"megasched: warning: {of_unchecked_options(options, command)}")
 
 
-def _settle_accumulation(args: Namespace) -> None:
+def _default_accumulation_args(args: Namespace) -> None:
     """Gradient accumulation fusion is on by default in Megatron's scripts; without its kernel it can't be."""
     from importlib.util import find_spec
 
@@ -159,7 +176,7 @@ def _settle_accumulation(args: Namespace) -> None:
             print("megasched: gradient accumulation fusion is off: NVIDIA apex's kernel for it is not installed")
 
 
-def _settle_evaluation(args: Namespace) -> None:
+def _default_evaluation_args(args: Namespace) -> None:
     """Megatron promises no evaluation during training without ``--eval-interval``, and then divides by it
     (``training/training.py:4481``); an interval longer than any run keeps the promise."""
     if args.eval_interval is None:

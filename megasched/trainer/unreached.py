@@ -7,17 +7,14 @@ decay their weights, keep optimizer states for them, and wait for their gradient
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
+from megasched.analysis.reach import Reach
+from megasched.analysis.structure import LayerStack
 from megasched.errors import ConfigError, Problem, ScheduleError, some_of
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from megasched.analysis.reach import Reach
-    from megasched.analysis.structure import LayerStack
 
 
 def freeze_unreached(model: nn.Module, reach: Reach) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.parallel_dims import Layout
-from megasched.language.roles import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 
 if TYPE_CHECKING:
     from megasched.trainer.session import Session
@@ -37,9 +37,9 @@ def facts(folder: str) -> dict[str, Any]:
 def _by_megatron(session: Session) -> list[str]:
     """What of a definition modules of Megatron's own can stand for."""
     roles, structure = session.schedule.roles, session.plan.structure
-    if isinstance(roles.block, LayerSpec):
+    if isinstance(roles.layer, LayerSpec):
         return ["block"]
     in_layers = [mlp for path, mlp in roles.mlps.items() if structure and structure.index_of(path) is not None]
     found = ["attention"] if isinstance(roles.attention, AttentionSpec) else []
-    found += ["mixture"] if isinstance(roles.mixture, MoeSpec) else []
+    found += ["mixture"] if isinstance(roles.moe, MoeSpec) else []
     return [*found, "mlp"] if any(isinstance(mlp, MlpSpec) for mlp in in_layers) else found

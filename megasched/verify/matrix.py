@@ -17,7 +17,7 @@ from typing import Any
 
 from megasched.definition.small_models.small_models import causal_lm_types, write_small_model
 from megasched.errors import ConfigError
-from megasched.trainer.compatibility import DATA, load_matrix
+from megasched.trainer.evidence.compatibility import DATA, load_matrix
 from megasched.verify.facts import facts
 from megasched.verify.parity import LAYOUTS, check_layout, failure
 from megasched.verify.ranks.pool import RankError, RankPool

@@ -84,8 +84,8 @@ def _within(ids: torch.Tensor, low: int, high: int) -> torch.Tensor:
 
 
 def record_logits(report: RankReport, every_step: bool) -> Callable[[], None]:
-    from megasched.trainer.loss import VocabParallelLoss
-    from megasched.trainer.own_loss import OwnCodeLoss
+    from megasched.trainer.losses.definition_loss import DefinitionLoss
+    from megasched.trainer.losses.loss import VocabParallelLoss
 
     def recorded(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -95,7 +95,7 @@ def record_logits(report: RankReport, every_step: bool) -> Callable[[], None]:
 
         return call
 
-    owners: tuple[tuple[Any, str], ...] = ((VocabParallelLoss, "__call__"), (OwnCodeLoss, "each"))
+    owners: tuple[tuple[Any, str], ...] = ((VocabParallelLoss, "__call__"), (DefinitionLoss, "each"))
     before = [(owner, name, getattr(owner, name)) for owner, name in owners]
     for owner, name, real in before:
         setattr(owner, name, recorded(real))

@@ -15,7 +15,7 @@ from megasched.definition.build import build_definition, load_config
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import Layout
 from megasched.language.schedule_file import split_file
-from megasched.trainer.certificate import subject_of, write_certificate
+from megasched.trainer.evidence.certificate import subject_of, write_certificate
 from megasched.verify.checks import Check
 from megasched.verify.steps import Steps
 from megasched.verify.subject import make_subject

@@ -7,7 +7,7 @@ import pytest
 from megasched.cli.check import archs
 from megasched.cli.main import main
 from megasched.errors import ConfigError
-from megasched.trainer.compatibility import load_matrix
+from megasched.trainer.evidence.compatibility import load_matrix
 from megasched.verify.matrix import LAYOUT_NAMES, check_here
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -60,7 +60,7 @@ def _records(folder: Path) -> None:
 
 
 def _certificate(folder: Path) -> None:
-    from megasched.trainer.certificate import require_certificate
+    from megasched.trainer.evidence.certificate import require_certificate
 
     subject = {"versions": {"torch": "2"}, "schedule": {}, "model": {}, "parallelism": {"TP": True, "SP": False}}
     require_certificate(folder / "certificate.json", subject)

@@ -62,6 +62,10 @@ FORBIDDEN = frozenset(
 SHELVES = frozenset(["model_adapters/families", "patches"])
 MOST = {"lines of a file": 400, "lines of a function": 60, "files of a folder": 14}
 
+# "path: target" of an import inside of a function -> why it can't stand at the top of its file. Only two reasons
+# count: what is imported is heavy and most who import the file never need it, or it is data that names it.
+LATE: dict[str, str] = {}
+
 # Prefix of a path -> floor; the longest counts. Folders are called as their floors are.
 FLOOR_OF = {
     "megasched/": "ground",

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.house import survey
-from tests.house.floors import ALLOWED, FLOOR_OF, floor_of
+from tests.house.floors import ALLOWED, FLOOR_OF, LATE, floor_of
 from tests.house.ratchet import recorded
 
 
@@ -24,6 +24,10 @@ def test_nothing_new_is_against_a_rule(rule):
 def test_what_was_mended_is_off_the_list(rule):
     gone = sorted(set(recorded()[rule]) - set(survey.SURVEYS[rule]()))
     assert not gone, "mended: take it off the list, by `python -m tests.house.ratchet`"
+
+
+def test_a_reason_stands_for_an_import_that_is_there():
+    assert not set(LATE) - survey.imported_late(), "take it off LATE (tests/house/floors.py)"
 
 
 def test_every_file_is_on_a_floor():

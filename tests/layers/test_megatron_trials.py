@@ -11,8 +11,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megasched import create_schedule, patches
 from megasched.definition.build import init_empty_weights
 from megasched.definition.small_models.small_models import small_config
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MoeSpec
 from megasched.language.parallel_dims import Layout
-from megasched.language.roles import AttentionSpec, LayerSpec, MoeSpec
 from megasched.layers.megatron import trial
 from megasched.layers.megatron.trial import why_another
 from megasched.layers.megatron.trials import Subject, Trials
@@ -49,7 +49,7 @@ def planned(model):
 def subjects_of(plan, model, roles):
     found = []
     for layer in plan.structure.layer_paths():
-        attention, block, mixture = roles.attention, roles.block, roles.mixture
+        attention, block, mixture = roles.attention, roles.layer, roles.moe
         mixed = isinstance(mixture, MoeSpec) and plan.holds_parameters(f"{layer}.{mixture.experts}")
         if isinstance(attention, AttentionSpec) and plan.holds_parameters(f"{layer}.{attention.out}"):
             found.append(Subject("attention", f"{layer}.{attention.module}", layer))

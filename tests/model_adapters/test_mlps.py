@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from megasched.definition.small_models.small_models import small_config
-from megasched.language.roles import LayerSpec, MlpSpec
+from megasched.language.module_specs import LayerSpec, MlpSpec
 from megasched.model_adapters.blocks import LAYERS, block_of
 from megasched.model_adapters.mlps import mlps_of
 

@@ -7,7 +7,8 @@ from torch import nn
 
 from megasched.definition.build import build_definition
 from megasched.errors import ConfigError
-from megasched.language.roles import AttentionSpec, MlpSpec, Roles
+from megasched.language.module_specs import AttentionSpec, MlpSpec
+from megasched.language.roles import Roles
 from megasched.model_adapters import generic, registry
 from megasched.model_adapters.registry import Adapter, find_adapter, roles_of
 from tests import tiny
@@ -63,9 +64,9 @@ def test_an_installed_adapter_comes_before_hfs_plan(points, llama):
             for index in range(2)
             for name, role in (("mlp.up_proj", "mlp.up"), ("self_attn.q_proj", "qkv.q"))
         },
-        block="not tried",
-        attention=AttentionSpec(heads=4, groups=2, head_dim=8),
-        mixture="no mixture is known for model type 'llama'",
+        layer="not tried",
+        attention=AttentionSpec(heads=4, kv_heads=2, head_dim=8),
+        moe="no mixture is known for model type 'llama'",
         mlps={f"model.layers.{index}.mlp": MlpSpec() for index in range(2)},
     )
 

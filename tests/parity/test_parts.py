@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megasched.definition.small_models.small_models import small_config, write_model
-from megasched.layers.sliced_args import parts_of
+from megasched.layers.regions import slices_of
 from megasched.trainer.session import open_session
 from megasched.verify.parity import LAYOUTS, check_layout
 from tests.parity.cases import spread
@@ -53,4 +53,4 @@ def check_cut(folder: str, argument: str, layout: str) -> None:
     assert all(placement.sharded for placement in matrices)
     modules = {argument.path for argument in plan.derived.parts}
     assert len(modules) == 4
-    assert all(parts_of(plan, path).keys() == {argument} for path in modules)
+    assert all(slices_of(plan, path).keys() == {argument} for path in modules)

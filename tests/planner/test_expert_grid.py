@@ -12,7 +12,7 @@ from megasched.planner.measure.parameter_counts import Count, ParameterCounts
 from megasched.planner.search import Job, _groups, _layouts
 from megasched.planner.step_time import _gradients, groups_of
 from megasched.trainer.session import open_session
-from megasched.trainer.stage import Stage
+from megasched.trainer.stages.stage import Stage
 from tests.planner.configs import config_of
 
 H100 = load_hardware("h100-80gb")

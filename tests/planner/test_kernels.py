@@ -11,7 +11,7 @@ from megasched.planner.measure.parameter_counts import ParameterCounts
 from megasched.planner.measure.probe import fake_groups, measure
 from megasched.planner.stand_ins.kernels import attended_on_rank
 from megasched.trainer.session import open_session
-from megasched.trainer.stage import Stage
+from megasched.trainer.stages.stage import Stage
 from tests.planner.configs import config_of
 
 HIDDEN, FFN, HEADS, GROUPS, WIDTH = 256, 704, 8, 4, 32

@@ -12,7 +12,7 @@ from megasched.planner.measure.probe import fake_groups
 from megasched.planner.measure.work import CountWork, Product
 from megasched.planner.step_time import chunk_work
 from megasched.trainer.session import open_session
-from megasched.trainer.stage import Stage
+from megasched.trainer.stages.stage import Stage
 from tests.planner.configs import config_of
 
 

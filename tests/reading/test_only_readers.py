@@ -19,7 +19,7 @@ READING = {
 # What processes of one run hand each other through pipes and folders of their own, what Megatron opens, and the
 # code of classes that were imported.
 NO_FILES_OF_OTHERS = {
-    ("megasched/trainer/certificate.py", "read_bytes"),
+    ("megasched/trainer/evidence/certificate.py", "read_bytes"),
     *(("megasched/verify/plain/reference.py", call) for call in ("json.loads", "read_text")),
     *(("megasched/verify/plain_runs.py", call) for call in ("json.loads", "read_text")),
     ("launch/torchrun/nodes.py", "open"),

@@ -114,7 +114,7 @@ MUTATIONS = {
     ),
     "vocabulary_padding": Mutation(
         "padding of the vocabulary that takes part in the softmax",
-        "megasched/trainer/loss.py",
+        "megasched/trainer/losses/loss.py",
         "if real < logits.shape[-1]:",
         "if real < 0:",
         (MATRIX,),
@@ -149,14 +149,14 @@ MUTATIONS = {
     ),
     "shared_by_stages": Mutation(
         "a parameter that layers of several stages share, with the gradient of one stage",
-        "megasched/trainer/shared_parameters.py",
+        "megasched/trainer/stages/shared_parameters.py",
         "        torch.distributed.all_reduce(total, group=group)\n",
         "",
         ("tests/parity/test_sides.py", "tests/parity/test_parts.py"),
     ),
     "random_states": Mutation(
         "another dropout mask in the recomputed forward",
-        "megasched/layers/recompute.py",
+        "megasched/layers/recompute/recompute.py",
         "            tracker.set_states(self.states)\n",
         "            pass\n",
         ("tests/language/test_fork_rng.py", "tests/language/test_checkpoint.py"),
@@ -170,7 +170,7 @@ MUTATIONS = {
     ),
     "overlap_with_shared": Mutation(
         "a missing refusal: gradients reduced over DP before they are summed over stages",
-        "megasched/trainer/shared_parameters.py",
+        "megasched/trainer/stages/shared_parameters.py",
         "    if shared:\n",
         "    if shared and not overlap_grad_reduce:\n",
         ("tests/parity/test_sides.py",),
@@ -180,7 +180,7 @@ MUTATIONS = {
         "megasched/trainer/flags/refused_flags.py",
         '"mtp_*"',
         '"mtp_none"',
-        ("tests/trainer/test_arguments.py", "tests/test_docs.py"),
+        ("tests/trainer/flags/test_arguments.py", "tests/test_docs.py"),
     ),
     "pickle": Mutation(
         "a missing refusal: a pickle that names a function",

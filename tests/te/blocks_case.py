@@ -47,7 +47,7 @@ def compare(family: str) -> dict[str, Any]:
     import megasched
     from megasched.analysis.infer import infer_roles
     from megasched.analysis.structure import find_layer_stack
-    from megasched.language.roles import LayerSpec
+    from megasched.language.module_specs import LayerSpec
     from megasched.layers import attention
     from megasched.layers.build_context import BuildContext
     from megasched.layers.megatron import attention as self_attention
@@ -68,7 +68,7 @@ def compare(family: str) -> dict[str, Any]:
     roles = infer_roles(model, roles_of(model), structure, tp=1)
     sch = megasched.create_schedule(model, roles=roles)
     default(sch, sch.layout)
-    whole = isinstance(roles.block, LayerSpec) and not name
+    whole = isinstance(roles.layer, LayerSpec) and not name
     layer = structure.layer_path(number)
     path = layer if whole else f"{layer}.{name or 'mlp'}"
     sch[layer].level("fused")
@@ -89,7 +89,7 @@ def compare(family: str) -> dict[str, Any]:
     old = model.get_submodule(path)
     hidden, others, arguments = _call(model, old)
     if whole:
-        known = rotary_angles(model, sch.roles.block.attention, None)
+        known = rotary_angles(model, sch.roles.layer.attention, None)
         new = whole_layer.lower_block(path, old, model, sch.roles, known, context)
     elif path in plan.attentions:
         known = rotary_angles(model, sch.roles.attention, None)
@@ -97,7 +97,7 @@ def compare(family: str) -> dict[str, Any]:
     elif path in plan.mlps:
         new = mlp.lower_mlp(path, model, context)
     else:
-        new = moe.lower_mixture(path, model, sch.roles.mixture, context)
+        new = moe.lower_mixture(path, model, sch.roles.moe, context)
     outputs = []
     for module in (old, new):
         x = hidden.clone().requires_grad_()

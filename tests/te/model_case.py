@@ -134,7 +134,7 @@ def build(
     from megasched.model_adapters.registry import roles_of
     from megasched.plan.make import make_plan
     from megasched.trainer.scheduled_model import ScheduledModel
-    from megasched.trainer.stage import Stage
+    from megasched.trainer.stages.stage import Stage
     from megasched.weights.random_init import RandomInit
     from tests import tiny
 

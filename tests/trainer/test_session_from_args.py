@@ -87,7 +87,7 @@ def test_the_balanced_cut_becomes_megatrons_layout(llama):
 
 
 def test_a_run_that_no_check_covers_is_refused_until_it_is_allowed(llama, monkeypatch):
-    monkeypatch.setattr("megasched.trainer.compatibility.load_matrix", lambda: {"types": {}})
+    monkeypatch.setattr("megasched.trainer.evidence.compatibility.load_matrix", lambda: {"types": {}})
     for one_rank in (arguments(llama), arguments(llama, world_size=1)):
         with pytest.raises(ConfigError, match="model type 'llama' has not been checked"):
             begin_session(one_rank, {})
@@ -256,7 +256,7 @@ def test_a_certificate_stands_for_the_checks_that_were_not_made(tmp_path):
 
     from megasched.definition.build import build_definition
     from megasched.language.parallel_dims import Layout
-    from megasched.trainer.certificate import subject_of, write_certificate
+    from megasched.trainer.evidence.certificate import subject_of, write_certificate
 
     folder = tiny.save("llama", tmp_path / "llama")
     path = tmp_path / "certificate.json"

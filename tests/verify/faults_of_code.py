@@ -6,7 +6,7 @@ Each function plants one; none shows in one step of few tokens on the first rank
 import torch
 
 from megasched.model_adapters.default_schedule import schedule as auto
-from megasched.trainer.loss import VocabParallelLoss
+from megasched.trainer.losses.loss import VocabParallelLoss
 from megasched.trainer.scheduled_model import ScheduledModel
 
 MICRO_BATCHES = 4  # of a step on one replica

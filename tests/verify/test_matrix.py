@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megasched.trainer.compatibility import load_matrix
+from megasched.trainer.evidence.compatibility import load_matrix
 from megasched.verify import matrix
 from megasched.verify.matrix import (
     LAYOUT_NAMES,

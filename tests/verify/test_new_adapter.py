@@ -1,8 +1,8 @@
 """What ``megasched new-adapter`` proposes, says and refuses; the check itself is faked."""
 
-import runpy
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ ADAPTER = Adapter(
         "transformer.h.*.mlp.c_proj": "mlp.down",
         "lm_head": "head",
     }},
-    packed={{"qkv.packed": lambda config: (config.hidden_size,) * 3}},
+    packed={{"qkv.packed": lambda config: (768, 768, 768)}},
     local_attributes={{"transformer.h.*.attn": ("split_size",)}},
 )
 '''
@@ -58,10 +58,8 @@ def proposed(model_type, folder):
 
 
 def test_the_module_for_gpt2(tmp_path):
-    import transformers
-
     found = proposed("gpt2", tmp_path)
-    assert found.source == GPT2.format(version=transformers.__version__)
+    assert found.source == GPT2.format(version=version("transformers"))
     assert (found.model, found.lines, found.planned, found.inferred, found.whole) == (
         "GPT2LMHeadModel",
         13,
@@ -70,7 +68,8 @@ def test_the_module_for_gpt2(tmp_path):
         0,
     )
     assert found.installed == "gpt2 = megasched.model_adapters.gpt2:ADAPTER of megasched 0.1.0"
-    assert (found.still_open, found.outcomes) == ([], {})
+    told = "packed gives qkv.packed the sizes of this config, (768, 768, 768): write them as fields of the config"
+    assert (found.still_open, found.outcomes) == ([told], {})
     assert found.right
 
 
@@ -103,12 +102,18 @@ def test_the_adapter_says_of_another_size_what_is_found_there(family, tmp_path):
     assert cuts == {path: ROLES[role] for path, role in wanted.role.items()}
 
 
-def test_sizes_of_packed_parts_hold_for_every_size(tmp_path):
-    source = proposed("gpt2", tmp_path).source
-    file = tmp_path / "adapter.py"
-    file.write_text(source)
-    adapter = runpy.run_path(str(file))["ADAPTER"]
-    assert adapter.packed["qkv.packed"](AutoConfig.for_model("gpt2", n_embd=96)) == (96, 96, 96)
+def test_a_small_copy_is_checked_with_its_own_sizes(tmp_path, monkeypatch):
+    seen = []
+
+    def check(ranks, folder, layout, *, adapter, trust_remote_code):
+        seen.append(load_adapter(adapter).packed["qkv.packed"](AutoConfig.from_pretrained(folder)))
+        return Outcome("equal", {})
+
+    monkeypatch.setattr(module, "check_layout", check)
+    AutoConfig.for_model("gpt2").save_pretrained(tmp_path)
+    found = new_adapter(str(tmp_path))
+    assert found.source == GPT2.format(version=version("transformers"))
+    assert seen == [(64, 64, 64)] * 3
 
 
 def test_what_stays_whole_is_open_with_its_reason(tmp_path):

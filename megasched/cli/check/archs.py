@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megasched.errors import ConfigError
-from megasched.trainer.compatibility import load_matrix
+from megasched.trainer.evidence.compatibility import load_matrix
 from megasched.verify.matrix import LAYOUT_NAMES
 
 MARKS = {"equal": "yes", "wrong": "WRONG", "refused": "refused", "failed": "fails", "not applicable": "–"}
@@ -96,7 +96,7 @@ def markdown(matrix: dict[str, Any]) -> str:
         "# Architectures",
         "",
         f"Made by `{COMMAND}`",
-        "from `megasched/trainer/compatibility.json`, which `make matrix` fills.",
+        "from `megasched/trainer/evidence/compatibility.json`, which `make matrix` fills.",
         "",
         "Each architecture is built small (4 layers, hidden size 64, noise on every weight, multipliers away from",
         "1, windows that bite) and trained for one step by Megatron's own trainer, rehearsed on CPUs, in float32.",

@@ -116,7 +116,7 @@ def archs(
 
     with quiet_imports():
         from megasched.cli.check import archs as report
-        from megasched.trainer.compatibility import load_matrix
+        from megasched.trainer.evidence.compatibility import load_matrix
         from megasched.verify.matrix import check_here
 
     if run and name is None:

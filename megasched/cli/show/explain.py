@@ -10,8 +10,8 @@ from megasched.cli.show.report import AUTO
 from megasched.language.parallel_dims import Layout
 from megasched.plan.decisions import Decision, decisions_of, fold_paths, without_rule
 from megasched.plan.plan import Plan
-from megasched.trainer.compatibility import unchecked_options, verify_command
-from megasched.trainer.own_loss import loss_lines
+from megasched.trainer.evidence.compatibility import unchecked_options, verify_command
+from megasched.trainer.losses.definition_loss import loss_lines
 from megasched.trainer.session import open_session
 
 

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from megasched.cli.show.explain import Explanation
 from megasched.plan.decisions import Decision
-from megasched.trainer.compatibility import of_unchecked_options
+from megasched.trainer.evidence.compatibility import of_unchecked_options
 
 
 def print_explanation(explanation: Explanation, console: Console) -> None:

@@ -13,7 +13,7 @@ from megasched.language.primitives.replace_all import matches
 from megasched.language.records import Record
 from megasched.plan.placement import Placement
 from megasched.plan.record_checks import sharded_attention
-from megasched.trainer.own_loss import loss_lines
+from megasched.trainer.losses.definition_loss import loss_lines
 from megasched.trainer.session import Session
 
 Kind = Literal["column", "row", "vocab", "features", "replicated", "whole"]

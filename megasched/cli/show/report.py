@@ -13,9 +13,9 @@ from megasched.definition.build import text_config
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import Layout
 from megasched.language.records import Record
-from megasched.trainer.compatibility import load_matrix, unchecked_options, unverified, verify_command
-from megasched.trainer.lora_run import parameter_counts
+from megasched.trainer.evidence.compatibility import load_matrix, unchecked_options, unverified, verify_command
 from megasched.trainer.session import Session, open_session
+from megasched.trainer.session_from_args import parameter_counts
 
 AUTO = "auto"
 

@@ -11,7 +11,7 @@ from megasched.cli.show.fold import fold
 from megasched.cli.show.module_view import ModuleLines
 from megasched.cli.show.report import AUTO, ShowReport
 from megasched.cli.show.stage_view import stage_legend, stage_table, stage_tree
-from megasched.trainer.compatibility import of_unchecked_options
+from megasched.trainer.evidence.compatibility import of_unchecked_options
 
 
 def print_report(report: ShowReport, console: Console) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from megasched.cli.amounts import BYTES_16_BITS
 from megasched.cli.show.modules import CUT, ModuleReport
 from megasched.trainer.session import Session
-from megasched.trainer.stage import Stage
+from megasched.trainer.stages.stage import Stage
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
-from megasched.language.roles import AttentionSpec
+from megasched.language.module_specs import AttentionSpec
 from megasched.layers.build_context import BuildContext
 from megasched.layers.context_parallel import comm_type
 from megasched.layers.megatron.fill import fill_module
 from megasched.layers.megatron.layer_spec import attention_spec
-from megasched.layers.megatron.mla import LatentAngles, latent_config, settle_latent_attention
+from megasched.layers.megatron.mla import LatentAngles, configure_mla, latent_config
 from megasched.layers.megatron.rotary import LayerAngles, OwnAngles
 from megasched.layers.te.attention import uses_transformer_engine
 from megasched.plan.megatron_params import SINKS, attention_assemblies, has_bias, output_features
@@ -97,13 +97,13 @@ def lower_attention(
         layer_number=index + 1,
         **options,
     )
-    settle_latent(made, attention, own, context)
+    configure_latent_attention(made, attention, own, context)
     fill_module(path, made, attention_assemblies(context.plan, layer, attention), model, context)
-    settle_attention(made, attention)
-    return MegatronAttention(made, own if attention.latent is None else None, sequence_parts(context))
+    configure_attention(made, attention)
+    return MegatronAttention(made, own if attention.mla is None else None, sequence_shards(context))
 
 
-def sequence_parts(context: BuildContext) -> int:
+def sequence_shards(context: BuildContext) -> int:
     """In how many parts the hidden state is split along the sequence by sequence parallelism."""
     return context.size if context.config.sequence_parallel else 1
 
@@ -111,11 +111,11 @@ def sequence_parts(context: BuildContext) -> int:
 def attention_config(layer: str, index: int, attention: AttentionSpec, context: BuildContext) -> dict[str, Any]:
     """What Megatron's config says of attention in layer number ``index``."""
     window = attention.windows[index] if attention.windows else None
-    latent = attention.latent
+    latent = attention.mla
     kind = {"qk_layernorm": bool(attention.q_norm)} if latent is None else latent_config(latent)
     return kind | {
         "num_attention_heads": attention.heads,
-        "num_query_groups": attention.groups,
+        "num_query_groups": attention.kv_heads,
         "kv_channels": attention.head_dim,
         "attention_output_gate": attention.gated,
         "softmax_scale": attention.softmax_scale,
@@ -133,18 +133,20 @@ def attention_config(layer: str, index: int, attention: AttentionSpec, context: 
     }
 
 
-def settle_latent(made: Any, attention: AttentionSpec, angles: OwnAngles | None, context: BuildContext) -> None:
+def configure_latent_attention(
+    made: Any, attention: AttentionSpec, angles: OwnAngles | None, context: BuildContext
+) -> None:
     """What of latent attention is the definition's, before values are filled in; nothing of other attention."""
-    latent = attention.latent
+    latent = attention.mla
     if latent is None:
         return
     assert angles is not None
-    own = LatentAngles(partial(angles, context.device), sequence_parts(context), latent.factor)
+    own = LatentAngles(partial(angles, context.device), sequence_shards(context), latent.rotary_factor)
     te = uses_transformer_engine(context.device)
-    settle_latent_attention(made, latent, made.config, own, context.device, te)
+    configure_mla(made, latent, made.config, own, context.device, te)
 
 
-def settle_attention(made: Any, attention: AttentionSpec) -> None:
+def configure_attention(made: Any, attention: AttentionSpec) -> None:
     """What Megatron's attention is told once values are filled in."""
     made._yarn_concentration_factor = attention.rotary_factor
     if attention.sinks:

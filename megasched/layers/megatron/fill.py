@@ -38,7 +38,7 @@ def fill_module(
         context.assemblies[f"{path}.layer.{name}"] = assembly
         if assembly.name in context.float32 and name.endswith(MAY_BE_FLOAT32):
             parameter.data = parameter.data.float()
-        context.adopt_assembled(parameter, assembly, [model.get_parameter(part.name) for part in assembly.parts])
+        context.fill_mapped(parameter, assembly, [model.get_parameter(part.name) for part in assembly.parts])
         if assembly.entry is not None:
             # Whole, as at the other levels: Megatron would sum it over TP x DP as well where EP is 1.
             parameter.tensor_model_parallel = False

@@ -9,20 +9,21 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megasched.analysis.slot import HiddenStateArg
-from megasched.language.roles import LayerSpec, Roles
+from megasched.language.module_specs import LayerSpec
+from megasched.language.roles import Roles
 from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.attention import (
     attention_config,
+    configure_attention,
+    configure_latent_attention,
     refuse_in_context,
     sequence_first,
-    sequence_parts,
-    settle_attention,
-    settle_latent,
+    sequence_shards,
 )
 from megasched.layers.megatron.fill import fill_module
 from megasched.layers.megatron.layer_spec import layer_submodules
 from megasched.layers.megatron.mlp import mlp_config
-from megasched.layers.megatron.moe import mixture_config, note_correction, settle_mixture
+from megasched.layers.megatron.moe import configure_moe, moe_config, note_correction
 from megasched.layers.megatron.rotary import LayerAngles, OwnAngles
 from megasched.layers.te.attention import uses_transformer_engine
 from megasched.plan.megatron_params import assemblies, has_bias, mixture_in
@@ -78,7 +79,7 @@ def lower_block(
     Raises:
         RuntimeError: Megatron's layer has a parameter that no HF tensor is known for, or the other way round.
     """
-    plan, structure, block = context.plan, context.plan.structure, roles.block
+    plan, structure, block = context.plan, context.plan.structure, roles.layer
     assert structure is not None
     assert isinstance(block, LayerSpec)
     index = structure.index_of(path)
@@ -95,14 +96,14 @@ def lower_block(
         pg_collection=groups,
         add_layer_offset=False,
     )
-    settle_latent(layer.self_attention, block.attention, own, context)
+    configure_latent_attention(layer.self_attention, block.attention, own, context)
     fill_module(path, layer, assemblies(plan, path, roles, groups.ep.rank()), model, context)
-    settle_attention(layer.self_attention, block.attention)
+    configure_attention(layer.self_attention, block.attention)
     if mixture is not None:
-        settle_mixture(layer.mlp, mixture, te)
+        configure_moe(layer.mlp, mixture, te)
         note_correction(f"{path}.layer.mlp", path, mixture, context)
-    given = own if block.attention.latent is None else None
-    new = MegatronLayer(layer, structure.slot, given, sequence_parts(context))
+    given = own if block.attention.mla is None else None
+    new = MegatronLayer(layer, structure.slot, given, sequence_shards(context))
     for name, value in vars(old).items():  # the model may read them off its layers (attention_type)
         if isinstance(value, str | int | float) and name not in vars(new):
             setattr(new, name, value)
@@ -111,9 +112,9 @@ def lower_block(
 
 def _config(path: str, index: int, roles: Roles, context: BuildContext) -> TransformerConfig:
     """The trainer's config with what the definition says of layer number ``index``."""
-    block, mixture = roles.block, mixture_in(context.plan, path, roles)
+    block, mixture = roles.layer, mixture_in(context.plan, path, roles)
     assert isinstance(block, LayerSpec)
-    mlp = mlp_config(path, block.mlp, context) if mixture is None else mixture_config(path, mixture, context)
+    mlp = mlp_config(path, block.mlp, context) if mixture is None else moe_config(path, mixture, context)
     # Without what a run on a GPU alone can do, the flags of the trainer count (fusions, recompute, precision).
     config = context.config_with(**mlp | attention_config(path, index, block.attention, context))
     config.hidden_dropout = block.hidden_dropout

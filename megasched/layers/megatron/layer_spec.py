@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.language.roles import LayerSpec
+from megasched.language.module_specs import LayerSpec
 from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.core_attention import CoreAttention
 from megasched.plan.megatron_params import POST_NORM

@@ -14,23 +14,23 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.language.roles import MlaSpec
+from megasched.language.module_specs import MlaSpec
 
 
 def latent_config(latent: MlaSpec) -> dict[str, Any]:
     """What Megatron's config says of latent attention (``MLATransformerConfig``)."""
     return {
         "multi_latent_attention": True,
-        "q_lora_rank": latent.q_rank,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_head_dim": latent.plain,
-        "qk_pos_emb_head_dim": latent.rotated,
-        "v_head_dim": latent.value,
+        "q_lora_rank": latent.q_lora_rank,
+        "kv_lora_rank": latent.kv_lora_rank,
+        "qk_head_dim": latent.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
+        "v_head_dim": latent.v_head_dim,
         "qk_layernorm": True,
         "cache_mla_latents": False,
         "mla_down_proj_fusion": False,
         # With the first, the embedding hands out a factor beside the angles.
-        "rope_type": "rope" if latent.factor == 1 else "yarn",
+        "rope_type": "rope" if latent.rotary_factor == 1 else "yarn",
         "rotary_base": 10000.0,
         "rotary_percent": 1.0,
         "original_max_position_embeddings": 4096,
@@ -79,7 +79,7 @@ class WholeLinear(nn.Module):
         return F.linear(x, self.weight), None
 
 
-def settle_latent_attention(
+def configure_mla(
     attention: Any,
     latent: MlaSpec,
     config: TransformerConfig,
@@ -99,7 +99,10 @@ def settle_latent_attention(
             norm.eps = latent.eps
     if te:
         return
-    sizes = {"linear_q_down_proj": latent.q_rank, "linear_kv_down_proj": latent.kv_rank + latent.rotated}
+    sizes = {
+        "linear_q_down_proj": latent.q_lora_rank,
+        "linear_kv_down_proj": latent.kv_lora_rank + latent.qk_rope_head_dim,
+    }
     for name, size in sizes.items():
         whole = WholeLinear(config.hidden_size, size, config.params_dtype, device)
         setattr(attention, name, whole)

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.language.roles import MlpSpec
+from megasched.language.module_specs import MlpSpec
 from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.fill import fill_module
 from megasched.layers.megatron.layer_spec import mlp_linears

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.language.roles import ExpertSpec, MoeSpec
+from megasched.language.module_specs import ExpertSpec, MoeSpec
 from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.fill import fill_module
 from megasched.layers.te.attention import uses_transformer_engine
@@ -47,7 +47,7 @@ def lower_mixture(path: str, model: nn.Module, mixture: MoeSpec, context: BuildC
     assert index is not None
     layer, groups = structure.layer_path(index), context.groups
     config = context.config_with(
-        **mixture_config(layer, mixture, context),
+        **moe_config(layer, mixture, context),
         hidden_size=plan.placement(f"{layer}.{mixture.router}", "weight").shape[1],
         init_method=nn.init.zeros_,
         output_layer_init_method=nn.init.zeros_,
@@ -56,14 +56,14 @@ def lower_mixture(path: str, model: nn.Module, mixture: MoeSpec, context: BuildC
     build = get_moe_module_spec(te, config.num_moe_experts, moe_grouped_gemm=te)
     made = build(config=config, pg_collection=groups, is_mtp_layer=False)
     made.set_layer_number(index + 1)
-    settle_mixture(made, mixture, te)
+    configure_moe(made, mixture, te)
     known = mixture_assemblies(plan, layer, mixture, groups.ep.rank())
     fill_module(path, made, known, model, context)
     note_correction(f"{path}.layer", layer, mixture, context)
     return MegatronMixture(made, mixture.with_scores)
 
 
-def settle_mixture(made: Any, mixture: MoeSpec, te: bool) -> None:
+def configure_moe(made: Any, mixture: MoeSpec, te: bool) -> None:
     """Lets biases be added in Megatron's mixture just made, and routers have weights in float32 in half precision.
 
     Args:
@@ -91,7 +91,7 @@ def note_correction(made: str, layer: str, mixture: MoeSpec, context: BuildConte
         context.renamed_buffers[f"{made}.{CORRECTION}"] = f"{layer}.{mixture.correction}"
 
 
-def mixture_config(layer: str, mixture: MoeSpec, context: BuildContext) -> dict[str, Any]:
+def moe_config(layer: str, mixture: MoeSpec, context: BuildContext) -> dict[str, Any]:
     """What Megatron's config says of a mixture of experts that is HF's in ``layer``: no token is
     dropped. Of the losses, the dispatcher and the fusions, the trainer's flags count."""
     plan, trainer = context.plan, context.config
@@ -100,19 +100,19 @@ def mixture_config(layer: str, mixture: MoeSpec, context: BuildContext) -> dict[
     count, *sizes = plan.placement(f"{layer}.{mixture.experts}", "down_proj").shape
     width = sizes[0 if mixture.expert.transposed else 1]
     shared = mixture.shared_outputs
-    sigmoid, grouped = mixture.scores == "sigmoid", mixture.groups > 1
+    sigmoid, grouped = mixture.scores == "sigmoid", mixture.expert_groups > 1
     return {
         **_expert_config(mixture.expert, trainer),
         "num_moe_experts": count,
         "moe_ffn_hidden_size": width,
         "ffn_hidden_size": width,
-        "moe_router_topk": mixture.chosen,
+        "moe_router_topk": mixture.top_k,
         "moe_router_score_function": mixture.scores,
         "moe_router_pre_softmax": not (sigmoid or mixture.normalized),
         "moe_router_dtype": trainer.moe_router_dtype or ("fp32" if mixture.float32 else None),
         "moe_router_enable_expert_bias": bool(mixture.correction),
-        "moe_router_num_groups": mixture.groups if grouped else None,
-        "moe_router_group_topk": mixture.chosen_groups if grouped else None,
+        "moe_router_num_groups": mixture.expert_groups if grouped else None,
+        "moe_router_group_topk": mixture.group_top_k if grouped else None,
         "moe_router_topk_scaling_factor": None if mixture.scale == 1 else mixture.scale,
         "moe_router_load_balancing_type": trainer.moe_router_load_balancing_type
         if trainer.moe_aux_loss_coeff

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 import torch
 from torch import nn
 
-from megasched.language.roles import AttentionSpec
+from megasched.language.module_specs import AttentionSpec
 from megasched.language.tensor_types import ShardDim
 from megasched.layers.context_parallel import CpGroup
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megasched.definition.linears import is_linear, output_axis
-from megasched.language.roles import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 
 HIDDEN, INSIDE, OF_EXPERTS, SHARED = 32, 24, 16, 40
 # Where a matrix has values of this size, what it gives is of the size of what it is given.
@@ -53,7 +53,7 @@ def copy_tree(module: nn.Module, other: Mapping[int, Any]) -> Any:
 
 def attention_sizes(layer: nn.Module, attention: AttentionSpec) -> Sizes:
     """Name in a layer of each parameter of its attention -> shape in the copy."""
-    latent = attention.latent
+    latent = attention.mla
     inputs = attention.inputs if latent is None else attention.whole
     found = _all_of(layer, attention.module)
     found |= _of_linears(layer, inputs, inputs=HIDDEN)
@@ -135,7 +135,7 @@ def make_small(layer: nn.Module, sizes: Sizes, attention: str) -> None:
             for name, value in list(vars(module).items()):
                 if type(value) is int and value in counted and _COUNTS.fullmatch(name):
                     module.__dict__[name] = _count(name, counted[value])
-        _settle_size(module)
+        _set_size(module)
 
 
 def _inside(path: str, outer: str) -> bool:
@@ -175,7 +175,7 @@ def _feeds_activation(name: str) -> bool:
     return any(part in name for part in ("gate_up", "gate_proj", "up_proj", "c_fc", "fc1", "h_to_4h"))
 
 
-def _settle_size(module: Any) -> None:
+def _set_size(module: Any) -> None:
     """Of modules of torch's and HF's that keep the shape of their weight beside it, and compute with it."""
     weight = module._parameters.get("weight")
     if weight is None:

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -25,8 +25,9 @@ from megasched import patches
 from megasched.definition.instances import real_tensors
 from megasched.definition.module_copy import transfer_hooks
 from megasched.definition.undisturbed import undisturbed
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MoeSpec
 from megasched.language.parallel_dims import Layout
-from megasched.language.roles import AttentionSpec, LayerSpec, MoeSpec, Roles
+from megasched.language.roles import Roles
 from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.attention import lower_attention
 from megasched.layers.megatron.layer import lower_block
@@ -46,11 +47,9 @@ from megasched.layers.megatron.small_copy import (
 from megasched.layers.megatron.trials import Subject
 from megasched.patches.attributes import set_attribute, undo_all
 from megasched.plan.megatron_params import mixture_in
+from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from megasched.plan.param_mapping import ParamMapping
 
 BATCH, LENGTH = 2, 24
 WINDOW = 7  # in the place of a longer one, so that there are tokens beyond it
@@ -93,7 +92,7 @@ def _compare(plan: Plan, model: Any, roles: Roles, subject: Subject) -> str:
         ((), {}) if subject.kind == "mixture" else layer_calls(model, structure, other, BATCH, LENGTH)[index]
     )
     inner = subject.path[len(subject.layer) + 1 :]
-    theirs = _Called(small.get_submodule(inner).train(), subject.kind, structure.slot, small, args, kwargs)
+    theirs = _CalledModule(small.get_submodule(inner).train(), subject.kind, structure.slot, small, args, kwargs)
     made, assemblies = _megatron(plan, whole, roles, subject, sizes)
     transfer_hooks(theirs.module, made)
     ours = replace(theirs, module=made.train())
@@ -111,7 +110,7 @@ def _compare(plan: Plan, model: Any, roles: Roles, subject: Subject) -> str:
 
 
 def _attention(roles: Roles) -> AttentionSpec | None:
-    found = roles.block.attention if isinstance(roles.block, LayerSpec) else roles.attention
+    found = roles.layer.attention if isinstance(roles.layer, LayerSpec) else roles.attention
     return found if isinstance(found, AttentionSpec) else None
 
 
@@ -123,13 +122,13 @@ def _window(roles: Roles, index: int) -> int | None:
 
 def _sizes(plan: Plan, layer: nn.Module, roles: Roles, subject: Subject) -> Sizes:
     if subject.kind == "layer":
-        assert isinstance(roles.block, LayerSpec)
-        return layer_sizes(layer, roles.block, mixture_in(plan, subject.layer, roles))
+        assert isinstance(roles.layer, LayerSpec)
+        return layer_sizes(layer, roles.layer, mixture_in(plan, subject.layer, roles))
     if subject.kind == "attention":
         assert isinstance(roles.attention, AttentionSpec)
         return attention_sizes(layer, roles.attention)
-    assert isinstance(roles.mixture, MoeSpec)
-    return mixture_sizes(layer, roles.mixture)
+    assert isinstance(roles.moe, MoeSpec)
+    return mixture_sizes(layer, roles.moe)
 
 
 class _Model:
@@ -188,10 +187,10 @@ def _with_short_windows(model: Any, roles: Roles) -> tuple[Roles, dict[int, Any]
             return attention
         return replace(attention, windows=tuple(WINDOW if w in long else w for w in attention.windows))
 
-    block = roles.block
+    block = roles.layer
     if isinstance(block, LayerSpec):
         block = replace(block, attention=short(block.attention))
-    return replace(roles, block=block, attention=short(roles.attention)), other
+    return replace(roles, layer=block, attention=short(roles.attention)), other
 
 
 def _megatron(
@@ -200,15 +199,15 @@ def _megatron(
     """Megatron's module with the values of the small copy, and what its parameters are made of."""
     context, path = _context(_small_plan(plan, subject.layer, sizes)), subject.path
     if subject.kind == "mixture":
-        assert isinstance(roles.mixture, MoeSpec)
-        made: nn.Module = lower_mixture(path, model, roles.mixture, context)
+        assert isinstance(roles.moe, MoeSpec)
+        made: nn.Module = lower_mixture(path, model, roles.moe, context)
     elif subject.kind == "attention":
         assert isinstance(roles.attention, AttentionSpec)
         angles = rotary_angles(model, roles.attention, None)
         made = lower_attention(path, model, roles.attention, angles, context)
     else:
-        assert isinstance(roles.block, LayerSpec)
-        angles = rotary_angles(model, roles.block.attention, None)
+        assert isinstance(roles.layer, LayerSpec)
+        angles = rotary_angles(model, roles.layer.attention, None)
         made = lower_block(path, model.get_submodule(path), model, roles, angles, context)
     for name, old in context.renamed_buffers.items():
         module, _, buffer = name.removeprefix(f"{path}.").rpartition(".")
@@ -277,7 +276,7 @@ def _context(plan: Plan) -> Any:
 
 
 @dataclass(frozen=True)
-class _Called:
+class _CalledModule:
     """A module and how it is called with a hidden state [b, s, h]."""
 
     module: nn.Module
@@ -310,7 +309,7 @@ class _Called:
 
 
 def _unequal(
-    theirs: _Called, ours: _Called, x: torch.Tensor, model: Any, assemblies: dict[str, ParamMapping]
+    theirs: _CalledModule, ours: _CalledModule, x: torch.Tensor, model: Any, assemblies: dict[str, ParamMapping]
 ) -> str:
     """What of output and gradients is not the same.
 
@@ -337,7 +336,7 @@ def _unequal(
     return ""
 
 
-def _results(called: _Called, x: torch.Tensor, held: list[torch.Tensor]) -> list[torch.Tensor]:
+def _results(called: _CalledModule, x: torch.Tensor, held: list[torch.Tensor]) -> list[torch.Tensor]:
     """The output, and the gradients of input and parameters; zeros where there is none."""
     x = x.clone().requires_grad_()
     output = called(x)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from megasched.definition.instances import Itself
-from megasched.language.roles import AttentionSpec, Roles
+from megasched.language.module_specs import AttentionSpec
+from megasched.language.roles import Roles
 from megasched.plan.megatron_params import mixture_in
 from megasched.plan.plan import Plan
 
@@ -77,15 +78,15 @@ class Trials:
         index = structure.index_of(subject.path)
         if subject.kind == "layer":
             mixture = mixture_in(self.plan, subject.layer, roles)
-            assert not isinstance(roles.block, str)
-            attention: AttentionSpec | None = roles.block.attention
-            said: Any = (replace(roles.block, attention=_of_layer(roles.block.attention, index)), mixture)
+            assert not isinstance(roles.layer, str)
+            attention: AttentionSpec | None = roles.layer.attention
+            said: Any = (replace(roles.layer, attention=_of_layer(roles.layer.attention, index)), mixture)
         elif subject.kind == "attention":
             assert isinstance(roles.attention, AttentionSpec)
             attention = roles.attention
             said = _of_layer(attention, index)
         else:
-            attention, said = None, roles.mixture
+            attention, said = None, roles.moe
         state = _state(self.model.get_submodule(subject.path), index)
         rotary = self.model.get_submodule(attention.rotary) if attention is not None and attention.rotary else None
         return subject.kind, said, state, rotary and _state(rotary, None)

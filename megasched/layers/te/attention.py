@@ -91,7 +91,7 @@ def window_of(sliding_window: int | None, length: int) -> tuple[int, int]:
     return (sliding_window - 1, 0)
 
 
-def in_memory_of_their_own(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def contiguous_unshared(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """The same values, each tensor contiguous, from the start of a storage that no other one shares.
 
     TE guesses from strides, offsets and storages how q, k and v lie (``get_qkv_layout``), and its kernels go by
@@ -206,7 +206,7 @@ class TeCore:
         core = self._made[form]
         if sinks is not None:  # TE's own parameter gives way to the definition's
             core.softmax_offset = sinks
-        q, k, v = in_memory_of_their_own(*(t.transpose(1, 2) for t in (query, key, value)))
+        q, k, v = contiguous_unshared(*(t.transpose(1, 2) for t in (query, key, value)))
         if packed is None:
             output = core(q, k, v)  # [b, s, heads * d]
         else:

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import nn
 
 from megasched.layers.build_context import BuildContext
-from megasched.layers.fused_columns import SharedProduct, lay_side_by_side
+from megasched.layers.fused_columns import SharedProduct, make_adjacent
 from megasched.layers.linear import make_parameter
 from megasched.layers.tokens import Tokens
 
@@ -55,9 +55,9 @@ class TeProduct(SharedProduct):
         self.members = tuple(members)
         self.first = True
         one, biased = members[0], members[0].adds_bias and members[0].bias is not None
-        lay_side_by_side([member.weight for member in members])
+        make_adjacent([member.weight for member in members])
         if biased:
-            lay_side_by_side([member.bias for member in members])
+            make_adjacent([member.bias for member in members])
         self._order = tuple(reversed(self.members))  # in which their weights lie in memory
         self._sizes = [member.weight.shape[0] for member in self._order]
         names = [f"part{number}" for number in range(len(members))]
@@ -150,7 +150,7 @@ class TeColumnLinear(TeLinear):
         return self.tokens.as_before(whole, x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = self.joint.part(self, x)
+        output = self.joint.output_of(self, x)
         return gather_from_tensor_model_parallel_region(output, group=self.group) if self.gather_output else output
 
 
@@ -170,7 +170,7 @@ class TeRowLinear(TeLinear):
         return x if self.input_is_parallel else scatter_to_tensor_model_parallel_region(x, group=self.group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        part = self.joint.part(self, x)
+        part = self.joint.output_of(self, x)
         if self.split:
             first = self.tokens.sequence_first(part).contiguous()
             output = reduce_scatter_to_sequence_parallel_region(first, group=self.group)

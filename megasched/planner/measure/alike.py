@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megasched.trainer.stage import Stage
+    from megasched.trainer.stages.stage import Stage
 
 
 class Alike:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from megasched.plan.placement import Placement
     from megasched.trainer.scheduled_model import ScheduledModel
     from megasched.trainer.session import Session
-    from megasched.trainer.stage import Stage
-    from megasched.trainer.stage_transfer import BoundaryCodec
+    from megasched.trainer.stages.stage import Stage
+    from megasched.trainer.stages.stage_transfer import BoundaryCodec
 
 
 @dataclass(frozen=True)

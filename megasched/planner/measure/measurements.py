@@ -9,7 +9,7 @@ from megasched.planner.measure.build_stage import Setting
 from megasched.planner.measure.kinds import layer_kinds
 from megasched.planner.measure.parameter_counts import ParameterCounts
 from megasched.planner.measure.probe import Measured, measure
-from megasched.trainer.stage import Stage
+from megasched.trainer.stages.stage import Stage
 
 if TYPE_CHECKING:
     from megasched.trainer.session import Session

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megasched.trainer.session import Session
-    from megasched.trainer.stage import Stage
+    from megasched.trainer.stages.stage import Stage
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from megasched.planner.measure.measurements import Measurements
     from megasched.planner.measure.parameter_counts import ParameterCounts
     from megasched.planner.measure.probe import Measured
-    from megasched.trainer.stage import Stage
+    from megasched.trainer.stages.stage import Stage
 
 
 class PartlyRecomputed(Alike):

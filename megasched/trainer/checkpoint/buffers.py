@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch import nn
 
 from megasched.plan.plan import Plan
+from megasched.trainer.stages.stage import Stage
 from megasched.weights.materialize import fill_buffers
-
-if TYPE_CHECKING:
-    from megasched.trainer.stage import Stage
-    from megasched.weights.source import WeightSource
+from megasched.weights.source import WeightSource
 
 
 def persistent_buffers(definition: nn.Module) -> dict[str, torch.Size]:
@@ -32,7 +29,7 @@ def buffers_by_name(definition: nn.Module, renamed: Mapping[str, str]) -> dict[s
     return {renamed.get(name, name): buffer for name, buffer in definition.named_buffers()}
 
 
-def place_buffers(
+def materialize_buffers(
     definition: nn.Module,
     source: WeightSource,
     names: Sequence[str],

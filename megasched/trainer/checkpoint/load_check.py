@@ -10,7 +10,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -19,16 +19,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megasched.errors import CheckpointError, MegaschedError
 from megasched.language.lora import A, B
+from megasched.plan.placement import Placement
 from megasched.reading.tracker import RELEASE, read_tracker
 from megasched.trainer.checkpoint.buffers import persistent_buffers
-from megasched.trainer.checkpoint.config_check import refuse_another_config, tell_of_another_config
+from megasched.trainer.checkpoint.config_differences import refuse_another_config, tell_of_another_config
 from megasched.trainer.checkpoint.source import loaded_folder
+from megasched.trainer.session import Session
 from megasched.weights.padding import padded_lengths
 from megasched.weights.torch_dist.reader import TorchDist, checkpoint_folder
-
-if TYPE_CHECKING:
-    from megasched.plan.placement import Placement
-    from megasched.trainer.session import Session
 
 # Adapters: a checkpoint of the model alone has none, and they begin as their initialisation says.
 ADAPTER = re.compile(rf"\.(?:{A}|{B})\.")

@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
+from megasched.language.schedule import Schedule
+from megasched.plan.placement import Placement
+from megasched.plan.plan import Plan
 from megasched.reading.tracker import has_tracker
+from megasched.trainer.stages.stage import Stage
+from megasched.weights.source import WeightSource
 from megasched.weights.torch_dist.reader import HF_FILES
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-
-    from megasched.language.schedule import Schedule
-    from megasched.plan.placement import Placement
-    from megasched.plan.plan import Plan
-    from megasched.trainer.stage import Stage
-    from megasched.weights.source import WeightSource
 
 
 def loaded_folder(args: Namespace, load_arg: str = "load") -> tuple[Path, bool] | None:
@@ -104,10 +103,10 @@ def with_progress(source: WeightSource, plan: Plan, stage: Stage, dtype: torch.d
     }
     count = sum(math.prod(plan.local_shape(plan.placements[name])) for name in held)
     with transfer("weights of rank 0", count * dtype.itemsize) as advance:
-        yield _Told(source, lambda values: advance(values.numel() * dtype.itemsize))
+        yield _WithProgress(source, lambda values: advance(values.numel() * dtype.itemsize))
 
 
-class _Told:
+class _WithProgress:
     """A weight source that tells of what is taken from it."""
 
     def __init__(self, source: WeightSource, tell: Callable[[torch.Tensor], Any]) -> None:

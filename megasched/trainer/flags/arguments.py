@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 from megasched.definition.objectives import OBJECTIVES, find_objective
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import Layout
-from megasched.trace.run_trace import trace_misfits
-from megasched.trainer.flags.expert_flags import expert_arguments, expert_misfits
-from megasched.trainer.flags.mixture_flags import is_mixture_flag, mixture_flags_asked, mixture_misfits
+from megasched.trace.run_trace import trace_conflicts
+from megasched.trainer.flags.expert_flags import expert_arguments, expert_conflicts
+from megasched.trainer.flags.mixture_flags import is_mixture_flag, mixture_flags_asked, moe_conflicts
 from megasched.trainer.flags.model_shape import derive, one_head_for_tp
 from megasched.trainer.flags.model_sizes import SourcedValue
 from megasched.trainer.flags.position_limit import remedy
 from megasched.trainer.flags.refused_flags import REFUSED, REFUSED_VALUES
-from megasched.trainer.flags.sft import sft_misfits
-from megasched.trainer.flags.te import fp8_from_args, te_misfits
+from megasched.trainer.flags.sft import sft_conflicts
+from megasched.trainer.flags.te import fp8_from_args, te_conflicts
 from megasched.trainer.hang_watch import FLAG as HANG_FLAG
 from megasched.trainer.hang_watch import minutes
 
@@ -223,11 +223,11 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
     problems = [
         _report("Flags that contradict the HF config", _contradictions(derived, given), _CONTRADICTION_REMEDY),
         _report(_REFUSED_TITLE, _refusals(given)),
-        _report("Sizes that do not fit the model", _misfits(args, config, sequence, vocab, derived)),
-        _report("Flags of expert parallelism that do not fit", [*expert_misfits(args), *mixture_misfits(args)]),
-        _report("Flags that Transformer Engine can't carry out here", te_misfits(args)),
-        _report("Flags of fine-tuning that do not fit", sft_misfits(args)),
-        _report("Iterations that can't be recorded", trace_misfits(args)),
+        _report("Sizes that do not fit the model", _size_conflicts(args, config, sequence, vocab, derived)),
+        _report("Flags of expert parallelism that do not fit", [*expert_conflicts(args), *moe_conflicts(args)]),
+        _report("Flags that Transformer Engine can't carry out here", te_conflicts(args)),
+        _report("Flags of fine-tuning that do not fit", sft_conflicts(args)),
+        _report("Iterations that can't be recorded", trace_conflicts(args)),
     ]
     if any(problems):
         raise ConfigError("\n".join([f"--hf-model {args.hf_model}:", *filter(None, problems)]))
@@ -302,7 +302,7 @@ def _refusals(given: Mapping[str, GivenFlag]) -> list[str]:
     return lines
 
 
-def _misfits(
+def _size_conflicts(
     args: argparse.Namespace,
     config: PretrainedConfig,
     sequence: int | None,

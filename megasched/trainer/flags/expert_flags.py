@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def expert_misfits(args: Namespace) -> list[str]:
+def expert_conflicts(args: Namespace) -> list[str]:
     """Flags of expert parallelism that can't be used as they are; nothing needs to be validated yet."""
     ep, given = args.expert_model_parallel_size, args.expert_tensor_parallel_size
     lines = []

@@ -46,7 +46,7 @@ def mixture_flags_asked(args: Namespace) -> tuple[str, ...]:
     return tuple(asked)
 
 
-def mixture_misfits(args: Namespace) -> list[str]:
+def moe_conflicts(args: Namespace) -> list[str]:
     """What speaks against these flags whatever the model is."""
     kinds = args.moe_router_load_balancing_type
     lines = [

@@ -10,7 +10,7 @@ from megasched.errors import ConfigError
 from megasched.layers.megatron.attention import MegatronAttention
 from megasched.layers.megatron.layer import MegatronLayer
 from megasched.layers.wrap import recompute_module
-from megasched.trainer.stage import Stage
+from megasched.trainer.stages.stage import Stage
 
 
 def apply_recompute_flags(

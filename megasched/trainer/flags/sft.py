@@ -15,7 +15,7 @@ MARKS = {
 }
 
 
-def sft_misfits(args: argparse.Namespace) -> list[str]:
+def sft_conflicts(args: argparse.Namespace) -> list[str]:
     """What speaks against ``--sft`` with these flags; nothing without it.
 
     Args:
@@ -43,11 +43,11 @@ def sft_misfits(args: argparse.Namespace) -> list[str]:
     elif not args.tokenizer_model:
         lines.append("--tokenizer-model: name the folder that has the tokenizer of the model")
     else:
-        lines += _format_misfits(args.tokenizer_model, args.sft_tokenizer_prompt_format)
+        lines += _format_conflicts(args.tokenizer_model, args.sft_tokenizer_prompt_format)
     return lines
 
 
-def settle_sft(args: argparse.Namespace) -> None:
+def default_sft_args(args: argparse.Namespace) -> None:
     """Megatron's data set for ``--sft`` makes no attention mask, and ends the run where one is asked for, which is
     the default (``training/datasets/sft_dataset.py:174``)."""
     if not args.sft:
@@ -78,7 +78,7 @@ def unlearned_end(args: argparse.Namespace) -> str:
     )
 
 
-def _format_misfits(folder: str, prompt_format: str) -> list[str]:
+def _format_conflicts(folder: str, prompt_format: str) -> list[str]:
     """Why a tokenizer can't be used with one of Megatron's prompt formats."""
     from transformers import AutoTokenizer
 

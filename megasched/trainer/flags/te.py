@@ -55,12 +55,12 @@ def attention_variables(args: argparse.Namespace) -> dict[str, str]:
     return found
 
 
-def settle_attention_backend(args: argparse.Namespace) -> None:
+def configure_attention_backend(args: argparse.Namespace) -> None:
     """Makes ``--attention-backend`` and ``--flash-attention-version`` hold in this process."""
     os.environ.update(attention_variables(args))
 
 
-def settle_without_te(args: argparse.Namespace) -> None:
+def default_args_without_te(args: argparse.Namespace) -> None:
     """Switches off what Megatron's defaults ask of Transformer Engine, where that is not installed, and says so.
 
     Args:
@@ -75,7 +75,7 @@ def settle_without_te(args: argparse.Namespace) -> None:
         print(f"megasched: Transformer Engine is not installed, so the run has {' '.join(flags)}")
 
 
-def _backend_misfits(args: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
+def _backend_conflicts(args: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
     given = f"--attention-backend {args.attention_backend.name}"
     if args.flash_attention_version is not None:
         given += f" --flash-attention-version {args.flash_attention_version}"
@@ -84,7 +84,7 @@ def _backend_misfits(args: argparse.Namespace, environ: Mapping[str, str]) -> li
     return [f"{given}: {name}={value} is in the environment, which says otherwise" for name, value in held.items()]
 
 
-def te_misfits(args: argparse.Namespace) -> list[str]:
+def te_conflicts(args: argparse.Namespace) -> list[str]:
     """What speaks against these flags whatever the model is: no Transformer Engine, an environment that says
     otherwise, a number of tokens that its 8-bit matrix products don't take.
 
@@ -98,7 +98,7 @@ def te_misfits(args: argparse.Namespace) -> list[str]:
         f"--attention-backend {backend}": backend in _BACKENDS,
         f"--flash-attention-version {version}": version is not None,
     }
-    lines = _backend_misfits(args, os.environ)
+    lines = _backend_conflicts(args, os.environ)
     if find_spec("transformer_engine") is None:
         lines += [f"{flag}: {_MISSING}" for flag, given in asked.items() if given]
     fp8 = fp8_from_args(args)

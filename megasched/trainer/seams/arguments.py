@@ -22,7 +22,7 @@ def _with_schedule(parse_args: Callable[..., Namespace]) -> Callable[..., Namesp
     from megasched.trainer.session_from_args import begin_session
 
     # Megatron parses anew for its restart and fault tolerance code; the model is planned once.
-    settled: dict[tuple[str, ...], dict[str, Any]] = {}
+    derived_args: dict[tuple[str, ...], dict[str, Any]] = {}
 
     @wraps(parse_args)
     def patched(extra_args_provider: Provider | None = None, ignore_unknown_args: bool = False) -> Namespace:
@@ -38,13 +38,13 @@ def _with_schedule(parse_args: Callable[..., Namespace]) -> Callable[..., Namesp
         given = explicit_flags(parsers[-1], sys.argv[1:])
         if "model_schedule" in given:
             argv, parsed = tuple(sys.argv[1:]), dict(vars(args))
-            if argv not in settled:
+            if argv not in derived_args:
                 apply_derived(args, given)
                 begin_session(args, given)
-                settled[argv] = {
+                derived_args[argv] = {
                     n: value for n, value in vars(args).items() if n not in parsed or parsed[n] != value
                 }
-            vars(args).update(settled[argv])
+            vars(args).update(derived_args[argv])
         return args
 
     return patched

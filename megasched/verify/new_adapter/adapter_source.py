@@ -26,7 +26,7 @@ def adapter_expression(proposal: Proposal) -> str:
     """``ADAPTER = Adapter(...)``."""
     fields = [f"{_INDENT}model_types=({_text(proposal.model_type)},),"]
     fields += _mapping("roles", {glob: _text(role) for glob, role in proposal.roles.items()}, one_a_line=True)
-    fields += _mapping("packed", {role: f"lambda config: {sizes}" for role, sizes in proposal.packed.items()})
+    fields += _mapping("packed", {role: f"lambda config: {parts}" for role, parts in proposal.packed.items()})
     fields += _mapping(
         "local_attributes", {glob: _tuple(names) for glob, names in proposal.local_attributes.items()}
     )

@@ -9,11 +9,6 @@ from collections.abc import Iterable, Mapping
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
 
-def pattern_of(path: str) -> str:
-    """A path with every index as ``*``: ``model.layers.*.mlp``."""
-    return _INDEX.sub(".*", path)
-
-
 def fold_paths[Value](values: Mapping[str, Value], paths: Iterable[str]) -> dict[str, Value]:
     """Glob -> value, so that each path is matched by what says its value and nothing else is matched.
 
@@ -25,7 +20,7 @@ def fold_paths[Value](values: Mapping[str, Value], paths: Iterable[str]) -> dict
     """
     groups: dict[str, list[str]] = {}
     for path in values:
-        groups.setdefault(pattern_of(path), []).append(path)
+        groups.setdefault(_INDEX.sub(".*", path), []).append(path)
     everything, found = list(paths), {}
     for pattern, members in groups.items():
         matched = {path for path in everything if fnmatch.fnmatchcase(path, pattern)}

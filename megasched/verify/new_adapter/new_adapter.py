@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,13 +87,10 @@ def new_adapter(
     from megasched.model_adapters.registry import adapter_origin
 
     config = load_config(hf_model, trust_remote_code=trust_remote_code)
-    small_config = small = None
-    with nullcontext() if check else suppress(ConfigError):
-        small_config = small_copy(config)
-        small = _definition(small_config, trust_remote_code)
+    small_config = small_copy(config) if check else None
     model = _definition(config, trust_remote_code)
     roles = found_roles(model)
-    proposal = propose(model, roles, small)
+    proposal = propose(model, roles)
     source = write_source(proposal, transformers=version("transformers"))
     cut = [path for path, role in roles.role.items() if ROLES[role] in ("column", "row")]
     found = NewAdapter(
@@ -106,10 +102,13 @@ def new_adapter(
         sum(roles.origin[path].startswith("HF's plan") for path in cut),
         sum(roles.origin[path].startswith("inferred") for path in cut),
         len({*roles.declined, *proposal.left_out}),
-        still_open(model, roles, proposal.left_out),
+        still_open(model, roles, proposal),
     )
     if check:
-        found.outcomes = check_source(source, small_config, hf_model, trust_remote_code, progress)
+        small = _definition(small_config, trust_remote_code)
+        sizes = propose(small, found_roles(small)).packed
+        checked = write_source(replace(proposal, packed=sizes), transformers=version("transformers"))
+        found.outcomes = check_source(checked, small_config, hf_model, trust_remote_code, progress)
     return found
 
 
@@ -148,11 +147,16 @@ def check_source(
     return outcomes
 
 
-def still_open(model: nn.Module, roles: Roles, left_out: Mapping[str, str]) -> list[str]:
-    """What stays whole, with the reason, and what of the definition's calls is unusual; a sentence each."""
-    whole = {**roles.declined, **left_out}
+def still_open(model: nn.Module, roles: Roles, proposal: Proposal) -> list[str]:
+    """What is left to the author: sizes of packed projections, what stays whole and why, and what of the
+    definition's calls is unusual; a sentence each."""
+    sizes = [
+        f"packed gives {role} the sizes of this config, {parts}: write them as fields of the config"
+        for role, parts in proposal.packed.items()
+    ]
+    whole = {**roles.declined, **proposal.left_out}
     folded = fold_paths(whole, [path for path, _ in model.named_modules()])
-    return [f"{glob} stays whole: {reason}" for glob, reason in folded.items()] + unusual_calls(model)
+    return [*sizes, *(f"{glob} stays whole: {reason}" for glob, reason in folded.items()), *unusual_calls(model)]
 
 
 def unusual_calls(model: nn.Module) -> list[str]:

@@ -145,7 +145,7 @@ def _scheduled(model: Model, layout: Layout, dtype: torch.dtype = torch.float32)
     from megasched.lowering.known_model import KnownModel
     from megasched.trainer.scheduled_model import ScheduledModel
     from megasched.trainer.session import Session
-    from megasched.trainer.stage import Stage
+    from megasched.trainer.stages.stage import Stage
 
     definition = model.on_meta(dtype)
     attention.enable(definition)

@@ -1,0 +1,130 @@
+"""A whole job looked over on the login node, so that what is wrong is known before 64 GPUs are held."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megasched.errors import ConfigError
+from megasched.planner.hardware.hardware import GIB, Hardware, load_hardware
+from megasched.reading.files import Expected
+from megasched.reading.json_file import read_json
+
+SECONDS = 600
+FOUND = Expected("what the check of a job has found")
+# Megatron writes a checkpoint before it removes an older one.
+CHECKPOINTS = 2
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found.
+
+    Attributes:
+        problems: why the job can't run; empty if it can.
+        warnings: what may go wrong later.
+        facts: what the job is, as ``check_process`` tells it.
+    """
+
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def check(script: str, flags: Sequence[str], world_size: int, gpu: str | None = None) -> Checked:
+    """Begins the run in a process of its own, as rank 0 of so many, and looks at what it needs.
+
+    Args:
+        gpu: a type or TOML file as ``megasched plan --gpu`` takes it; without one memory is told and not judged.
+
+    Raises:
+        ConfigError: no such GPU; the process did not come to an end.
+    """
+    hardware: Hardware | None = load_hardware(gpu) if gpu is not None else None
+    facts = _run(script, flags, world_size)
+    problems, warnings = list(facts.pop("problems")), list(facts.pop("warnings"))
+    if "memory" in facts and hardware is not None:
+        most, limit = max(facts["memory"]), hardware.usable_bytes
+        if most > limit:
+            problems.append(
+                f"pipeline rank {facts['memory'].index(most)} needs {most / GIB:.1f} GiB, and "
+                f"{limit / GIB:.1f} GiB of a {hardware.name} fit one; `megasched plan` finds layouts that fit"
+            )
+    warnings += [f"not checked without a GPU's software: {flag}" for flag in facts.pop("unchecked", ())]
+    if why := facts.get("memory_unknown"):
+        warnings.append(f"memory is not known: {why}")
+    if facts.get("save"):
+        problems += _no_room(Path(facts["save"]), facts["checkpoint_bytes"])
+    elif "save" in facts:
+        warnings.append("there is no --save: a restart will begin anew, and nothing is kept at the end")
+    return Checked(tuple(problems), tuple(warnings), facts)
+
+
+def told(problems: Sequence[str], intent: str = "started") -> str:
+    """All that is wrong with a job, in one text; ``intent`` is what was not done."""
+    head = f"this job would fail, and was not {intent}:"
+    return "\n".join([head, *(f"  - {one}".replace("\n", "\n    ") for one in problems)])
+
+
+def _run(script: str, flags: Sequence[str], world_size: int) -> dict[str, Any]:
+    """What ``check_process`` found."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        own = {"WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", "megasched.launch.jobs.check_process", str(out), script, *flags]
+        try:
+            done = subprocess.run(
+                command,
+                env={**os.environ, "OMP_NUM_THREADS": "2", **own},
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+                timeout=SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            what = f"the check of the command took more than {SECONDS} s; --no-check starts it without"
+            raise ConfigError(what) from error
+        if not out.is_file():
+            raise ConfigError(
+                f"the check of the command ended with status {done.returncode} and without a result; --no-check "
+                f"starts it without. The last it said:\n{_last_lines(done.stderr)}"
+            )
+        found = read_json(out, FOUND, {"problems": [str], "warnings": [str]})
+    found["problems"] = [problem or _usage_error(done.stderr) for problem in found["problems"]]
+    return found
+
+
+def _usage_error(stderr: str) -> str:
+    """argparse's last line without the program's name before it."""
+    errors = [line.partition("error: ")[2] for line in stderr.splitlines() if "error: " in line]
+    return errors[-1] if errors else _last_lines(stderr)
+
+
+def _last_lines(text: str, count: int = 5) -> str:
+    return "\n".join(f"    {line}" for line in text.strip().splitlines()[-count:])
+
+
+def _no_room(save: Path, size: int) -> list[str]:
+    """What is wrong with the place where checkpoints are to lie."""
+    place = save.absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        return [f"--save {save}: {place} can't be written to"]
+    from rich.filesize import decimal
+
+    free = shutil.disk_usage(place).free
+    if free >= CHECKPOINTS * size:
+        return []
+    return [
+        f"--save {save}: a checkpoint takes {decimal(size)}, and two of them must find room while an old one is "
+        f"replaced; {decimal(free)} are free at {place}"
+    ]

@@ -1,0 +1,154 @@
+"""What the scripts of jobs are made of, whoever starts them: templates, the user's words, and the file.
+
+Every word of the user's that bash reads is quoted by ``shlex``.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasched.errors import ConfigError
+from megasched.files import write_whole
+from megasched.launch.run_folder import RunFolder
+from megasched.reading.files import Expected, read_bytes
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+FOLDER = Path(__file__).parents[1]
+SCRIPT = Expected("the script of an earlier job of this run")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+# How a run begins that a restart must not begin again with: flag -> whether a value follows.
+START_FLAGS = {
+    "--load": True,
+    "--finetune": False,
+    "--no-load-optim": False,
+    "--no-load-rng": False,
+    "--pretrained-checkpoint": True,
+}
+LONGEST_LINE = 100
+
+
+def value_of(flag: str, flags: Sequence[str]) -> str:
+    """What argparse would take for a flag's value: the last one given; empty without one."""
+    found = ""
+    for word, following in pairwise([*flags, ""]):
+        if word == flag:
+            found = following
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def environment_of(words: Sequence[str]) -> dict[str, str]:
+    """Variables of words ``NAME=VALUE``.
+
+    Raises:
+        ConfigError: a word is something else.
+    """
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not VARIABLE.fullmatch(name):
+            raise ConfigError(f"--env {word}: a variable is given as NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def render_template(
+    name: str,
+    *,
+    script: str,
+    flags: Sequence[str],
+    title: str,
+    head: str,
+    environment: Mapping[str, str],
+    **values: Any,
+) -> str:
+    """A job's script of a template.
+
+    Args:
+        name: of the template, from this folder on.
+        script, flags: what each rank runs.
+        title, head: the comment that the script begins with.
+        environment: further variables of the ranks.
+        values: what else the template asks for.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    # Nothing here is HTML: bash is what reads it, and every value goes through the filter `quote`.
+    jinja = Environment(
+        loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
+    )
+    jinja.filters["quote"] = lambda value: shlex.quote(str(value))
+    start, rest = _start(flags)
+    return jinja.get_template(name).render(
+        title=" ".join(title.splitlines()),
+        head=head.splitlines(),
+        command=['"$PYTHON" -u -m megasched ' + shlex.quote(script), *flag_lines(rest)],
+        start=shlex.join(start),
+        save=value_of("--save", flags),
+        environment=[f"{name}={shlex.quote(value)}" for name, value in environment.items()],
+        **values,
+    )
+
+
+def flag_lines(flags: Sequence[str]) -> list[str]:
+    """Flags as lines of a bash array: each begins with a flag, short ones share a line."""
+    groups: list[list[str]] = []
+    for word in flags:
+        if word.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(shlex.quote(word))
+    lines: list[str] = []
+    for group in groups:
+        text = " ".join(group)
+        if lines and len(lines[-1]) + 1 + len(text) <= LONGEST_LINE:
+            lines[-1] += f" {text}"
+        else:
+            lines.append(text)
+    return lines
+
+
+def write_script(path: Path, text: str, job: DataclassInstance, facts: Mapping[str, Any]) -> None:
+    """Puts a script into its run's folder; one that was there is kept beside it.
+
+    Args:
+        path: of the script, in the run's folder; ``job.json`` comes beside it.
+        job: what the script was made of.
+        facts: what the check of the job has found.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and read_bytes(path, SCRIPT) != text.encode():
+        number = 1 + sum(1 for _ in path.parent.glob(f"{path.name}.*"))
+        path.rename(path.with_name(f"{path.name}.{number}"))
+    write_whole(path, [text])
+    path.chmod(0o755)
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(job).items()}
+    written = datetime.now(UTC).isoformat(timespec="seconds")
+    RunFolder(path.parent).describe({"written": written, "job": plain, "facts": dict(facts), "jobs": []})
+
+
+def _start(flags: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The flags that only a run's first start has, and the rest."""
+    start: list[str] = []
+    rest: list[str] = []
+    taken = False
+    for word in flags:
+        name, equals, _ = word.partition("=")
+        if taken or name in START_FLAGS:
+            start.append(word)
+            taken = not taken and START_FLAGS[name] and not equals
+        else:
+            rest.append(word)
+    save = value_of("--save", flags)
+    if save and start in (["--load", save], [f"--load={save}"]):  # what a restart does anyway
+        return [], rest
+    return start, rest

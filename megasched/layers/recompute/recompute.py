@@ -1,0 +1,105 @@
+"""Activation recompute with Megatron's RNG states: bit for bit what the first forward computed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint
+
+from megasched.layers import rng
+from megasched.layers.recompute.kept_state import KeptState, StateBefore
+
+
+class _Snapshot:
+    """Megatron's tracked RNG states at the start of the first forward, and what a module's code keeps, put back
+    around the second."""
+
+    def __init__(self, kept: KeptState | None) -> None:
+        self.kept = kept
+        self.before: StateBefore | None = None
+        self.states: dict[str, Any] | None = None
+        self.forked = False
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        tracker = _tracker()
+        self.states = tracker.get_states() if tracker is not None else None
+        self.forked = rng.forked()
+        self.before = None if self.kept is None else self.kept.before()
+        yield
+        if self.before is not None:
+            self.before.called()
+
+    @contextmanager
+    def second(self) -> Iterator[None]:
+        tracker = _tracker()
+        kept, kept_forked = (tracker.get_states() if tracker is not None else None), rng.forked()
+        rng.set_forked(self.forked)
+        if tracker is not None and self.states is not None:
+            tracker.set_states(self.states)
+        try:
+            with nullcontext() if self.before is None else self.before.again():
+                yield
+        finally:
+            rng.set_forked(kept_forked)
+            if tracker is not None and kept is not None:
+                tracker.set_states(kept)
+
+
+def _tracker() -> Any:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    return tracker if tracker.is_initialized() else None
+
+
+def _contexts(kept: KeptState | None) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    snapshot = _Snapshot(kept)
+    return snapshot.first(), snapshot.second()
+
+
+def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs ``function``, which keeps nothing from call to call, as ``recompute_call`` does."""
+    return recompute_call(None, function, args, kwargs)
+
+
+def recompute_call(
+    kept: KeptState | None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Runs ``function`` without keeping its activations; they are computed again in the backward pass.
+
+    torch keeps the default RNG state, ``_Snapshot`` Megatron's, and ``kept`` what a module's code keeps. The
+    non-reentrant form takes any structure of arguments, so a block that is fed integer ids alone still gets its
+    gradients. In 8 bits Transformer Engine recomputes: it knows the scales of the first forward.
+    """
+    contexts = partial(_contexts, kept)
+    if _in_fp8():
+        from transformer_engine.pytorch import checkpoint as te_checkpoint
+
+        return te_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _in_fp8() -> bool:
+    """Whether a context of 8-bit training is entered now."""
+    if "transformer_engine.pytorch" not in sys.modules:
+        return False
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    return bool(FP8GlobalStateManager.is_fp8_enabled())
+
+
+@contextmanager
+def tracker_states() -> Iterator[None]:
+    """Puts Megatron's tracked random states back as they were before."""
+    tracker = _tracker()
+    kept = tracker.get_states() if tracker is not None else None
+    try:
+        yield
+    finally:
+        if tracker is not None and kept is not None:
+            tracker.set_states(kept)

@@ -1,0 +1,196 @@
+"""What is known of each architecture: the results of ``make matrix``, and whether they speak for a run.
+
+Numbers that come out wrong look like any others, so a run that no check has covered is refused until the user
+says otherwise.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasched.definition.objectives import CAUSAL_LM, objective_of
+from megasched.errors import ConfigError
+from megasched.language.parallel_dims import Layout
+from megasched.reading.files import Expected, is_regular
+from megasched.reading.json_file import read_json
+from megasched.trainer.evidence.certificate import custom_classes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+DATA = Path(__file__).with_name("compatibility.json")
+MATRIX = Expected("the results of `make matrix`")
+
+# The matrix is of causal language models. Others are checked by tests/families: objective -> model types.
+OTHER_OBJECTIVES = {
+    "masked_lm": ("albert", "bert", "roberta"),
+    "seq2seq_lm": ("t5",),
+    "image_classification": ("vit",),
+}
+
+# Verdict of a check -> what a run that it speaks for is told; other verdicts are fine.
+DOUBTS = {
+    "wrong": "computed wrong numbers",
+    "failed": "failed",
+    "refused": "was refused",
+}
+
+
+def load_matrix(path: Path = DATA) -> dict[str, Any]:
+    """The results; empty where there is no such file.
+
+    Returns:
+        ``types``: model type -> layout -> outcome, with ``facts`` beside; ``versions`` that they were made with;
+        ``older``: model type -> versions, of those that have not been checked with these.
+    """
+    empty: dict[str, Any] = {"versions": {}, "types": {}, "older": {}}
+    return empty | (read_json(path, MATRIX, {f"{key}?": {} for key in empty}) if is_regular(path) else {})
+
+
+def checks_for(layout: Layout) -> list[str]:
+    """The layouts of the matrix that speak for a run's; none for a run without model parallelism."""
+    checks = []
+    if layout.tp > 1:
+        checks.append("tp2-sp" if layout.sp else "tp2")
+    if layout.pp > 1:
+        checks.append("pp2-vpp2" if layout.vpp > 1 else "pp2")
+    if layout.ep > 1:
+        checks.append("ep2")
+    if layout.cp > 1:
+        checks.append("cp2")
+    return checks
+
+
+def products_for(layout: Layout) -> list[str]:
+    """The layouts of the matrix that are products of such: need not have been checked, but must not be wrong."""
+    pairs = {"tp2-pp2": layout.pp > 1, "cp2-tp2": layout.cp > 1}
+    return [name for name, other in pairs.items() if other and layout.tp > 1]
+
+
+def unverified(model: PreTrainedModel, layout: Layout, results: dict[str, Any]) -> list[str]:
+    """Why nobody knows that a run computes what the definition does; empty where a check says that it does.
+
+    Args:
+        model: the definition.
+        layout: the run's.
+        results: ``types`` of the matrix.
+    """
+    model_type = model.config.model_type
+    objective = objective_of(model)
+    own = custom_classes(model)
+    if own:
+        return [f"{own[0].__name__} is not one of transformers' classes, which are all that was checked"]
+    if model_type in OTHER_OBJECTIVES.get(objective.name, ()):
+        return []
+    if objective is not CAUSAL_LM:
+        return [f"{model_type} has not been checked as a {objective.model}"]
+    known = results.get(model_type)
+    if known is None or "model" in known:
+        return [f"model type {model_type!r} has not been checked"]
+    checks = checks_for(layout)
+    if not checks and not any(outcome.get("verdict") == "equal" for outcome in known.values()):
+        return [f"{model_type} was equal in no check"]  # the code of one rank is what all of them ran
+    doubts = [f"{model_type} has not been checked at {check}" for check in checks if check not in known]
+    for check in (*checks, *products_for(layout)):
+        outcome = known.get(check)
+        if outcome is not None and outcome["verdict"] in DOUBTS:
+            doubts.append(f"{model_type} {DOUBTS[outcome['verdict']]} when checked at {check}: {outcome['why']}")
+    return doubts
+
+
+def unchecked_options(model: PreTrainedModel) -> list[str]:
+    """Fields of a config by which its class may take another way than it did when it was checked: switches, words,
+    kinds of layers, and what is set or not; as ``name=value``. Sizes and other numbers are none.
+
+    Args:
+        model: the definition, a stock class.
+    """
+    from megasched.definition.small_models.small_models import small_config
+
+    config = model.config.get_text_config(decoder=True)
+    try:
+        checked = small_config(model.config.model_type).get_text_config(decoder=True)
+    except Exception:  # each class validates in its own way; what is known of it then is what the matrix says
+        return []
+    if type(checked) is not type(config):
+        return []
+    fields = set(vars(checked)) - set(vars(_plain_config())) | {"tie_word_embeddings", _PER_LAYER}
+    values, others = ({**vars(one), _PER_LAYER: one.to_dict().get(_PER_LAYER)} for one in (config, checked))
+    found = []
+    for name in sorted(fields):
+        value = values.get(name)
+        choice, before = _choice(value), _choice(others.get(name))
+        if not name.startswith("_") and not name.endswith(_NO_OPTIONS) and choice != before:
+            found.append(f"{name}={choice if isinstance(value, dict) else value!r}")
+    return found
+
+
+# Fields that are others in some layers: transformers refuses to read such a field off the config itself.
+_PER_LAYER = "per_layer_config"
+# Ends of names of fields that say nothing of a model's numbers, or of what is drawn at random.
+_NO_OPTIONS = ("token_id", "token_index", "dropout", "pdrop", "tp", "use_cache", "dtype")
+
+
+def _plain_config() -> PretrainedConfig:
+    from transformers import PretrainedConfig
+
+    return PretrainedConfig()
+
+
+def _choice(value: Any) -> Any:
+    """What of a field's value code may decide by."""
+    if isinstance(value, bool | str) or value is None:
+        return value
+    if isinstance(value, dict):
+        return {
+            key: _choice(own) for key, own in sorted(value.items(), key=str) if isinstance(own, bool | str | dict)
+        }
+    if isinstance(value, list | tuple) and any(isinstance(one, str) for one in value):
+        return sorted({str(one) for one in value})
+    return "a number"
+
+
+def of_unchecked_options(options: list[str], command: str) -> str:
+    """What is told of ``unchecked_options``.
+
+    Args:
+        command: as ``verify_command`` gives it.
+    """
+    return f"its class was not checked with these options: {', '.join(options)}; this checks it: `{command}`"
+
+
+def verify_command(
+    schedule: str,
+    hf_model: str,
+    layout: Layout,
+    *,
+    overrides: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> str:
+    """The command that checks a run's model at its kinds of parallelism: a group of 2 speaks for any."""
+    sizes = {name: value for name, value in vars(layout).items() if name.endswith("_parallel_size") and value}
+    small = {name: min(value, 2) for name, value in sizes.items()}
+    words = ["megasched", "verify", schedule, "--hf-model", hf_model, *replace(layout, **small).flags()]
+    for override in overrides:
+        words += ["--hf-override", override]
+    return shlex.join([*words, *(["--trust-remote-code"] if trust_remote_code else [])])
+
+
+def refuse_unverified(model: PreTrainedModel, layout: Layout) -> None:
+    """Ends a run that no check has covered.
+
+    Raises:
+        ConfigError: with what is known of the architecture, and what can be done.
+    """
+    doubts = unverified(model, layout, load_matrix()["types"])
+    if doubts:
+        lines = "\n  - ".join(["not known to be right:", *doubts])
+        name = model.config.model_type
+        remedy = f"`megasched archs {name}` shows what is known, with --run it checks this machine's copy"
+        if custom_classes(model):
+            remedy = "`megasched verify --certificate FILE` checks it, and --require-certificate FILE runs it then"
+        raise ConfigError(f"{lines}\n{remedy}; --allow-unverified runs it as it is")

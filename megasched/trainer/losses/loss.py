@@ -1,0 +1,91 @@
+"""The loss of a run: mostly one that takes the place of HF's, per token, over logits that are cut along the
+vocabulary."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    gather_from_tensor_model_parallel_region,
+    vocab_parallel_cross_entropy,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from megasched.definition.objectives import objective_of
+from megasched.plan.plan import Plan
+from megasched.trainer.losses.definition_loss import DefinitionLoss
+
+
+class VocabParallelLoss:
+    """Called by the definition as ``model.loss_function``; labels are shifted already, as Megatron's are.
+
+    Args:
+        vocab_size: real size of the vocabulary, where the head is cut; columns past it are padding and take no
+            part in the softmax, so that the loss does not depend on TP.
+        sharded: the head is cut over TP; a whole head gives whole logits.
+    """
+
+    def __init__(self, vocab_size: int, sharded: bool, group: torch.distributed.ProcessGroup) -> None:
+        self.vocab_size, self.sharded, self.group = vocab_size, sharded, group
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Loss of each label.
+
+        Args:
+            logits: [b, s, v / tp] (or [b, s, v]; [b, v] of images); may be written to.
+            labels: [b, s] (or [b]), the id that belongs at each position.
+
+        Returns:
+            float32, contiguous, in the shape of the labels.
+        """
+        logits = logits.float()
+        if self._is_whole(logits):
+            return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
+        real = self.vocab_size - self.group.rank() * logits.shape[-1]
+        if real < logits.shape[-1]:
+            logits = self._mask(logits, max(real, 0))
+        return vocab_parallel_cross_entropy(logits, labels, tp_group=self.group).contiguous()
+
+    def _is_whole(self, logits: torch.Tensor) -> bool:
+        """Whether each rank has all of them: of no head that is cut, or of other code than the head's."""
+        return not self.sharded or (self.group.size() > 1 and logits.shape[-1] == self.vocab_size)
+
+    @staticmethod
+    def _mask(logits: torch.Tensor, real: int) -> torch.Tensor:
+        # The lowest finite number, not -inf: a rank may hold padding alone, and the maximum is subtracted.
+        padding = torch.arange(logits.shape[-1], device=logits.device) >= real
+        return logits.masked_fill(padding, torch.finfo(logits.dtype).min)
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """[b, s, v / tp] -> [b, s, v], padding cut off."""
+        if self._is_whole(logits):
+            return logits
+        return gather_from_tensor_model_parallel_region(logits, group=self.group)[..., : self.vocab_size]
+
+
+def make_loss(
+    definition: Any, plan: Plan, group: torch.distributed.ProcessGroup, *, last: bool
+) -> VocabParallelLoss | DefinitionLoss:
+    """What computes the loss of a stage.
+
+    Args:
+        definition: lowered.
+        group: of TP.
+        last: whether it is the last stage.
+    """
+    assert plan.structure is not None
+    if plan.structure.own_labels is not None:
+        shape = partial(objective_of(definition).label_shape, definition.config)
+        return DefinitionLoss(plan.structure.own_labels, shape, last=last)
+    head = definition.get_output_embeddings()
+    path = "" if head is None else path_of(definition, head)
+    sharded = plan.cuts.get(path) == "column" and path not in plan.derived.gather
+    vocabulary = plan.placement(path, "weight").shape[0] if sharded else 0
+    return VocabParallelLoss(vocabulary, sharded, group)
+
+
+def path_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(path for path, module in model.named_modules() if module is wanted)

@@ -1,0 +1,276 @@
+"""One stage of an unmodified definition: what lives elsewhere is hollow in its place.
+
+The definition's own forward runs on every stage. Layers of other stages stay where they are, without
+parameters, and hand the hidden state through; the one before the stage returns what came over the wire, and
+the stage's last layer ends the forward with what goes out. What runs before the layers (positions, masks,
+norms) runs on every stage, on a dummy where its trainable parts live elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.analysis.places import OutputRef, StageInput
+from megasched.analysis.shape import Shape
+from megasched.analysis.slot import HiddenStateArg
+from megasched.analysis.structure import LayerStack
+from megasched.layers.wrap import Forward, wrap_forward
+from megasched.trainer.stages.stage_transfer import StageBuffers
+
+
+class StageEnd(BaseException):
+    """Ends a definition's forward where the stage ends. No error, so nothing that catches errors may catch it."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one (pipeline rank, model chunk) runs.
+
+    Attributes:
+        start, stop: its layers, half open; empty stages are legal.
+        first: it holds what comes before the layers (embeddings) and gets the token ids.
+        last: it holds what comes after the layers (norm, head) and gets the labels.
+    """
+
+    start: int
+    stop: int
+    first: bool
+    last: bool
+
+    @property
+    def empty(self) -> bool:
+        """Whether it only hands on what it receives."""
+        return self.start == self.stop and not self.first and not self.last
+
+    def holds(self, structure: LayerStack, path: str) -> bool:
+        """Whether the module at ``path`` lives on this stage."""
+        index = structure.index_of(path)
+        if index is not None:
+            return self.start <= index < self.stop
+        if path in structure.between:
+            layers, _ = structure.between[path]
+            if any(self.start <= layer < self.stop for layer in layers):
+                return True
+        if path in structure.after:
+            return self.last or (path in structure.before and self.first)
+        return self.first and (path in structure.before or path not in structure.between)
+
+
+def hollow_out(module: nn.Module) -> None:
+    """Takes the parameters out of a module and all below it; their metadata stay readable (dtype, shape)."""
+    for child in module.modules():
+        for name, parameter in list(child._parameters.items()):
+            if parameter is not None:
+                del child._parameters[name]
+                child.__dict__[name] = parameter.detach().to("meta")
+
+
+def hollow_out_stage(
+    model: nn.Module, structure: LayerStack, stage: Stage, wire: StageBuffers, dtype: torch.dtype
+) -> None:
+    """Makes the definition run as one stage, in place: hollow modules and boundaries.
+
+    Args:
+        model: the definition, its local modules lowered or still to be lowered.
+        structure: where its layers are.
+        stage: what lives here.
+        wire: set before each forward.
+        dtype: of the dummies that stand for what an embedding elsewhere would give.
+    """
+    for index in range(structure.count):
+        path = structure.layer_path(index)
+        if not stage.holds(structure, path):
+            layer = model.get_submodule(path)
+            hollow_out(layer)
+            wrap_forward(layer, _pass_through(structure, path, wire, _replay(model, structure, path, wire)))
+    returned = {**{path: shapes for path, (_, shapes) in structure.between.items()}, **structure.before}
+    for path, shapes in returned.items():
+        if not stage.holds(structure, path):
+            module = model.get_submodule(path)
+            hollow_out(module)
+            wrap_forward(module, _dummy(structure, path, shapes, wire, dtype))
+    for path, module in model.named_modules():
+        if stage.holds(structure, path) or next(module.parameters(recurse=False), None) is None:
+            continue
+        if structure.holds_layers(path):
+            _zero_own(module, dtype)
+        else:
+            hollow_out(module)
+    for path in structure.bare:
+        if not stage.holds(structure, path):
+            _zero_own(model.get_submodule(path), dtype)
+
+
+def _zero_own(module: nn.Module, dtype: torch.dtype) -> None:
+    """Zeros in the place of a module's own parameters, for the code of others that computes with them."""
+    gone = {
+        name: held for name, held in module.__dict__.items() if isinstance(held, torch.Tensor) and held.is_meta
+    }
+    held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    for name, tensor in {**gone, **held}.items():
+        module._parameters.pop(name, None)
+        module.__dict__.pop(name, None)
+        module.register_buffer(name, torch.zeros(tensor.shape, dtype=dtype), persistent=False)
+
+
+def set_entry(model: nn.Module, structure: LayerStack, stage: Stage, wire: StageBuffers) -> None:
+    """Where the received hidden state enters: as what the layer before the stage returns."""
+    if stage.first:
+        return
+    before = structure.last_before(stage.start)
+    if before is None:  # the embeddings are on a stage of their own
+        wrap_forward(
+            model.get_submodule(structure.layer_path(structure.first)), _enter_as_input(structure.slot, wire)
+        )
+    else:
+        wrap_forward(model.get_submodule(structure.layer_path(before)), _enter_as_output(structure.slot, wire))
+
+
+def capture_stage_inputs(model: nn.Module, structure: LayerStack, stage: Stage, wire: StageBuffers) -> None:
+    """Has the sides that later stages read taken where they are made."""
+    if stage.last:
+        return
+    for path, places in _by_module(structure, structure.sides_at(stage.stop)).items():
+        if path and stage.holds(structure, path):
+            wrap_forward(model.get_submodule(path), _take(places, wire))
+
+
+def set_exit(model: nn.Module, structure: LayerStack, stage: Stage) -> None:
+    """Where the forward ends; the outermost of all wraps of that layer."""
+    if stage.last:
+        return
+    # Without layers the first one is hollow and hands its input through: that is what goes out.
+    index = structure.last_before(stage.stop)
+    layer = model.get_submodule(structure.layer_path(structure.first if index is None else index))
+    wrap_forward(layer, _leave_after(structure.slot))
+
+
+_Places = list[tuple[StageInput, OutputRef]]
+
+
+def _by_module(structure: LayerStack, sides: tuple[StageInput, ...]) -> dict[str, _Places]:
+    found: dict[str, _Places] = defaultdict(list)
+    for side in sides:
+        for place in side.places:
+            found[place.path].append((side, place))
+    return found
+
+
+def _take(places: _Places, wire: StageBuffers) -> Callable[[Forward], Forward]:
+    def wrapper(forward: Forward) -> Forward:
+        def taken(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            for side, place in places if wire.open else ():
+                wire.values[side] = place.tensor(args, kwargs, output)
+            return output
+
+        return taken
+
+    return wrapper
+
+
+def _fill(places: _Places, wire: StageBuffers, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """What a hollow module returns, with the sides that came over the wire in their places."""
+    for side, place in places:
+        if side in wire.values:
+            output = place.put(wire.values[side], args, kwargs, output)
+    return output
+
+
+def _replay(model: nn.Module, structure: LayerStack, path: str, wire: StageBuffers) -> Callable[[], None]:
+    """What has HF's hooks record of a hollow layer what came over the wire of it.
+
+    They are on modules inside of the layer, which are made to return that, and called.
+    """
+    recorded = []
+    for inner, places in _by_module(structure, structure.sides).items():
+        if inner.startswith(path + "."):
+            recorded.append((model.get_submodule(inner), places))
+            wrap_forward(recorded[-1][0], _return_received(places, wire))
+
+    def replay() -> None:
+        for module, places in recorded:
+            if any(side in wire.values for side, _ in places):
+                module()
+
+    return replay
+
+
+def _return_received(places: _Places, wire: StageBuffers) -> Callable[[Forward], Forward]:
+    return lambda forward: lambda: _fill(places, wire, (), {}, ())
+
+
+def _pass_through(
+    structure: LayerStack, path: str, wire: StageBuffers, replay: Callable[[], None]
+) -> Callable[[Forward], Forward]:
+    slot, places = structure.slot, _by_module(structure, structure.sides)[path]
+
+    def wrapper(forward: Forward) -> Forward:
+        def passed(*args: Any, **kwargs: Any) -> Any:
+            replay()
+            return _fill(places, wire, args, kwargs, slot.wrap(slot.get(args, kwargs)))
+
+        return passed
+
+    return wrapper
+
+
+def _enter_as_output(slot: HiddenStateArg, wire: StageBuffers) -> Callable[[Forward], Forward]:
+    return lambda forward: lambda *args, **kwargs: slot.rewrap(forward(*args, **kwargs), _received(wire))
+
+
+def _enter_as_input(slot: HiddenStateArg, wire: StageBuffers) -> Callable[[Forward], Forward]:
+    def wrapper(forward: Forward) -> Forward:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = slot.put(_received(wire), args, kwargs)
+            return forward(*args, **kwargs)
+
+        return entered
+
+    return wrapper
+
+
+def _leave_after(slot: HiddenStateArg) -> Callable[[Forward], Forward]:
+    def wrapper(forward: Forward) -> Forward:
+        def left(*args: Any, **kwargs: Any) -> Any:
+            raise StageEnd(slot.result(forward(*args, **kwargs)))
+
+        return left
+
+    return wrapper
+
+
+def _dummy(
+    structure: LayerStack, path: str, shapes: Any, wire: StageBuffers, dtype: torch.dtype
+) -> Callable[[Forward], Forward]:
+    """Zeros of the shapes that the real module would return; some definitions write into them."""
+    places = _by_module(structure, structure.sides)[path]
+
+    def zeros(shape: Any) -> Any:
+        if not isinstance(shape, Shape):
+            return shape
+        sizes = shape.sizes(wire.batch, wire.length)
+        return torch.zeros(sizes, dtype=shape.run_dtype(dtype), device=wire.device)
+
+    def wrapper(forward: Forward) -> Forward:
+        def dummy(*args: Any, **kwargs: Any) -> Any:
+            return _fill(places, wire, args, kwargs, torch.utils._pytree.tree_map(zeros, shapes))
+
+        return dummy
+
+    return wrapper
+
+
+def _received(wire: StageBuffers) -> torch.Tensor:
+    assert wire.received is not None, "a stage that is not the first ran before it received anything"
+    return wire.received

@@ -1,0 +1,234 @@
+"""What goes from stage to stage: the hidden state and its sides, in the one tensor that Megatron sends.
+
+Mostly this is the hidden state as it is, [s, b, h]. Where more has to cross, or the hidden state has another
+form, the bytes of all tensors lie one after the other in a tensor [s, b, w]; Megatron takes w from
+``config.hidden_size`` (``core/pipeline_parallel/schedules.py``, ``get_tensor_shapes``). It only moves that tensor
+and its gradient, so integers arrive as they were, and so do floats of another precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.utils import make_viewless_tensor
+from torch import nn
+
+from megasched.analysis.places import OutputRef, StageInput
+from megasched.analysis.structure import LayerStack
+from megasched.definition.objectives import objective_of
+
+_ALIGNED = 8  # bytes; a view in another dtype must begin at a multiple of its size
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """One of the tensors that are packed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def room(self) -> int:
+        """Bytes from its beginning to that of the next one."""
+        return -(-self.size // _ALIGNED) * _ALIGNED
+
+
+@dataclass
+class StageBuffers:
+    """What the boundaries of a stage share during one forward.
+
+    Attributes:
+        received: the hidden state that came in; None on the first stage.
+        values: the sides that came in, or were made here.
+        batch, length, device: of the token ids; the length is that of whole sequences.
+        open: a forward runs. What recompute runs again in the backward pass puts nothing here: it would stay.
+    """
+
+    received: torch.Tensor | None = None
+    values: dict[StageInput, torch.Tensor] = field(default_factory=dict)
+    batch: int = 0
+    length: int = 0
+    device: torch.device | None = None
+    open: bool = False
+
+    def clear(self) -> None:
+        """Lets go of the tensors."""
+        self.open = False
+        self.received = None
+        self.values.clear()
+
+
+@dataclass
+class BoundaryCodec:
+    """How stage boundaries are crossed.
+
+    Attributes:
+        definition: pristine; its sides are measured on it.
+        dtype: of parameters and of the wire.
+        parts: number of parts of a sequence (TP under sequence parallelism, or 1).
+        cut: dimension along which a side is cut over TP (or along the sequence), by its first place.
+        tp: number of those parts.
+        width: the w of what is sent, set by ``fit``.
+        measured: sides by dtype, rows and length, for other packings of the same definition too.
+    """
+
+    definition: nn.Module
+    structure: LayerStack
+    dtype: torch.dtype
+    parts: int = 1
+    cut: Mapping[OutputRef, int] = field(default_factory=dict)
+    tp: int = 1
+    width: int = 0
+    measured: dict[tuple[torch.dtype, int, int], dict[OutputRef, torch.Tensor]] = field(default_factory=dict)
+
+    def needed(self, boundaries: Sequence[int]) -> bool:
+        """Whether these cuts take more than the hidden state as it is."""
+        return bool(boundaries) and not (self._plain() and not self._sides(boundaries))
+
+    def sends_local_sequences(self, boundaries: Sequence[int]) -> bool:
+        """Whether a rank that has a part of each sequence can send its part: of a plain hidden state, and of
+        what HF's hooks recorded, which is gathered after the layers."""
+        recorded = set(self.structure.recorded)
+        return self._plain() and all(side.places[0] in recorded for side in self._sides(boundaries))
+
+    def _sides(self, boundaries: Sequence[int]) -> set[StageInput]:
+        return {side for boundary in boundaries for side in self.structure.sides_at(boundary)}
+
+    def _plain(self) -> bool:
+        """Whether the hidden state is [b, s, h] in the wire's precision."""
+        hidden = self.structure.hidden
+        fixed = objective_of(self.definition).sequence_length(getattr(self.definition, "config", None))
+        sequence = ("b", "s" if fixed is None else fixed[0])
+        plain = len(hidden.dims) == 3 and hidden.dims[:2] == sequence and isinstance(hidden.dims[2], int)
+        return plain and hidden.run_dtype(self.dtype) == self.dtype
+
+    def fit(self, boundaries: Sequence[int], batch: int, length: int) -> None:
+        """Makes what is sent [s, b, w] wide enough for all of these cuts; called again, for other batches as well.
+
+        What has no rows of its own takes the more of w, the fewer rows there are.
+        """
+        room = max(sum(piece.room for piece in self.pieces(boundary, batch, length)) for boundary in boundaries)
+        row = length // self.parts * batch * self.dtype.itemsize
+        self.width = max(self.width, -(-room // row))
+
+    def pieces(self, boundary: int, batch: int, length: int) -> tuple[PackedTensor, ...]:
+        """What crosses a cut before the layer ``boundary`` on this rank: the hidden state, then the sides."""
+        hidden = self.structure.hidden
+        sizes = list(hidden.sizes(batch, length))
+        if self.parts > 1:
+            sizes[1] //= self.parts
+        sides = self.structure.sides_at(boundary)
+        found = self._measure(batch, length) if sides else {}
+        return (
+            PackedTensor(tuple(sizes), hidden.run_dtype(self.dtype)),
+            *(self._local(side, found[side.places[0]]) for side in sides),
+        )
+
+    def _local(self, side: StageInput, whole: torch.Tensor) -> PackedTensor:
+        sizes, dim = list(whole.shape), self.cut.get(side.places[0])
+        if dim is not None:
+            sizes[dim] //= self.tp
+        return PackedTensor(tuple(sizes), whole.dtype)
+
+    def _measure(self, batch: int, length: int) -> dict[OutputRef, torch.Tensor]:
+        key = self.dtype, batch, length
+        if key not in self.measured:
+            self.measured[key] = self.structure.measure(self.definition, batch, length, self.dtype)
+        return self.measured[key]
+
+    def send(self, boundary: int, wire: StageBuffers, hidden: torch.Tensor) -> torch.Tensor:
+        """The hidden state and the sides that a cut takes -> [s, b, w], no view."""
+        sides = self.structure.sides_at(boundary)
+        missing = [side.places[0].path for side in sides if side not in wire.values]
+        assert not missing, f"nothing was taken of {missing}"
+        tensors = [hidden, *(wire.values[side] for side in sides)]
+        pieces = self.pieces(boundary, wire.batch, wire.length)
+        names = ["the hidden state", *(side.places[0].path for side in sides)]
+        for name, tensor, piece in zip(names, tensors, pieces, strict=True):
+            if (tuple(tensor.shape), tensor.dtype) != (piece.shape, piece.dtype):
+                what = f"{name} crosses the cut before layer {boundary} as {tensor.dtype} {list(tensor.shape)}"
+                raise RuntimeError(f"{what}; {piece.dtype} {list(piece.shape)} was planned")
+        shape = (wire.length // self.parts, wire.batch, self.width)
+        out = _Pack.apply(shape, self.dtype, pieces, *tensors)
+        return make_viewless_tensor(out, requires_grad=out.requires_grad, keep_graph=True)
+
+    def receive(self, boundary: int, wire: StageBuffers, packed: torch.Tensor) -> None:
+        """[s, b, w] -> the hidden state and the sides of a cut."""
+        hidden, *sides = _Unpack.apply(packed, self.pieces(boundary, wire.batch, wire.length))
+        wire.received = hidden
+        wire.values.update(zip(self.structure.sides_at(boundary), sides, strict=True))
+        wire.values.update((side, hidden) for side in self.structure.hidden_sides(boundary))
+
+
+def send_hidden(hidden: torch.Tensor) -> torch.Tensor:
+    """[b, s, h] -> [s, b, h], no view: Megatron frees what it has sent."""
+    out = hidden.transpose(0, 1).contiguous()
+    return make_viewless_tensor(out, requires_grad=out.requires_grad, keep_graph=True)
+
+
+def receive_hidden(sent: torch.Tensor) -> torch.Tensor:
+    """[s, b, h] -> [b, s, h]; definitions may view it."""
+    return sent.transpose(0, 1).contiguous()
+
+
+def _write(
+    tensors: Sequence[torch.Tensor | None], pieces: Sequence[PackedTensor], out: torch.Tensor
+) -> torch.Tensor:
+    room, start = out.view(-1).view(torch.uint8), 0
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        if tensor is not None:
+            room[start : start + piece.size].view(piece.dtype).view(piece.shape).copy_(tensor)
+        start += piece.room
+    return out
+
+
+def _read(packed: torch.Tensor, pieces: Sequence[PackedTensor]) -> list[torch.Tensor]:
+    room, start, found = packed.contiguous().view(-1).view(torch.uint8), 0, []
+    for piece in pieces:
+        found.append(room[start : start + piece.size].view(piece.dtype).view(piece.shape).clone())
+        start += piece.room
+    return found
+
+
+class _Pack(torch.autograd.Function):
+    """Tensors to one; the gradient comes back as it was packed by ``_Unpack``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, shape: Any, dtype: torch.dtype, pieces: Sequence[PackedTensor], *tensors: torch.Tensor
+    ) -> Any:
+        ctx.pieces = pieces
+        return _write(tensors, pieces, torch.zeros(shape, dtype=dtype, device=tensors[0].device))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        found = _read(gradient, ctx.pieces)
+        return None, None, None, *(g if g.is_floating_point() else None for g in found)
+
+
+class _Unpack(torch.autograd.Function):
+    """One tensor to those that were packed."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: torch.Tensor, pieces: Sequence[PackedTensor]) -> Any:
+        ctx.pieces, ctx.shape, ctx.dtype = pieces, packed.shape, packed.dtype
+        found = _read(packed, pieces)
+        ctx.mark_non_differentiable(*(tensor for tensor in found if not tensor.is_floating_point()))
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+        out = torch.zeros(ctx.shape, dtype=ctx.dtype, device=next(g.device for g in gradients if g is not None))
+        floats = [
+            g if piece.dtype.is_floating_point else None for g, piece in zip(gradients, ctx.pieces, strict=True)
+        ]
+        return _write(floats, ctx.pieces, out), None

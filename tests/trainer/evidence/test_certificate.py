@@ -1,0 +1,181 @@
+"""What a certificate speaks for, and what is said where it does not."""
+
+import hashlib
+import importlib.util
+import json
+import linecache
+import sys
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+from transformers import LlamaConfig
+
+from megasched.errors import ConfigError
+from megasched.language.parallel_dims import Layout
+from megasched.trainer.evidence.certificate import (
+    read_certificate,
+    require_certificate,
+    subject_of,
+    write_certificate,
+)
+
+HEAD = """
+from torch import nn
+
+
+def half(x):
+    return x / 2
+
+
+class Norm(nn.Module):
+    def forward(self, x):
+        return half(x)
+"""
+SMALL = Layout(tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2)
+LARGE = Layout(tensor_model_parallel_size=8, sequence_parallel=True, pipeline_model_parallel_size=16)
+
+
+@pytest.fixture
+def schedule(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def schedule(sch, layout): ...\n")
+    return str(file)
+
+
+def definition(config=None, *modules):
+    """What a certificate asks of one."""
+    return SimpleNamespace(config=config or LlamaConfig(), modules=lambda: (nn.Linear(1, 1), *modules))
+
+
+def certified(tmp_path, schedule, layout=SMALL, verdict="equal"):
+    path = tmp_path / "certificate.json"
+    write_certificate(path, subject_of(schedule, definition(), layout), {"verdict": verdict})
+    return path
+
+
+def refusal(path, schedule, config=None, layout=LARGE):
+    with pytest.raises(ConfigError) as error:
+        require_certificate(path, subject_of(schedule, definition(config), layout))
+    return str(error.value)
+
+
+def test_it_speaks_for_the_same_kinds_of_parallelism_at_any_size(tmp_path, schedule):
+    path = certified(tmp_path, schedule)
+    require_certificate(path, subject_of(schedule, definition(), LARGE))
+    require_certificate(path, subject_of(schedule, definition(), Layout(pipeline_model_parallel_size=4)))
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
+
+
+def test_a_kind_that_it_was_made_without_is_named(tmp_path, schedule):
+    path = certified(tmp_path, schedule)
+    more = Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, context_parallel_size=2)
+    assert "it was made without VPP, CP" in refusal(path, schedule, layout=more)
+    assert "made with SP, and the run is without" in refusal(
+        path, schedule, layout=Layout(tensor_model_parallel_size=4)
+    )
+
+
+def test_everything_that_differs_is_told_at_once(tmp_path, schedule):
+    path = certified(tmp_path, schedule, verdict="wrong")
+    held = json.loads(path.read_text())
+    held["versions"]["torch"] = "1.0"
+    path.write_text(json.dumps(held))
+    with open(schedule, "a") as file:
+        file.write("# changed\n")
+    told = refusal(path, schedule, LlamaConfig(hidden_act="gelu"))
+    assert "its verdict is 'wrong'" in told
+    assert "and was 1.0" in told
+    assert "the schedule is another one" in told
+    assert "the model is another one" in told
+
+
+def test_an_option_that_was_not_checked_is_another_model(tmp_path, schedule):
+    path = certified(tmp_path, schedule)
+    assert "the model is another one" in refusal(path, schedule, LlamaConfig(attention_bias=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "No such file"),
+        ("{", "it is no JSON"),
+        ("[]", "the whole is a list, an object is due; expected a certificate of format 2"),
+        ('{"format": 9}', "it is of format 9; expected a certificate of format 2"),
+        ('{"format": 2, "versions": {"torch": 2}}', r"versions\.torch is 2, text is due"),
+    ],
+)
+def test_what_is_no_certificate_is_refused(tmp_path, text, words):
+    path = tmp_path / "certificate.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_certificate(path)
+
+
+def test_one_that_cannot_be_written_is_an_error_that_says_so(tmp_path, schedule):
+    with pytest.raises(ConfigError, match="it can't be written"):
+        certified(tmp_path / "missing", schedule)
+
+
+def test_a_schedule_counts_by_its_file_and_a_name_by_all_that_it_says(tmp_path):
+    (tmp_path / "a:b").mkdir()
+    file = tmp_path / "a:b" / "my.py"
+    file.write_text("text")
+    told = {
+        name: subject_of(name, definition(), SMALL)["schedule"] for name in (f"{file}:one", "auto:a=1", "x:a=1")
+    }
+    assert told[f"{file}:one"]["name"] == "one"
+    assert told[f"{file}:one"]["sha256"] == hashlib.sha256(b"text").hexdigest()
+    assert (told["auto:a=1"]["name"], told["x:a=1"]["name"]) == ("auto:a=1", "x:a=1")
+
+
+def module_of(folder, text):
+    (folder / "norms.py").write_text(text)
+    spec = importlib.util.spec_from_file_location("norms", folder / "norms.py")
+    found = importlib.util.module_from_spec(spec)
+    sys.modules["norms"] = found
+    linecache.checkcache()
+    spec.loader.exec_module(found)
+    return found.Norm()
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "told"),
+    [
+        ("return half(x)", "return half(x) + 1", "the class norms.Norm has other code than it had"),
+        ("x / 2", "x / 3", "norms.py has other code beside its classes"),
+        (None, None, "the class norms.Norm was not there"),
+    ],
+)
+def test_a_class_that_has_changed_is_named(tmp_path, schedule, was, now, told):
+    path = tmp_path / "certificate.json"
+    before = module_of(tmp_path, HEAD)
+    given = definition(None, *([before] if was else []))
+    write_certificate(path, subject_of(schedule, given, SMALL), {"verdict": "equal"})
+    require_certificate(path, subject_of(schedule, given, LARGE))
+    changed = definition(None, module_of(tmp_path, HEAD.replace(was, now) if was else HEAD))
+    with pytest.raises(ConfigError, match=told) as error:
+        require_certificate(path, subject_of(schedule, changed, LARGE))
+    assert str(error.value).count("\n  - ") == 1
+
+
+def test_a_function_in_another_file_that_has_changed_is_told(tmp_path, schedule, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "halves", raising=False)
+    (tmp_path / "halves.py").write_text("def half(x):\n    return x / 2\n")
+    text = HEAD.replace("def half(x):\n    return x / 2\n", "from halves import half\n")
+    given = definition(None, module_of(tmp_path, text))
+    subject = subject_of(schedule, given, SMALL)
+    assert sorted(subject["classes"]) == ["halves.py", "norms.Norm", "norms.py"]
+    path = tmp_path / "certificate.json"
+    write_certificate(path, subject, {"verdict": "equal"})
+    (tmp_path / "halves.py").write_text("def half(x):\n    return x / 3\n")
+    with pytest.raises(ConfigError, match=r"halves\.py has other code beside its classes"):
+        require_certificate(path, subject_of(schedule, given, SMALL))
+
+
+def test_a_class_without_source_is_not_spoken_for(schedule):
+    kind = type("Made", (nn.Module,), {"__module__": "nowhere"})
+    with pytest.raises(ConfigError, match="no certificate speaks for nowhere"):
+        subject_of(schedule, definition(None, kind()), SMALL)

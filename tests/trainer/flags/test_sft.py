@@ -1,0 +1,113 @@
+"""What ``--sft`` is refused for, said before anything is built."""
+
+from __future__ import annotations
+
+import runpy
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from megasched.trainer.flags import sft
+from megasched.trainer.flags.sft import sft_conflicts, unlearned_end
+
+EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[3] / "examples" / "sft" / "make.py"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("tokenizer")
+    EXAMPLE["write_tokenizer"](made)
+    return made
+
+
+def arguments(folder, **changes):
+    args = Namespace(
+        sft=True,
+        mock_data=False,
+        context_parallel_size=1,
+        objective=None,
+        tokenizer_type="SFTTokenizer",
+        tokenizer_model=str(folder),
+        sft_tokenizer_prompt_format="nemotron-nano-v2",
+    )
+    vars(args).update(changes)
+    return args
+
+
+def misfits(folder, **changes):
+    return sft_conflicts(arguments(folder, **changes))
+
+
+@pytest.mark.parametrize("prompt_format", ["nemotron-nano-v2", "identity", "default"])
+def test_formats_that_a_tokenizer_has_all_tokens_for(folder, prompt_format):
+    assert misfits(folder, sft_tokenizer_prompt_format=prompt_format) == []
+
+
+def test_a_format_whose_tokens_the_tokenizer_has_not(folder):
+    """Megatron's default: it would spell its marks out as text, and fill rows with what is no token."""
+    (line,) = misfits(folder, sft_tokenizer_prompt_format="nemotron-h-aligned")
+    assert "writes <SPECIAL_233>" in line
+    assert "say --sft-tokenizer-prompt-format default" in line
+
+
+def test_a_format_that_megatron_has_not(folder):
+    (line,) = misfits(folder, sft_tokenizer_prompt_format="chatml")
+    assert line.endswith("Megatron has nemotron-h-aligned, nemotron-nano-v2, identity and default")
+
+
+def test_megatron_has_the_formats_that_are_known(folder):
+    from megatron.core.tokenizers.text.libraries.sft_tokenizer import SFTTokenizer
+
+    for prompt_format in (*sft.MARKS, "default"):
+        SFTTokenizer(str(folder), prompt_format)
+
+
+def test_a_tokenizer_without_a_chat_template_or_without_a_token_to_fill_with(tmp_path):
+    from transformers import AutoTokenizer
+
+    EXAMPLE["write_tokenizer"](tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.pad_token = tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    (line,) = misfits(tmp_path, sft_tokenizer_prompt_format="default")
+    assert "neither a padding nor an end token" in line
+    (tmp_path / "chat_template.jinja").unlink()
+    (line,) = misfits(tmp_path, sft_tokenizer_prompt_format="default")
+    assert "has none (chat_template.jinja)" in line
+
+
+def test_it_is_said_where_ends_of_answers_are_out_of_the_loss(folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for pad in (None, tokenizer.eos_token):
+        tokenizer.pad_token = pad
+        tokenizer.save_pretrained(tmp_path)
+        said = unlearned_end(arguments(tmp_path, sft_tokenizer_prompt_format="default"))
+        assert "filled with <SPECIAL_12>, which is then out of the loss" in said
+    assert unlearned_end(arguments(folder, sft_tokenizer_prompt_format="default")) == ""
+    assert unlearned_end(arguments(tmp_path)) == ""  # Megatron's own formats fill with other tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mock_data": True}, "--mock-data has no conversations"),
+        ({"context_parallel_size": 2}, "--context-parallel-size 2: "),
+        ({"objective": "masked_lm"}, "--objective masked_lm: "),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "conversations are read by SFTTokenizer"),
+        ({"tokenizer_model": None}, "--tokenizer-model: name the folder"),
+        ({"tokenizer_model": "/nowhere"}, "--tokenizer-model /nowhere: "),
+    ],
+)
+def test_flags_that_do_not_go_with_it(folder, changes, said):
+    (line,) = misfits(folder, **changes)
+    assert said in line
+    assert misfits(folder, **changes, sft=False) == []
+
+
+def test_the_package_that_reads_the_data(folder, monkeypatch):
+    monkeypatch.setattr(sft, "find_spec", lambda name: None)
+    (line,) = misfits(folder)
+    assert "pip install 'megasched[sft]'" in line
