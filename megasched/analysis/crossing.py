@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +21,10 @@ from torch import nn
 from megasched.analysis.chance import Chance
 from megasched.analysis.held_state import HeldState
 from megasched.analysis.leaves import entries_of, leaves_of
+from megasched.analysis.made_of import MadeOf
 from megasched.analysis.meta_call import tensors_in
-from megasched.analysis.operators import SHAPE_ONLY, base_of, fills_storage, storage_of, written
-from megasched.analysis.places import BEFORE, OutputRef
+from megasched.analysis.operators import SHAPE_ONLY, base_of, storage_of, written
+from megasched.analysis.places import BEFORE, OutputRef, TensorUse
 from megasched.analysis.sites import Site
 from megasched.analysis.tape import Call, Operation, Question, Tape, TapeReader
 
@@ -39,18 +40,8 @@ class _Inner:
     name: str
 
 
-@dataclass
-class TensorUse:
-    """A tensor with a place, as one run saw it."""
-
-    tensor: torch.Tensor
-    made: int
-    read: int = BEFORE
-    places: list[OutputRef] = field(default_factory=list)
-
-
-_Label = frozenset[int | _Inner]
-_NOTHING: _Label = frozenset()
+type _Items = frozenset[int | _Inner]
+_NOTHING: _Items = frozenset()
 
 
 class StageFlow(TapeReader):
@@ -91,9 +82,8 @@ class StageFlow(TapeReader):
         self._indices = [int(path.rpartition(".")[2]) for path in layers]
         self._parameters = {id(parameter): name for name, parameter in tape.model.named_parameters()}
         self._held = HeldState(tape, {path: int(path.rpartition(".")[2]) for path in layers})
-        self._labels: dict[int, _Label] = {}
+        self._made_of = MadeOf[int | _Inner]()
         self._numbers: dict[int, int] = {}
-        self._written: dict[int, _Label] = {}  # storage -> of what was written to it, under whatever view
         self._stored_numbers: dict[int, set[int]] = defaultdict(set)  # storage -> of tensors with a place in it
         self._made: set[int] = set()
         self._state: dict[int, int] = {}  # id of a tensor that outlives a forward -> layer that wrote to it last
@@ -103,7 +93,6 @@ class StageFlow(TapeReader):
         self._calls: Counter[str] = Counter()
         self._changed: set[int] = set()
         self._done = 0
-        self._before_layers: list[torch.Tensor] = []  # tensors that were made there
         self._drew = False  # Python's or numpy's random numbers, around the layers
         self.found: list[TensorUse] = []
         self.bare: dict[str, set[int | None]] = {}
@@ -130,9 +119,9 @@ class StageFlow(TapeReader):
             self.found.append(TensorUse(ids, BEFORE, places=[OutputRef("")]))
             self._numbers[id(ids)] = 0
             self._stored_numbers[storage_of(ids)].add(0)
-            self._set(ids, frozenset([0]))
+            self._made_of.tell(ids, frozenset([0]))
             if "labels" in inputs:  # which the last stage alone has
-                self._set(inputs["labels"], frozenset([_Inner(self._end, "the labels")]))
+                self._made_of.tell(inputs["labels"], frozenset([_Inner(self._end, "the labels")]))
 
     def _end_of_forward(self) -> None:
         self._drew = self._drew or self._tape.drew_at_end
@@ -157,8 +146,8 @@ class StageFlow(TapeReader):
 
     @property
     def _next(self) -> int:
-        """Index of the layer that runs next, or runs."""
-        return self._indices[self._done] if self._done < len(self._indices) else self._end
+        """Index of the layer that runs next, or runs; the number of layers for what comes after them."""
+        return self._indices[self._done] if self._done < len(self._indices) else self._indices[-1] + 1
 
     def _place(self) -> int | None:
         """The layer that reads what is read now; None for the model's own code, which runs on every stage."""
@@ -171,7 +160,7 @@ class StageFlow(TapeReader):
 
     def question(self, question: Question) -> None:
         """Of what modules gave, or of the arguments, code that every stage runs asks in vain on most."""
-        of_data = any(self._label(tensor) for tensor in question.tensors)
+        of_data = any(self._made_of.of(tensor) for tensor in question.tensors)
         if question.site is not None and of_data and self._place() in (None, BEFORE):
             self.asked.add(question.site)
 
@@ -186,39 +175,28 @@ class StageFlow(TapeReader):
             self.by_chance = True
             self._refuse("the code around them asks for a number that it draws, and each stage would draw another")
         self._chance.follow(func, args, kwargs, operands, operation.outputs)
-        label: _Label = _NOTHING.union(*map(self._label, operands))
-        label = frozenset(map(self._as_read, label))
-        for item in sorted(label, key=repr) if place is not None else ():
+        items: _Items = _NOTHING.union(*map(self._made_of.of, operands))
+        items = frozenset(map(self._as_read, items))
+        for item in sorted(items, key=repr) if place is not None else ():
             self._read(item, place)
         names = [self._parameters[id(tensor)] for tensor in operands if id(tensor) in self._parameters]
-        label |= {_Inner(place, name) for name in names}
+        items |= {_Inner(place, name) for name in names}
         self._note_bare(names, place)
         self._note_homes(operands, place)
-        by_inputs = any(isinstance(item, int) for item in label)
+        by_inputs = any(isinstance(item, int) for item in items)
         changed = written(func, args, kwargs)
         self._note_state(operands, changed, place, by_inputs)
         self._held.note_changed(func, changed)
-        self._note_written(changed, label, place)
-        if str(func).startswith(SHAPE_ONLY):
-            label = _NOTHING
-        for tensor in operation.outputs:
-            self._made.add(id(tensor))
-            number = self._numbers.get(id(tensor))
-            if number is None:
-                self._set(tensor, label)
-
-    def _label(self, tensor: torch.Tensor) -> _Label:
-        """What a tensor is made of, and what was written to its values."""
-        label = self._labels.get(id(tensor), _NOTHING)
-        return label | self._written.get(storage_of(tensor), _NOTHING) if self._written else label
-
-    def _note_written(self, changed: list[torch.Tensor], label: _Label, place: int | None) -> None:
-        """Of tensors that are changed in place: all that have their values there are made of that, too."""
         for storage in map(storage_of, changed):
-            if label:
-                self._written[storage] = self._written.get(storage, _NOTHING) | label
+            self._made_of.write(storage, items)
             if place is None:
                 self._changed |= self._stored_numbers[storage]
+        if str(func).startswith(SHAPE_ONLY):
+            items = _NOTHING
+        for tensor in operation.outputs:
+            self._made.add(id(tensor))
+            if id(tensor) not in self._numbers:
+                self._made_of.tell(tensor, items)
 
     def _note_bare(self, names: list[str], place: int | None) -> None:
         """Parameters that the code of another module reads than their own."""
@@ -302,11 +280,6 @@ class StageFlow(TapeReader):
     def _refuse(self, why: str) -> None:
         self.refused = self.refused or why
 
-    def _set(self, tensor: torch.Tensor, label: _Label) -> None:
-        self._labels[id(tensor)] = label
-        if not self._done and not self._running:
-            self._before_layers.append(tensor)
-
     # modules ----------------------------------------------------------------------------------------
 
     def enter(self, call: Call) -> None:
@@ -322,27 +295,19 @@ class StageFlow(TapeReader):
         if not self._running:
             self._note_draws()
         if path in self._order and not self._done:
-            self._begin_anew(self._slot.get(call.args, call.kwargs))
+            # The hidden state comes to the first layer over the wire where this is on another stage, so
+            # whatever went into it is not read here.
+            hidden = self._slot.get(call.args, call.kwargs)
+            self._numbers.pop(id(hidden), None)
+            self._made_of.renew(hidden, frozenset([_Inner(self._next, "the hidden state")]))
         self._running.append((path, {id(tensor) for tensor in tensors_in((call.args, call.kwargs))}))
         if path in self._order:
             self._entries = {place: _ids(entry) for place, entry in entries_of(call.args, call.kwargs)}
 
-    def _begin_anew(self, hidden: torch.Tensor) -> None:
-        """The hidden state comes to the first layer over the wire where this is on another stage, so whatever went
-        into it is not read here."""
-        storage = storage_of(hidden)
-        if (written := self._written.pop(storage, None)) is not None:
-            for tensor in self._before_layers:
-                if storage_of(tensor) == storage:
-                    self._labels[id(tensor)] |= written
-        self._before_layers.clear()
-        self._numbers.pop(id(hidden), None)
-        self._set(hidden, frozenset([_Inner(self._next, "the hidden state")]))
-
     def _pass_on(self, source: torch.Tensor, alias: torch.Tensor) -> None:
         """A tensor goes on as another one."""
         self._made.add(id(alias))
-        self._set(alias, self._labels.get(id(source), _NOTHING))
+        self._made_of.pass_on(source, alias)
         if (number := self._numbers.get(id(source))) is not None:
             self._numbers[id(alias)] = number
 
@@ -393,9 +358,7 @@ class StageFlow(TapeReader):
             if number is None:
                 number = self._numbers[id(tensor)] = len(self.found)
                 self.found.append(TensorUse(tensor, made))
-                self._set(tensor, frozenset([number]))
-                if fills_storage(tensor):  # what was written to it comes with it now
-                    self._written.pop(storage_of(tensor), None)
+                self._made_of.tell_whole(tensor, frozenset([number]))  # what was written to it comes with it now
                 self._stored_numbers[storage_of(tensor)].add(number)
             self.found[number].places.append(place(index))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megasched.analysis.labels import Region
 
 if TYPE_CHECKING:
-    from megasched.analysis.structure import LayerStack
+    from megasched.analysis.layer_stack import LayerStack
 
 
 @dataclass

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.meta_call import tensors_in
-from megasched.analysis.structure import LayerStack
 from megasched.analysis.tape import Call, Operation, Tape, TapeReader
 from megasched.definition.linears import is_linear, output_axis
 

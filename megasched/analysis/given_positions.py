@@ -36,7 +36,7 @@ class ValuesRun(ScalarAnswers):
         super().__init__()
         self.met: list[tuple[str, list[float]]] = []
 
-    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = dict(kwargs)
         tensors = tensors_in((args, kwargs))
         real = [tensor for tensor in tensors if not tensor.is_meta]
@@ -48,7 +48,7 @@ class ValuesRun(ScalarAnswers):
         if real:
             self.met += [(func.__name__, tensor.flatten().tolist()) for tensor in real]
             args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
-        return super().carry_out(func, args, kwargs)
+        return super().execute(func, args, kwargs)
 
     @staticmethod
     def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from megasched.analysis.labels import TpAssumptions
-from megasched.analysis.module_calls import ModuleCall, RecordedCalls
+from megasched.analysis.layer_stack import LayerStack
+from megasched.analysis.module_call import ModuleCall
+from megasched.analysis.module_calls import RecordedCalls
 from megasched.analysis.replay import PLACES, Rank, divided, local_linears, replay
-from megasched.analysis.structure import LayerStack
 from megasched.analysis.tape import Tape
 
 # So many attributes at most must be divided together.

@@ -12,10 +12,11 @@ from megasched.analysis.few_heads import few_heads, is_uneven
 from megasched.analysis.flow import Flow, Group, find_groups, linear_flow, linears_in
 from megasched.analysis.head_counts import find_counts
 from megasched.analysis.labels import TpAssumptions, TpFacts
+from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.meta_call import meta_copy
 from megasched.analysis.parts import ArgRef, ArgSlice
 from megasched.analysis.propagate import propagate
-from megasched.analysis.structure import LayerStack, record_definition
+from megasched.analysis.structure import record_definition
 from megasched.analysis.tape import Tape
 from megasched.definition.linears import output_axis
 from megasched.language.roles import ROLES, Cut, Roles

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megasched.analysis.labels import TpFacts
-from megasched.analysis.structure import LayerStack
+from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.ways import Way
 from megasched.errors import Problem
 

@@ -19,6 +19,7 @@ from megasched.analysis.given_positions import takes_counted_positions
 from megasched.analysis.gradient_scale import why_by_scale
 from megasched.analysis.labels import TpAssumptions, TpFacts
 from megasched.analysis.later_calls import why_not_alike
+from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.meta_call import meta_copy, to_meta
 from megasched.analysis.noted import NotedLines, Numbers
 from megasched.analysis.propagate import propagate
@@ -29,7 +30,6 @@ from megasched.analysis.sequence_plan import CpFacts
 from megasched.analysis.sequence_run import plan_sequence
 from megasched.analysis.size_check import columns_of_unproven_sizes
 from megasched.analysis.stand_ins import sizes_read, why_seen
-from megasched.analysis.structure import LayerStack
 from megasched.analysis.tape import Tape
 from megasched.analysis.ways import (
     TRIAL,
@@ -103,7 +103,7 @@ class KnownRuns:
         if way not in self._tapes:
             probe = self._probe = self._probe or meta_copy(model)
             given = to_meta(dict(inputs)) if way.length is None else inputs_of(model, inputs)(way.length)
-            own_loss = structure is not None and structure.own_labels is not None
+            own_loss = structure is not None and structure.loss_labels is not None
             self._tapes[way] = record_tape(
                 probe, given, boundaries_of(probe, structure), answers=dict(way.answers), own_loss=own_loss
             )

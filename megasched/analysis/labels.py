@@ -19,8 +19,8 @@ from megasched.language.roles import Cut
 from megasched.language.tensor_types import ShardDim
 
 if TYPE_CHECKING:
-    from megasched.analysis.module_calls import ModuleCall
-    from megasched.analysis.structure import LayerStack
+    from megasched.analysis.layer_stack import LayerStack
+    from megasched.analysis.module_call import ModuleCall
 
 
 @dataclass(frozen=True)

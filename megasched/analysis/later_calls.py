@@ -116,9 +116,9 @@ class CallTrace(ScalarAnswers):
     def after(self, *result: Any) -> None:
         self._running.pop()
 
-    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check(tensors_in((args, kwargs)))
-        output = super().carry_out(func, args, kwargs)
+        output = super().execute(func, args, kwargs)
         path = self._running[-1] if self._running else ""
         lines = self._noted.note(path, func, args, kwargs, output)
         if lines is not None:

@@ -21,7 +21,7 @@ _TOLERANCE = 1e-5
 _SAME_DIFFERENCE = 1e-3
 
 
-class OwnLabels(NamedTuple):
+class LossLabels(NamedTuple):
     """The labels that a definition's own code takes.
 
     Attributes:
@@ -49,6 +49,18 @@ class OwnLabels(NamedTuple):
         return {"labels": own.contiguous(), **({"shift_labels": labels.contiguous()} if self.shifted else {})}
 
 
+class LossForm(NamedTuple):
+    """How a definition computes its loss.
+
+    Attributes:
+        another: what of it is not the cross entropy of each label; empty where a run computes that in its place.
+        labels: what its own code takes, which computes the loss of a run then; None where a run does, or none can.
+    """
+
+    another: str = ""
+    labels: LossLabels | None = None
+
+
 class LossTrial:
     """Runs of a definition's forward in which the modules that it calls hand out the same random numbers.
 
@@ -63,7 +75,7 @@ class LossTrial:
         outputs: list[tuple[str, Any]],
         read: list[nn.Parameter],
         length: int,
-        takes: OwnLabels,
+        takes: LossLabels,
     ) -> None:
         self.probe, self.objective, self.outputs, self.calls = probe, objective, outputs, 0
         self.length, self.takes = length, takes
@@ -112,14 +124,14 @@ class LossTrial:
             with loss_function_of(self.probe, self._of_each):
                 return self.probe(**given), leaves
 
-    def own_labels(self) -> OwnLabels | None:
+    def loss_labels(self) -> LossLabels | None:
         """What labels the definition's own code takes; None where that can't be told.
 
         What tells is the difference between the losses with one id and with another as the label of one position:
         what does not depend on that label is in both.
         """
         if self.labels.dim() != 2:  # one for an image
-            return OwnLabels(moved=False, ignored=False)
+            return LossLabels(moved=False, ignored=False)
         skipped, shifted = self.takes.skipped, self.takes.shifted
         place, other = (self.length + skipped) // 2 + 1, self.length - 4
         try:
@@ -132,7 +144,7 @@ class LossTrial:
         if shifted and (moved or not self._difference(self.length - 1)[0]):  # which ``labels`` do not have
             return None
         ignored = bool(alone) and math.isclose(two, alone / 2, rel_tol=_SAME_DIFFERENCE)
-        return OwnLabels(moved, ignored, skipped, shifted)
+        return LossLabels(moved, ignored, skipped, shifted)
 
     def _moved(self, place: int, kept: Sequence[int] | None = None) -> bool | None:
         """Whether the label of a position is looked for at an earlier one; None where that can't be told."""

@@ -77,13 +77,13 @@ class ScalarAnswers(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        output = self.carry_out(func, args, kwargs or {})
+        output = self.execute(func, args, kwargs or {})
         if (function := library_operator(func)) is not None:
             with torch._C._ForceDispatchKeyGuard(*self._undispatched):  # where there are gradients to try it with
                 self.custom_function(function, (args, kwargs or {}), output)
         return output
 
-    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operation gives. Runs that look at operations add to this: torch wraps each class's
         ``__torch_dispatch__`` in two more calls."""
         if func not in _ANSWERED:

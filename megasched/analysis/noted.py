@@ -176,7 +176,7 @@ class Noting(ScalarAnswers):
         """See ``ScalarAnswers``."""
         self.noted.note_given(self.running[-1] if self.running else "", values)
 
-    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = super().carry_out(func, args, kwargs)
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().execute(func, args, kwargs)
         self.noted.note(self.running[-1] if self.running else "", func, args, kwargs, output)
         return output

@@ -6,24 +6,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from megasched.analysis.loss_trial import BATCH, IGNORED, LossTrial, OwnLabels, cross_entropy
+from megasched.analysis.layer_stack import LayerStack
+from megasched.analysis.loss_trial import BATCH, IGNORED, LossForm, LossLabels, LossTrial, cross_entropy
 from megasched.analysis.meta_call import ScalarAnswers, call_hooks, forward_of, meta_copy, run_on_meta, tensors_in
 from megasched.analysis.plain_loss import Sizes, why_not_plain
 from megasched.analysis.stock import all_stock, is_theirs
 from megasched.definition.objectives import Objective, objective_of
 from megasched.errors import ScheduleError
 
-if TYPE_CHECKING:
-    from megasched.analysis.structure import LayerStack
-
 # Of the batch that is tried: enough labels for those that a loss may leave out; no module has such a size.
 _LENGTH = 19
-_AS_THEY_ARE = OwnLabels(moved=False, ignored=False)
+_AS_THEY_ARE = LossLabels(moved=False, ignored=False)
 _LONG = 503  # where the first positions have none: a picture has some hundred
 # Code may go by how many there are; no batch of a trial elsewhere has so many rows.
 _SIZES = tuple((3, length) for length in (_LENGTH, 64, _LONG))
@@ -32,19 +30,7 @@ _LARGEST = 2**28
 _TORCH = vars(nn.Module()).keys()  # what torch keeps on every module
 
 
-class OwnLoss(NamedTuple):
-    """How a definition computes its loss.
-
-    Attributes:
-        another: what of it is not the cross entropy of each label; empty where a run computes that in its place.
-        labels: what its own code takes, which computes the loss of a run then; None where a run does, or none can.
-    """
-
-    another: str = ""
-    labels: OwnLabels | None = None
-
-
-def own_loss(model: Any, structure: LayerStack) -> OwnLoss:
+def own_loss(model: Any, structure: LayerStack) -> LossForm:
     """Tries a definition's loss.
 
     The definition's own forward runs on real numbers: the modules that it calls are taken for given and hand out
@@ -59,43 +45,43 @@ def own_loss(model: Any, structure: LayerStack) -> OwnLoss:
     except Exception as error:  # of whatever kind: a meta tensor is read, or code fails on random numbers
         told = error.problems[0].what if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
         if (shifted := _shifted(model, structure)) is not None:
-            return OwnLoss("it has a loss of its own, which needs shift_labels", shifted.labels)
+            return LossForm("it has a loss of its own, which needs shift_labels", shifted.labels)
         fewer = _fewer_labels(model, structure)
         if fewer is None:
             if structure.calls_loss and not _why_not_plain(model, structure):
-                return OwnLoss()
-            return OwnLoss(f"it has a loss of its own, which can't be tried ({told.partition('\n')[0]})")
+                return LossForm()
+            return LossForm(f"it has a loss of its own, which can't be tried ({told.partition('\n')[0]})")
         length, skipped = fewer
         another = f"it has a loss of its own, which leaves out the first {skipped} positions"
-        return _by_own_code(another, _trial(model, structure, length, OwnLabels(False, False, skipped)))
+        return _by_own_code(another, _trial(model, structure, length, LossLabels(False, False, skipped)))
     if not hasattr(own, "logits"):
         what = f"its forward returns a {type(own).__name__}, and a run reads logits and loss of a ModelOutput"
-        return OwnLoss(what)
+        return LossForm(what)
     if own.loss is None:
-        return OwnLoss()
+        return LossForm()
     another = _another(trial, own, given, calls_loss=structure.calls_loss) or _why_not_plain(model, structure)
     if not another:
-        return OwnLoss()
+        return LossForm()
     shifted = _shifted(model, structure)
     if shifted is None:
         return _by_own_code(another, trial)
     if not _same_by_ids_alone(trial, shifted.trial):
-        return OwnLoss(f"{another}, and it is another one with shift_labels than with labels alone")
-    return OwnLoss(another, shifted.labels)
+        return LossForm(f"{another}, and it is another one with shift_labels than with labels alone")
+    return LossForm(another, shifted.labels)
 
 
 class _Shifted(NamedTuple):
     """A trial of a loss that goes by ``shift_labels``, and what labels its code takes."""
 
     trial: LossTrial
-    labels: OwnLabels
+    labels: LossLabels
 
 
 def _shifted(model: Any, structure: LayerStack) -> _Shifted | None:
     """None where it does not go by them."""
     try:
-        trial = _trial(model, structure, _LENGTH, OwnLabels(False, False, shifted=True))
-        labels = trial.own_labels()
+        trial = _trial(model, structure, _LENGTH, LossLabels(False, False, shifted=True))
+        labels = trial.loss_labels()
     except Exception:  # of whatever kind, of the definition's code: it may not know that argument
         return None
     return None if labels is None else _Shifted(trial, labels)
@@ -105,21 +91,21 @@ def _same_by_ids_alone(trial: LossTrial, shifted: LossTrial) -> bool:
     """Whether a loss is the same with labels alone, where that of the last position does not count."""
     labels = trial.labels.clone()
     labels[:, -1] = IGNORED
-    moved = OwnLabels(moved=True, ignored=True).arguments(labels)["labels"]
+    moved = LossLabels(moved=True, ignored=True).arguments(labels)["labels"]
     return torch.allclose(trial.run(moved)[0].loss, shifted.run(labels)[0].loss, rtol=1e-5, atol=0)
 
 
-def _by_own_code(another: str, trial: LossTrial) -> OwnLoss:
+def _by_own_code(another: str, trial: LossTrial) -> LossForm:
     try:
-        labels = trial.own_labels()
+        labels = trial.loss_labels()
     except Exception:  # of whatever kind, of the definition's code
         labels = None
     if labels is None:
         another += ", and what labels its own code takes can't be told by trying it"
-    return OwnLoss(another, labels)
+    return LossForm(another, labels)
 
 
-def _trial(model: Any, structure: LayerStack, length: int, takes: OwnLabels = _AS_THEY_ARE) -> LossTrial:
+def _trial(model: Any, structure: LayerStack, length: int, takes: LossLabels = _AS_THEY_ARE) -> LossTrial:
     objective = objective_of(model)
     try:
         probe = meta_copy(model)
@@ -219,7 +205,7 @@ def _layers_once(probe: nn.Module, structure: LayerStack) -> Iterator[None]:
         yield
 
 
-class _Reads(ScalarAnswers):
+class _OwnReads(ScalarAnswers):
     """Notes what tensors the model's own code reads: operations while no module is taken for given."""
 
     def __init__(self, given_whole: list[bool]) -> None:
@@ -227,14 +213,14 @@ class _Reads(ScalarAnswers):
         self.given_whole = given_whole
         self.read: dict[int, torch.Tensor] = {}
 
-    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any(self.given_whole):
             self.read.update((id(tensor), tensor) for tensor in tensors_in((args, kwargs)))
-        return super().carry_out(func, args, kwargs)
+        return super().execute(func, args, kwargs)
 
 
 def _outputs_of_modules(
-    probe: Any, objective: Objective, length: int, takes: OwnLabels
+    probe: Any, objective: Objective, length: int, takes: LossLabels
 ) -> tuple[list[tuple[str, Any]], set[int]]:
     """What the modules give that the forward calls, in their order: paths and outputs on meta. A module that is
     handed the labels has a part in the loss; what it calls counts in its place.
@@ -256,7 +242,7 @@ def _outputs_of_modules(
         if given_whole.pop() and not any(given_whole):
             outputs.append((path, output))
 
-    reads = _Reads(given_whole)
+    reads = _OwnReads(given_whole)
     with call_hooks(probe, before, after):
         run_on_meta(probe, {**inputs, **objective.constants}, reads)
     return outputs, set(reads.read)

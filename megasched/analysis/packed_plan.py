@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from megasched.analysis.given_positions import ValuesRun, with_values
+from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.meta_call import call_hooks, run_on_meta
 from megasched.analysis.sequence_plan import CpFacts
 from megasched.analysis.sequence_trial import takes_positions
-from megasched.analysis.structure import LayerStack
 from megasched.definition import attention_interface
 from megasched.definition.mask_interface import packed_masks
 from megasched.errors import Problem, ScheduleError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +49,16 @@ class OutputRef:
         found = [*value, *[None] * (self.index + 1 - len(value))]
         found[self.index] = tensor
         return found if isinstance(value, list) else tuple(found)
+
+
+@dataclass
+class TensorUse:
+    """A tensor with a place, as one run saw it."""
+
+    tensor: torch.Tensor
+    made: int
+    read: int = BEFORE
+    places: list[OutputRef] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -89,8 +89,8 @@ class _LossRun(ScalarAnswers):
         """See ``ScalarAnswers``."""
         self.asked = True
 
-    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = super().carry_out(func, args, kwargs)
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().execute(func, args, kwargs)
         given = tensors_in((args, kwargs))
         if isinstance(output, torch.Tensor):
             self.made[id(output)] = func, args, output

@@ -120,11 +120,11 @@ class _ReachRun(ScalarAnswers):
         """See ``ScalarAnswers``."""
         self.noted.note_given(self._stack[-1] if self._stack else "", values)
 
-    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = tensors_in((args, kwargs))
         if not torch.is_grad_enabled():
             self._read_aside.update(self._parameters.intersection(map(id, operands)))
-        output = super().carry_out(func, args, kwargs)
+        output = super().execute(func, args, kwargs)
         self.noted.note(self._stack[-1] if self._stack else "", func, args, kwargs, output)
         return output
 

@@ -29,7 +29,7 @@ from megasched.collector import collector_paused
 from megasched.definition import attention_interface
 
 if TYPE_CHECKING:
-    from megasched.analysis.structure import LayerStack
+    from megasched.analysis.layer_stack import LayerStack
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,9 @@ class _Recorder(ScalarAnswers):
 
     # operations -------------------------------------------------------------------------------------
 
-    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         changed = [(tensor, _lies(tensor)) for tensor in written(func, args, kwargs)]
-        output = super().carry_out(func, args, kwargs)
+        output = super().execute(func, args, kwargs)
         reshaped = [(tensor, lay) for tensor, lay in changed if _lies(tensor) != lay]
         if reshaped and not self._pausing:
             with self._paused():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.loss_trial import OwnLabels
+from megasched.analysis.loss_trial import LossLabels
 from megasched.analysis.meta_call import call_hooks, loss_function_of, run_on_meta, sum_of_logits
 from megasched.analysis.noted import NotedLines, Noting
 from megasched.analysis.shape import SIZES
@@ -131,7 +131,7 @@ def trial_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def inputs_of(
-    model: nn.Module, batch: int, length: int, labels: OwnLabels | None = None, *, calls_loss: bool = False
+    model: nn.Module, batch: int, length: int, labels: LossLabels | None = None, *, calls_loss: bool = False
 ) -> dict[str, torch.Tensor]:
     """A batch, with such labels as the definition's own code takes; and as they are for ``calls_loss``."""
     inputs = objective_of(model).trial(getattr(model, "config", None), batch, length)

@@ -26,7 +26,8 @@ from megasched.analysis.meta_call import (
     loss_function_of,
     tensors_in,
 )
-from megasched.analysis.module_calls import SAME, ModuleCall, numbers_of
+from megasched.analysis.module_call import ModuleCall
+from megasched.analysis.module_calls import SAME, numbers_of
 from megasched.analysis.sequence_trial import numbers_given
 from megasched.definition import attention_interface
 from megasched.definition.linears import output_axis
@@ -84,8 +85,8 @@ class Replay(ScalarAnswers):
         # Tensors of one value everywhere, and whether they have another size than the whole.
         self._alike: dict[int, tuple[torch.Tensor, bool]] = {}
 
-    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = super().carry_out(func, args, kwargs)
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().execute(func, args, kwargs)
         if func in SAME:
             for tensor in tensors_in(output):
                 if (alike := self._alike.get(id(args[0]))) is not None:

@@ -10,13 +10,20 @@ import torch
 from torch import nn
 
 from megasched.analysis.backward_code import Function, FunctionTrials
+from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.library_operators import LibraryOperator
 from megasched.analysis.meta_call import ScalarAnswers, tensors_in
 from megasched.analysis.sequence_dims import CONSTANTS, follow_sequence
 from megasched.analysis.sequence_plan import CpFacts
-from megasched.analysis.sequence_trial import REMEDY, Call, Origin, dims_as_long, goes_by_numbers, numbers_in
+from megasched.analysis.sequence_trial import (
+    REMEDY,
+    Origin,
+    RunningCall,
+    dims_as_long,
+    goes_by_numbers,
+    numbers_in,
+)
 from megasched.analysis.sites import Site
-from megasched.analysis.structure import LayerStack
 from megasched.definition.experts import find_experts
 from megasched.errors import Problem
 from megasched.language.tensor_types import ShardDim
@@ -61,7 +68,7 @@ class SequenceFlow(ScalarAnswers):
         self.recorded: set[int] = set()
         self.whole: set[int] = set()
         self.kept: list[torch.Tensor] = []
-        self.stack: list[Call] = []
+        self.stack: list[RunningCall] = []
         self.inside: str | None = None
         self.open_regions = ExitStack()
         self.silent = 0
@@ -86,8 +93,8 @@ class SequenceFlow(ScalarAnswers):
         storage = tensor.untyped_storage()._cdata if self.spoiled else 0
         return self.local.get(id(tensor)) or self.spoiled.get(storage)
 
-    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = super().carry_out(func, args, kwargs)
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().execute(func, args, kwargs)
         if self.silent:
             return output
         operands, outputs = tensors_in((args, kwargs)), tensors_in(output)

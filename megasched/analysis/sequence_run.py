@@ -18,21 +18,21 @@ from torch import nn
 
 from megasched.analysis.backward_code import handed_to_hooks, watched_backward
 from megasched.analysis.given_positions import takes_counted_positions
+from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.meta_call import call_hooks, meta_copy, run_on_meta, tensors_in
 from megasched.analysis.recorded import change_leaves
 from megasched.analysis.sequence_flow import SequenceFlow
 from megasched.analysis.sequence_plan import CpFacts, CpRegion
 from megasched.analysis.sequence_trial import (
     REMEDY,
-    Call,
     Origin,
+    RunningCall,
     closed_over,
     dims_as_long,
     numbers_of_length,
     takes_positions,
     trial_sizes,
 )
-from megasched.analysis.structure import LayerStack
 from megasched.analysis.ways import NO_OTHERS, Way, Ways
 from megasched.definition import attention_interface
 from megasched.definition.mask_interface import context_masks, whole_sequence
@@ -137,7 +137,7 @@ class SequenceRun(SequenceFlow):
             self._take_part(output.logits, "logits")
 
     def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.stack.append(Call(path, args, kwargs))
+        self.stack.append(RunningCall(path, args, kwargs))
         if self.silent or self.inside:
             return None
         if path in self.regions:

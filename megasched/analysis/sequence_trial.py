@@ -33,7 +33,7 @@ class Origin(NamedTuple):
     why: str
 
 
-class Call(NamedTuple):
+class RunningCall(NamedTuple):
     """A module's call that is running."""
 
     path: str

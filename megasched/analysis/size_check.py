@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from megasched.analysis.module_calls import ModuleCall
+from megasched.analysis.module_call import ModuleCall
 from megasched.analysis.replay import PLACES, Rank, divided, join, local_linears, replay
 
 
@@ -40,7 +40,7 @@ def columns_of_unproven_sizes(
         if path in cuts or call.columns.isdisjoint(rank.cuts):
             continue
         module = probe.get_submodule(path)
-        kind = (type(module), _numbers(module), *call.kind(made))
+        kind = (type(module), _numbers(module), *call.signature(made))
         if kind not in known:
             with ExitStack() as stack:
                 for inner, child in module.named_modules():

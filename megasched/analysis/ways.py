@@ -224,7 +224,7 @@ def numbers_at(model: nn.Module, inputs: Inputs, gathered: Gathered = MappingPro
     return _WayRun(meta_copy(model), inputs, Way(), gathered=gathered).noted.numbers
 
 
-class _TooLong(BaseException):
+class _TooManyOperations(BaseException):
     """Ends a run. No error, so nothing that catches errors may catch it."""
 
 
@@ -257,7 +257,7 @@ class _WayRun(ScalarAnswers):
         try:
             with attention_interface.use_attention(self.attend), call_hooks(model, self.before, self.after):
                 run_on_meta(model, inputs, self)
-        except _TooLong:
+        except _TooManyOperations:
             self.too_long = True
         self.noted.let_go()
 
@@ -281,14 +281,14 @@ class _WayRun(ScalarAnswers):
         """See ``ScalarAnswers``."""
         self.noted.note_question(tensors, site, how_many=how_many)
 
-    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = super().carry_out(func, args, kwargs)
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().execute(func, args, kwargs)
         path = self.stack[-1]
         lines = self.noted.note(path, func, args, kwargs, output)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(output))
         self.done.append((path, lines, func, tuple(numbers_in(args, kwargs)), shapes))
         if len(self.done) == self.longest:
-            raise _TooLong
+            raise _TooManyOperations
         return output
 
     def numbers_given(self, values: Any) -> None:

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megasched.analysis.known_runs import KnownRuns
-from megasched.analysis.structure import LayerStack, layer_stack_of
+from megasched.analysis.layer_stack import LayerStack
+from megasched.analysis.structure import layer_stack_of
 from megasched.definition.objectives import find_objective
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language.schedule import Schedule

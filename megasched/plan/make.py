@@ -14,9 +14,10 @@ from torch import nn
 
 from megasched.analysis.known_runs import KnownRuns
 from megasched.analysis.labels import TpAssumptions
+from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.replay import Rank
 from megasched.analysis.stock import is_theirs
-from megasched.analysis.structure import LayerStack, find_layer_stack
+from megasched.analysis.structure import find_layer_stack
 from megasched.definition.experts import find_experts, not_apart
 from megasched.errors import Problem, ScheduleError
 from megasched.language.records import Record
@@ -217,7 +218,7 @@ def _propagate(
         if plan.cuts.get(record.path) == "column"
         and (record.arguments["mode"], record.arguments["op"]) == ("fwd_post", "all_gather")
     )
-    own_loss = plan.structure is not None and plan.structure.own_labels is not None
+    own_loss = plan.structure is not None and plan.structure.loss_labels is not None
     if own_loss and plan.structure is not None:  # what its code makes the loss of is whole
         gather |= {path for path in plan.structure.after if plan.cuts.get(path) == "column"}
     while True:

@@ -14,7 +14,7 @@ from megasched.errors import Problem, ScheduleError
 
 if TYPE_CHECKING:
     from megasched.analysis.flops import ForwardFlops
-    from megasched.analysis.structure import LayerStack
+    from megasched.analysis.layer_stack import LayerStack
     from megasched.language.schedule import Schedule
 
 

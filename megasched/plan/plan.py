@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megasched.analysis.labels import TpFacts
+from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.packed_plan import PackedFacts
 from megasched.analysis.sequence_plan import CpFacts
-from megasched.analysis.structure import LayerStack
 from megasched.language.module_specs import MlpSpec
 from megasched.language.parallel_dims import Layout
 from megasched.language.records import Record

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.analysis.flops import ForwardFlops
 from megasched.analysis.known_runs import KnownRuns
+from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.meta_call import meta_copy
 from megasched.analysis.reach import Reach, find_reach
-from megasched.analysis.structure import LayerStack, layer_stack_of
+from megasched.analysis.structure import layer_stack_of
 from megasched.definition.module_copy import copy_module
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import ConfigError, Problem, ScheduleError
@@ -121,7 +122,7 @@ class Session:
             return
         objective = objective_of(self.replaced)
         inputs = objective.trial(self.replaced.config, batch, length)
-        takes_labels, own = self.structure.takes_labels, self.structure.own_labels
+        takes_labels, own = self.structure.takes_labels, self.structure.loss_labels
         labels = inputs.pop("labels")
         if takes_labels:
             inputs |= {"labels": labels} if own is None else own.arguments(labels)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.reach import Reach
-from megasched.analysis.structure import LayerStack
 from megasched.errors import ConfigError, Problem, ScheduleError, some_of
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megasched.analysis.places import BEFORE, OutputRef
-from megasched.analysis.structure import find_layer_stack
+from megasched.analysis.structure import find_layer_stack, measure_stage_inputs
 
 
 class Layer(nn.Module):
@@ -141,8 +141,8 @@ def test_sides(form):
 def test_the_hidden_state_is_no_side_where_it_is_what_is_sent():
     structure = find_layer_stack(Model("state"))
     (side,) = structure.sides
-    assert [structure.sides_at(boundary) for boundary in range(5)] == [(), (), (side,), (side,), ()]
-    assert [structure.hidden_sides(boundary) for boundary in (1, 2)] == [(side,), ()]
+    assert [structure.stage_inputs_at(boundary) for boundary in range(5)] == [(), (), (side,), (side,), ()]
+    assert [structure.stage_inputs_in_hidden(boundary) for boundary in (1, 2)] == [(side,), ()]
     assert structure.token_ids is None
     assert find_layer_stack(Model("ids")).token_ids is not None
 
@@ -195,7 +195,7 @@ def test_buffers_that_a_forward_changes():
 def test_sides_are_measured_at_the_sizes_of_a_run():
     model = Model("indices")
     structure = find_layer_stack(model)
-    measured = structure.measure(model, 3, 17, torch.bfloat16)
+    measured = measure_stage_inputs(model, structure, 3, 17, torch.bfloat16)
     assert {place: (tuple(t.shape), t.dtype) for place, t in measured.items()} == {
         side.places[0]: ((3, 17), torch.int64) for side in structure.sides
     }

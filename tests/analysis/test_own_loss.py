@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from megasched.analysis.loss_trial import OwnLabels
-from megasched.analysis.own_loss import OwnLoss, own_loss
+from megasched.analysis.loss_trial import LossForm, LossLabels
+from megasched.analysis.own_loss import own_loss
 from megasched.analysis.structure import layer_stack_of
 from megasched.definition.build import build_definition, init_empty_weights
 from megasched.definition.small_models.small_models import small_config
@@ -296,7 +296,7 @@ SAME = [LlamaForCausalLM, Llama, AddsOfLogits, AddsOfHidden, Capped, TiedByFunct
 
 @pytest.mark.parametrize("cls", [*SAME, OfTheSamePlaces, NoLoss])
 def test_a_run_computes_the_same(cls):
-    assert found(cls) == OwnLoss()
+    assert found(cls) == LossForm()
 
 
 MOVED = [Smoothed, LeavesOut, LeavesOutByFunction, PlusPenalty, AnotherGradient, NextButOne, ReadsWeights]
@@ -305,12 +305,12 @@ MOVED = [Smoothed, LeavesOut, LeavesOutByFunction, PlusPenalty, AnotherGradient,
 @pytest.mark.parametrize(
     ("cls", "labels"),
     [
-        *((cls, OwnLabels(True, True)) for cls in (*MOVED, FunctionOfItsOwn, TwoHeads, LeavesOutTheFirst, Twice)),
-        *((cls, OwnLabels(True, False)) for cls in (OneHot, Clamped, Wrapped, Summed, Weighted)),
-        (SmoothedOfTheSamePlaces, OwnLabels(False, True)),
-        (FewerLabels, OwnLabels(True, True, 3)),
-        *((cls, OwnLabels(False, True, shifted=True)) for cls in (Shifts, ShiftsTwice, TwoCalls, NeedsShifted)),
-        (ShiftsAndCounts, OwnLabels(False, False, shifted=True)),
+        *((cls, LossLabels(True, True)) for cls in (*MOVED, FunctionOfItsOwn, TwoHeads, LeavesOutTheFirst, Twice)),
+        *((cls, LossLabels(True, False)) for cls in (OneHot, Clamped, Wrapped, Summed, Weighted)),
+        (SmoothedOfTheSamePlaces, LossLabels(False, True)),
+        (FewerLabels, LossLabels(True, True, 3)),
+        *((cls, LossLabels(False, True, shifted=True)) for cls in (Shifts, ShiftsTwice, TwoCalls, NeedsShifted)),
+        (ShiftsAndCounts, LossLabels(False, False, shifted=True)),
     ],
 )
 def test_a_loss_of_its_own_and_its_labels(cls, labels):
@@ -341,7 +341,7 @@ def test_a_forward_that_gives_something_else(cls, name):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "labels"), [("prophetnet", OwnLabels(False, True)), ("git", OwnLabels(True, True, 5))]
+    ("model_type", "labels"), [("prophetnet", LossLabels(False, True)), ("git", LossLabels(True, True, 5))]
 )
 def test_stock_classes_that_have_one(model_type, labels):
     structure = layer_stack_of(build_definition(small_config(model_type)))

@@ -11,13 +11,13 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from megasched.analysis.loss_trial import OwnLabels
-from megasched.analysis.own_loss import OwnLoss, why_another_at
+from megasched.analysis.loss_trial import LossForm, LossLabels
+from megasched.analysis.own_loss import why_another_at
 from megasched.analysis.structure import layer_stack_of
 from megasched.definition.build import init_empty_weights
 from tests import tiny
 
-MOVED = OwnLabels(True, True)
+MOVED = LossLabels(True, True)
 
 
 def shifted(logits, labels, **more):
@@ -189,7 +189,7 @@ def test_what_is_made_of_the_functions_loss(computes):
 
 @pytest.mark.parametrize("computes", PLAIN)
 def test_plain_ones(computes):
-    assert loss_of(computes) == OwnLoss()
+    assert loss_of(computes) == LossForm()
 
 
 def test_another_one_for_batches_of_a_run_alone():
@@ -203,7 +203,7 @@ def test_another_one_for_batches_of_a_run_alone():
     for computes, batch, length in ((at_100_tokens, 2, 100), (of_5_rows, 5, 32)):
         model = llama(computes)
         structure = layer_stack_of(model)
-        assert structure.loss == OwnLoss()
+        assert structure.loss == LossForm()
         assert why_another_at(model, structure, 2, 32) == ""
         assert why_another_at(model, structure, batch, length).startswith("it has a loss of its own")
 
@@ -214,7 +214,7 @@ def test_a_property_of_the_class():
     def smoothed(self):
         return lambda logits, labels, **kwargs: shifted(logits, labels, label_smoothing=0.1)
 
-    assert loss_of(lambda model, logits, labels, *_: by_function(model, logits, labels)) == OwnLoss()
+    assert loss_of(lambda model, logits, labels, *_: by_function(model, logits, labels)) == LossForm()
     own = loss_of(
         lambda model, logits, labels, *_: by_function(model, logits, labels), loss_function=property(smoothed)
     )
@@ -228,7 +228,7 @@ def test_a_function_with_numbers_of_its_own():
         return ForCausalLMLoss(*args, **kwargs, ignore_index=70)
 
     own = loss_of(lambda model, logits, labels, *_: by_function(model, logits, labels), loss_function=without)
-    assert own.labels == OwnLabels(moved=True, ignored=False)  # of -100 it knows nothing
+    assert own.labels == LossLabels(moved=True, ignored=False)  # of -100 it knows nothing
 
 
 class LeavesTerm(LlamaMLP):
@@ -249,5 +249,5 @@ def test_terms_that_layers_leave_for_the_end():
     def with_terms_by_hand(model, logits, labels, hidden, ids):
         return shifted(logits, labels) + sum(layer.mlp.term for layer in model.model.layers)
 
-    assert loss_of(with_terms, __init__=with_layers) == OwnLoss()
+    assert loss_of(with_terms, __init__=with_layers) == LossForm()
     assert loss_of(with_terms_by_hand, __init__=with_layers).labels == MOVED

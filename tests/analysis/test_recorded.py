@@ -7,7 +7,7 @@ from torch.utils._pytree import MappingKey, SequenceKey
 
 from megasched.analysis.places import OutputRef
 from megasched.analysis.recorded import change_leaves
-from megasched.analysis.structure import find_layer_stack
+from megasched.analysis.structure import find_layer_stack, measure_stage_inputs
 from megasched.errors import MegaschedError
 
 RECORDED = []
@@ -92,14 +92,14 @@ def test_what_is_recorded_and_read_after_the_layers_is_a_side(hooked):
     assert [(side.made, side.read, side.places) for side in structure.sides] == [
         (index, 3, (place(index),)) for index in hooked
     ]
-    assert [len(structure.sides_at(boundary)) for boundary in (1, 2)] == [
+    assert [len(structure.stage_inputs_at(boundary)) for boundary in (1, 2)] == [
         sum(i < b for i in hooked) for b in (1, 2)
     ]
 
 
 def test_it_is_measured():
     model = Model("read")
-    measured = find_layer_stack(model).measure(model, 3, 17, torch.bfloat16)
+    measured = measure_stage_inputs(model, find_layer_stack(model), 3, 17, torch.bfloat16)
     assert {p: (tuple(t.shape), t.dtype) for p, t in measured.items()} == {
         place(index): ((51, 4), torch.bfloat16) for index in range(3)
     }

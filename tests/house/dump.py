@@ -149,14 +149,18 @@ def _stages(session: Any) -> dict[str, Any] | None:
     """Layers of each stage, and what crosses each boundary: shape and bytes of what is beside the hidden state."""
     import torch
 
+    from megasched.analysis.structure import measure_stage_inputs
+
     layers = session.stage_layers(_LENGTH)
     if layers is None:
         return None
     structure, start, crossing = session.plan.structure, 0, {}
-    measured = structure.measure(session.replaced, 1, _LENGTH, torch.float32)
+    measured = measure_stage_inputs(session.replaced, structure, 1, _LENGTH, torch.float32)
     for count in layers[:-1]:
         start += count
-        tensors = [measured[side.places[0]] for side in structure.sides_at(start) if side.places[0] in measured]
+        tensors = [
+            measured[side.places[0]] for side in structure.stage_inputs_at(start) if side.places[0] in measured
+        ]
         crossing[start] = sorted([list(one.shape), str(one.dtype), one.nbytes] for one in tensors)
     return {"layers": layers, "stage inputs": crossing}
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from megasched.analysis.loss_trial import IGNORED, OwnLabels
+from megasched.analysis.layer_stack import LayerStack
+from megasched.analysis.loss_trial import IGNORED, LossLabels
 from megasched.analysis.own_loss import why_another_at
-from megasched.analysis.structure import LayerStack
 from megasched.definition.undisturbed import undisturbed
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.plan.plan import Plan
@@ -32,7 +32,7 @@ class DefinitionLoss:
         last: this is the last stage.
     """
 
-    def __init__(self, takes: OwnLabels, shape: Callable[[int, int], tuple[int, ...]], *, last: bool) -> None:
+    def __init__(self, takes: LossLabels, shape: Callable[[int, int], tuple[int, ...]], *, last: bool) -> None:
         self.takes, self.shape, self.last = takes, shape, last
         self._weight = 1.0  # of the micro-batch whose labels were handed over last
 
@@ -117,7 +117,7 @@ def refuse_loss(plan: Plan) -> None:
     if plan.structure is None or not plan.structure.loss.another:
         return
     another, layout = plan.structure.loss.another, plan.layout
-    if plan.structure.own_labels is None:
+    if plan.structure.loss_labels is None:
         what = f"{another}; a run computes the cross entropy of each label in its place"
         raise ScheduleError(Problem(what, remedy=REMEDY))
     what = f"{another}; its own code computes it, "
@@ -157,7 +157,7 @@ def refuse_per_token(plan: Plan, calculate_per_token_loss: bool) -> None:
     Raises:
         ScheduleError: for ``--calculate-per-token-loss``.
     """
-    if calculate_per_token_loss and plan.structure is not None and plan.structure.own_labels is not None:
+    if calculate_per_token_loss and plan.structure is not None and plan.structure.loss_labels is not None:
         what = f"{plan.structure.loss.another}; its own code gives one number for a micro-batch, and "
         what += "--calculate-per-token-loss needs the loss of each label"
         raise ScheduleError(Problem(what, remedy=f"run it without that flag, or {REMEDY}"))
@@ -165,7 +165,7 @@ def refuse_per_token(plan: Plan, calculate_per_token_loss: bool) -> None:
 
 def loss_lines(plan: Plan) -> list[str]:
     """What is to be said of a loss that the definition's own code computes; a line or none."""
-    if plan.structure is None or plan.structure.own_labels is None:
+    if plan.structure is None or plan.structure.loss_labels is None:
         return []
     whole = ", on whole logits, which each TP rank gathers" if plan.layout.tp > 1 else ""
     where = " on the last stage" if plan.layout.pp > 1 else ""

@@ -77,9 +77,9 @@ def make_loss(
         last: whether it is the last stage.
     """
     assert plan.structure is not None
-    if plan.structure.own_labels is not None:
+    if plan.structure.loss_labels is not None:
         shape = partial(objective_of(definition).label_shape, definition.config)
-        return DefinitionLoss(plan.structure.own_labels, shape, last=last)
+        return DefinitionLoss(plan.structure.loss_labels, shape, last=last)
     head = definition.get_output_embeddings()
     path = "" if head is None else path_of(definition, head)
     sharded = plan.cuts.get(path) == "column" and path not in plan.derived.gather

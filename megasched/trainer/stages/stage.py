@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.places import OutputRef, StageInput
 from megasched.analysis.shape import Shape
 from megasched.analysis.slot import HiddenStateArg
-from megasched.analysis.structure import LayerStack
 from megasched.layers.wrap import Forward, wrap_forward
 from megasched.trainer.stages.stage_transfer import StageBuffers
 
@@ -140,7 +140,7 @@ def capture_stage_inputs(model: nn.Module, structure: LayerStack, stage: Stage, 
     """Has the sides that later stages read taken where they are made."""
     if stage.last:
         return
-    for path, places in _by_module(structure, structure.sides_at(stage.stop)).items():
+    for path, places in _by_module(structure, structure.stage_inputs_at(stage.stop)).items():
         if path and stage.holds(structure, path):
             wrap_forward(model.get_submodule(path), _take(places, wire))
 

@@ -17,8 +17,9 @@ import torch
 from megatron.core.utils import make_viewless_tensor
 from torch import nn
 
+from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.places import OutputRef, StageInput
-from megasched.analysis.structure import LayerStack
+from megasched.analysis.structure import measure_stage_inputs
 from megasched.definition.objectives import objective_of
 
 _ALIGNED = 8  # bytes; a view in another dtype must begin at a multiple of its size
@@ -101,7 +102,7 @@ class BoundaryCodec:
         return self._plain() and all(side.places[0] in recorded for side in self._sides(boundaries))
 
     def _sides(self, boundaries: Sequence[int]) -> set[StageInput]:
-        return {side for boundary in boundaries for side in self.structure.sides_at(boundary)}
+        return {side for boundary in boundaries for side in self.structure.stage_inputs_at(boundary)}
 
     def _plain(self) -> bool:
         """Whether the hidden state is [b, s, h] in the wire's precision."""
@@ -126,7 +127,7 @@ class BoundaryCodec:
         sizes = list(hidden.sizes(batch, length))
         if self.parts > 1:
             sizes[1] //= self.parts
-        sides = self.structure.sides_at(boundary)
+        sides = self.structure.stage_inputs_at(boundary)
         found = self._measure(batch, length) if sides else {}
         return (
             PackedTensor(tuple(sizes), hidden.run_dtype(self.dtype)),
@@ -142,12 +143,12 @@ class BoundaryCodec:
     def _measure(self, batch: int, length: int) -> dict[OutputRef, torch.Tensor]:
         key = self.dtype, batch, length
         if key not in self.measured:
-            self.measured[key] = self.structure.measure(self.definition, batch, length, self.dtype)
+            self.measured[key] = measure_stage_inputs(self.definition, self.structure, batch, length, self.dtype)
         return self.measured[key]
 
     def send(self, boundary: int, wire: StageBuffers, hidden: torch.Tensor) -> torch.Tensor:
         """The hidden state and the sides that a cut takes -> [s, b, w], no view."""
-        sides = self.structure.sides_at(boundary)
+        sides = self.structure.stage_inputs_at(boundary)
         missing = [side.places[0].path for side in sides if side not in wire.values]
         assert not missing, f"nothing was taken of {missing}"
         tensors = [hidden, *(wire.values[side] for side in sides)]
@@ -165,8 +166,8 @@ class BoundaryCodec:
         """[s, b, w] -> the hidden state and the sides of a cut."""
         hidden, *sides = _Unpack.apply(packed, self.pieces(boundary, wire.batch, wire.length))
         wire.received = hidden
-        wire.values.update(zip(self.structure.sides_at(boundary), sides, strict=True))
-        wire.values.update((side, hidden) for side in self.structure.hidden_sides(boundary))
+        wire.values.update(zip(self.structure.stage_inputs_at(boundary), sides, strict=True))
+        wire.values.update((side, hidden) for side in self.structure.stage_inputs_in_hidden(boundary))
 
 
 def send_hidden(hidden: torch.Tensor) -> torch.Tensor:

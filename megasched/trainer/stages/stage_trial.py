@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in
 from megasched.analysis.places import StageInput
 from megasched.analysis.recording import loss_given
 from megasched.analysis.sequence_trial import numbers_in
-from megasched.analysis.structure import LayerStack, flow_of
+from megasched.analysis.structure import flow_of
 from megasched.analysis.ways import Ways
 from megasched.collector import collector_paused
 from megasched.errors import ScheduleError
@@ -100,8 +101,8 @@ class _StageRun(ScalarAnswers):
         places = (place.path for side in structure.sides for place in side.places)
         self.watched = {*structure.layer_paths(), *places}
 
-    def carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = super().carry_out(func, args, kwargs)
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().execute(func, args, kwargs)
         if self.hidden is not None and func not in _SAME:
             path = self.stack[-1][0] if self.stack else ""
             shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(output))
@@ -136,7 +137,7 @@ class _StageRun(ScalarAnswers):
 
     def _after(self, path: str, module: nn.Module, output: Any) -> None:
         _, args, kwargs = self.stack.pop()
-        for side in self.structure.sides_at(self.start) if self.hidden is None else ():
+        for side in self.structure.stage_inputs_at(self.start) if self.hidden is None else ():
             place = side.places[0]
             if place.path == path:
                 with suppress(LookupError, TypeError):  # a hollow module of a stage returns no such thing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megasched.analysis.loss_trial import OwnLabels
+from megasched.analysis.loss_trial import LossLabels
 from megasched.errors import ConfigError
 from megasched.trainer.losses.definition_loss import DefinitionLoss
 from megasched.trainer.stages.stage_transfer import StageBuffers
@@ -26,9 +26,9 @@ def handed_over(takes, mask):
 @pytest.mark.parametrize(
     ("takes", "handed"),
     [
-        (OwnLabels(True, True), [[11, 11, -100, 13, 14], [21, 21, 22, 23, -100]]),
-        (OwnLabels(False, True), [[11, -100, 13, 14, -100], [21, 22, 23, -100, 25]]),
-        (OwnLabels(True, True, 2), [[-100, 13, 14], [22, 23, -100]]),
+        (LossLabels(True, True), [[11, 11, -100, 13, 14], [21, 21, 22, 23, -100]]),
+        (LossLabels(False, True), [[11, -100, 13, 14, -100], [21, 22, 23, -100, 25]]),
+        (LossLabels(True, True, 2), [[-100, 13, 14], [22, 23, -100]]),
     ],
 )
 def test_what_does_not_count_is_told(takes, handed):
@@ -36,7 +36,7 @@ def test_what_does_not_count_is_told(takes, handed):
 
 
 def test_labels_that_are_moved_already_are_handed_over_beside_the_ids():
-    given = handed_over(OwnLabels(False, True, shifted=True), MASK)
+    given = handed_over(LossLabels(False, True, shifted=True), MASK)
     assert given["labels"].tolist() == [[11, 11, -100, 13, 14], [21, 21, 22, 23, -100]]
     assert given["shift_labels"].tolist() == [[11, -100, 13, 14, -100], [21, 22, 23, -100, 25]]
 
@@ -44,18 +44,18 @@ def test_labels_that_are_moved_already_are_handed_over_beside_the_ids():
 def test_the_last_position_need_not_be_told_where_the_code_does_not_look_there():
     mask = torch.ones(2, 5)
     mask[:, -1] = 0
-    assert handed_over(OwnLabels(True, False), mask)["labels"][0].tolist() == [11, 11, 12, 13, 14]
+    assert handed_over(LossLabels(True, False), mask)["labels"][0].tolist() == [11, 11, 12, 13, 14]
     with pytest.raises(ConfigError, match="is not 1 everywhere"):
-        handed_over(OwnLabels(False, False), mask)
+        handed_over(LossLabels(False, False), mask)
 
 
 @pytest.mark.parametrize(
     ("takes", "mask", "why"),
     [
-        (OwnLabels(True, False), MASK, "labels of -100 for others"),
-        (OwnLabels(True, True), MASK / 2, "not to count in part"),
-        (OwnLabels(True, True), None, "hand loss_mask to the model"),
-        (OwnLabels(True, True, 4), MASK, "leaves out the first 4 positions, and sequences have 5"),
+        (LossLabels(True, False), MASK, "labels of -100 for others"),
+        (LossLabels(True, True), MASK / 2, "not to count in part"),
+        (LossLabels(True, True), None, "hand loss_mask to the model"),
+        (LossLabels(True, True, 4), MASK, "leaves out the first 4 positions, and sequences have 5"),
     ],
 )
 def test_what_cannot_be_told_ends_the_run(takes, mask, why):
@@ -69,7 +69,7 @@ def through_megatron(loss, each, mask):
 
 
 def test_megatron_comes_to_the_same_number_and_gradient():
-    loss, own = loss_of(OwnLabels(True, True)), torch.tensor(2.5, requires_grad=True)
+    loss, own = loss_of(LossLabels(True, True)), torch.tensor(2.5, requires_grad=True)
     loss.masked_labels(LABELS, MASK)
     each = loss.each(torch.empty(0), own, LABELS)
     assert (each.shape, each.is_contiguous(), each.dtype) == (LABELS.shape, True, torch.float32)
@@ -83,7 +83,7 @@ def test_a_micro_batch_in_which_nothing_counts_weighs_nothing():
     """Its last label counts, to Megatron; the code does not look there."""
     mask = torch.zeros(2, 5)
     mask[0, -1] = 1
-    loss, own = loss_of(OwnLabels(True, True)), torch.tensor(2.5, requires_grad=True)
+    loss, own = loss_of(LossLabels(True, True)), torch.tensor(2.5, requires_grad=True)
     assert (loss.masked_labels(LABELS, mask) > 0).all()
     through_megatron(loss, loss.each(torch.empty(0), own, LABELS), mask).backward()
     assert own.grad == 0
@@ -91,6 +91,6 @@ def test_a_micro_batch_in_which_nothing_counts_weighs_nothing():
 
 def test_stages_before_the_last_get_labels_of_the_same_shape():
     wire = StageBuffers(batch=2, length=5, device=torch.device("cpu"))
-    given = loss_of(OwnLabels(True, True, 2), last=False).arguments(None, None, wire)
+    given = loss_of(LossLabels(True, True, 2), last=False).arguments(None, None, wire)
     assert given["labels"].shape == (2, 3)
-    assert loss_of(OwnLabels(True, True)).arguments(None, None, wire) == {}
+    assert loss_of(LossLabels(True, True)).arguments(None, None, wire) == {}

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.places import BEFORE, OutputRef, StageInput
 from megasched.analysis.shape import Shape
 from megasched.analysis.slot import HiddenStateArg
-from megasched.analysis.structure import LayerStack
 from megasched.trainer.stages.stage_transfer import BoundaryCodec, StageBuffers, receive_hidden, send_hidden
 
 IDS = StageInput(BEFORE, 3, (OutputRef(""),))
