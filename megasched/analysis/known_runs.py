@@ -21,10 +21,9 @@ from megasched.analysis.labels import TpAssumptions, TpFacts
 from megasched.analysis.later_calls import why_not_alike
 from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.meta_call import meta_copy, to_meta
-from megasched.analysis.noted import NotedLines, Numbers
+from megasched.analysis.noted import NotedLines, Numbers, note_tape
 from megasched.analysis.propagate import propagate
 from megasched.analysis.recorder import boundaries_of, record_tape
-from megasched.analysis.recording import note_forward
 from megasched.analysis.replay import Rank
 from megasched.analysis.sequence_plan import CpFacts
 from megasched.analysis.sequence_run import plan_sequence
@@ -242,7 +241,7 @@ class KnownRuns:
         if self.noted_at_length is None and not self._is_too_long:
             inputs = inputs_of(model, structure.trial_inputs())(self.length or usual_length(model))
             try:
-                self.noted_at_length = note_forward(meta_copy(model), inputs)
+                self.noted_at_length = note_tape(record_tape(meta_copy(model), inputs, lines=True))
             except ScheduleError:  # more than it has positions for, which a run will say
                 self._is_too_long = True
         return self.noted_at_length

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from megasched.analysis.made import MadeOfNothing
-from megasched.analysis.meta_call import ScalarAnswers, tensors_in
+from megasched.analysis.meta_call import tensors_in
 from megasched.analysis.sequence_dims import CONSTANTS
 from megasched.analysis.sequence_trial import numbers_in
 from megasched.analysis.sites import Line, Lines, Site, running_lines
+from megasched.analysis.tape import Call, Operation, Question, Tape, TapeReader
 
 
 class Numbers(NamedTuple):
@@ -94,21 +95,31 @@ class NotedLines:
         self._made.let_go()
 
     def note(
-        self, path: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, output: Any
+        self,
+        path: str,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        output: Any,
+        lines_of: Callable[[], tuple[Line, ...]] = running_lines,
     ) -> tuple[Line, ...] | None:
-        """Of an operation in the module at ``path``; its lines, None where it is left aside."""
+        """Of an operation in the module at ``path``; its lines, None where it is left aside.
+
+        Args:
+            lines_of: gives its lines; by default those that run.
+        """
         name, full, of_sizes, pointwise = _kind(func)
         tensors = tensors_in(args if not kwargs else (args, kwargs))
         ids = [id(tensor) for tensor in tensors]
         of_data = not self._data.keys().isdisjoint(ids)
         if name in CONSTANTS or not of_data or self._made.meets(ids):
-            self._note_made(path, func, args, kwargs, tensors, output)
+            self._note_made(path, func, args, kwargs, tensors, output, lines_of)
         if not of_data:
             if name == COUNTED:
                 numbers = tuple(numbers_in(args, kwargs))
-                self.numbers.append(Numbers(path, running_lines(), name, numbers, of_nothing=True))
+                self.numbers.append(Numbers(path, lines_of(), name, numbers, of_nothing=True))
             return None
-        lines = running_lines()
+        lines = lines_of()
         self.lines.add((path, lines))
         numbers = () if of_sizes else tuple(numbers_in(args, kwargs))
         if numbers or pointwise:
@@ -127,6 +138,7 @@ class NotedLines:
         kwargs: dict[str, Any] | None,
         tensors: list[torch.Tensor],
         output: Any,
+        lines_of: Callable[[], tuple[Line, ...]],
     ) -> None:
         """Of an operation that makes something of nothing, or gets what was made so."""
         name, _, _, pointwise = _kind(func)
@@ -137,7 +149,7 @@ class NotedLines:
             shapes = [tensor.shape for tensor in tensors]
             self._made.follow(path, name, known, shapes, args, kwargs, outputs, pointwise=pointwise)
             return
-        lines = running_lines()
+        lines = lines_of()
         for one in known:
             here = one.path == path
             self.numbers.append(Numbers(one.path, lines, one.name, (one.told,), of_nothing=True, here=here))
@@ -157,26 +169,37 @@ class NotedLines:
             self.asked.setdefault(site, set()).update(None if how_many else tensor.dtype for tensor in tensors)
 
 
-class Noting(ScalarAnswers):
-    """A run that notes.
+def note_tape(tape: Tape) -> NotedLines:
+    """What the forward of a tape with lines notes, up to its loss and after it."""
+    reader = _Noting(tape)
+    tape.read(reader)
+    reader.noted.let_go()
+    return reader.noted
 
-    Args:
-        running: paths of the modules that run, the innermost last; others keep it.
-    """
 
-    def __init__(self, noted: NotedLines, running: list[str]) -> None:
-        super().__init__()
-        self.noted, self.running = noted, running
+class _Noting(TapeReader):
+    def __init__(self, tape: Tape) -> None:
+        self.noted = NotedLines()
+        self.noted.note_model(tape.model, dict(tape.inputs))
+        self.running = [""]
 
-    def asked_about_values(self, tensors: Any, site: Site | None, *, how_many: bool) -> None:
-        """See ``ScalarAnswers``."""
-        self.noted.note_question(tensors, site, how_many=how_many)
+    def enter(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        self.running.append(call.path)
+
+    def leave(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        self.running.pop()
+
+    def question(self, question: Question) -> None:
+        """See ``TapeReader``."""
+        self.noted.note_question(question.tensors, question.site, how_many=question.how_many)
 
     def numbers_given(self, values: Any) -> None:
-        """See ``ScalarAnswers``."""
-        self.noted.note_given(self.running[-1] if self.running else "", values)
+        """See ``TapeReader``."""
+        self.noted.note_given(self.running[-1], values)
 
-    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = super().execute(func, args, kwargs)
-        self.noted.note(self.running[-1] if self.running else "", func, args, kwargs, output)
-        return output
+    def operation(self, operation: Operation) -> None:
+        """See ``TapeReader``."""
+        done = operation.func, operation.args, operation.kwargs, operation.output
+        self.noted.note(self.running[-1], *done, lambda: operation.lines)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ from megasched.analysis.meta_call import (
 )
 from megasched.analysis.operators import storage_of, written
 from megasched.analysis.shape_changes import as_they_were
-from megasched.analysis.sites import Site
+from megasched.analysis.sites import Line, Site, running_lines
+from megasched.analysis.surroundings import Surroundings
 from megasched.analysis.tape import Alias, AttentionCall, Call, HeldTensor, LossCall, Operation, Question, Tape
 from megasched.analysis.trees import snapshot
 from megasched.collector import collector_paused
@@ -30,6 +31,10 @@ from megasched.definition import attention_interface
 
 if TYPE_CHECKING:
     from megasched.analysis.layer_stack import LayerStack
+
+
+class Enough(BaseException):
+    """Ends a forward early. No error, so nothing that catches errors may catch it."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,9 @@ def record_tape(
     *,
     answers: Mapping[Site, int] | None = None,
     own_loss: bool = False,
+    lines: bool = False,
+    until_loss: bool = False,
+    most_calls: int | None = None,
 ) -> Tape:
     """Runs a forward in training mode, with gradients recorded.
 
@@ -85,17 +93,22 @@ def record_tape(
         inputs: arguments of its forward, tensors on meta.
         answers: to questions about values; see ``ScalarAnswers``.
         own_loss: the loss is what the definition's own code makes it; else its ``loss_function`` is another one.
+        lines: the tape has the lines of the definition's code, which take time to find.
+        until_loss: the forward ends where the loss function is called.
+        most_calls: it ends after so many calls of modules.
 
     Raises:
-        ScheduleError: the forward does not run on meta.
+        ScheduleError: the forward does not run on meta, or changes what is around the modules that it calls.
     """
     parameters_and_buffers = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     held = {
         name: HeldTensor(tensor, storage_of(tensor), tensor._version) for name, tensor in parameters_and_buffers
     }
     buffers = dict(model.named_buffers())
-    recorder = _Recorder(inputs, boundaries, answers)
+    recorder = _Recorder(model, inputs, boundaries, answers, lines=lines, until_loss=until_loss, most=most_calls)
+    output = None
     with (
+        suppress(Enough),
         nullcontext() if own_loss else loss_function_of(model, recorder.lose),
         attention_interface.use_attention(recorder.attend),
         call_hooks(model, recorder.before, recorder.after),
@@ -138,11 +151,23 @@ class _Running:
 
 class _Recorder(ScalarAnswers):
     def __init__(
-        self, inputs: Mapping[str, Any], boundaries: Boundaries, answers: Mapping[Site, int] | None
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        boundaries: Boundaries,
+        answers: Mapping[Site, int] | None,
+        *,
+        lines: bool,
+        until_loss: bool,
+        most: int | None,
     ) -> None:
         super().__init__(answers=answers)
         self.inputs = dict(inputs)
         self.boundaries = boundaries
+        self._lines: Callable[[], tuple[Line, ...]] = running_lines if lines else tuple
+        self._until_loss, self._most = until_loss, most
+        self._surroundings = Surroundings(model)
+        self._begun = 0
         self.events: list[tuple[str, tuple[Any, ...]]] = []
         self.draws = PythonDraws()
         self.real_attention = attention_interface.registered()
@@ -165,8 +190,8 @@ class _Recorder(ScalarAnswers):
             self.events, self.inputs = as_they_were((self.events, self.inputs), before)
             args, kwargs = as_they_were((args, kwargs), before)
         if not self._pausing:
-            done = Operation(func, args, kwargs, output, tensors_in((args, kwargs)), tensors_in(output))
-            self.events.append(("operation", (done,)))
+            tensors = tensors_in((args, kwargs)), tensors_in(output)
+            self.events.append(("operation", (Operation(func, args, kwargs, output, *tensors, self._lines()),)))
         return output
 
     def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
@@ -196,6 +221,10 @@ class _Recorder(ScalarAnswers):
     # calls ------------------------------------------------------------------------------------------
 
     def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._begun == self._most:
+            raise Enough
+        self._surroundings.check(path, module)
+        self._begun += 1
         drew = self._drew()
         given = snapshot((args, kwargs))
         call = Call(path, module, given, *given, (), drew, torch.is_grad_enabled())
@@ -231,6 +260,7 @@ class _Recorder(ScalarAnswers):
         if self._running.is_outermost():
             self._running.outermost = None
         self._running.calls.pop()
+        call.end = self._begun
         self._happened("leave", call)
         return None if call.returned is output else call.returned
 
@@ -259,6 +289,8 @@ class _Recorder(ScalarAnswers):
         call = LossCall(logits, args, kwargs)
         self._happened("enter_loss", call)
         call.output = sum_of_logits(logits)
+        if self._until_loss:
+            raise Enough
         self._happened("leave_loss", call)
         return call.output
 

@@ -18,22 +18,16 @@ from torch import nn
 from megasched.analysis.crossing import StageFlow
 from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.meta_call import meta_copy, tensors_in
-from megasched.analysis.noted import NotedLines
+from megasched.analysis.noted import note_tape
 from megasched.analysis.own_loss import own_loss
 from megasched.analysis.places import OutputRef, StageInput
 from megasched.analysis.recorded import find_recorded
 from megasched.analysis.recorder import boundaries_of, record_tape
-from megasched.analysis.recording import (
-    ModuleCallRecord,
-    inputs_of,
-    record,
-    record_with_loss,
-    trial_of,
-)
+from megasched.analysis.recording import inputs_of, trial_of
 from megasched.analysis.shape import SIZES, FollowsNeither, shape_of
 from megasched.analysis.sites import Site
 from megasched.analysis.slot import HiddenStateArg
-from megasched.analysis.tape import Tape
+from megasched.analysis.tape import Call, Tape
 from megasched.collector import collector_paused
 from megasched.definition.build import cast_as_loaded
 from megasched.definition.objectives import CAUSAL_LM, objective_of
@@ -62,6 +56,19 @@ def record_definition(
     return record_tape(probe, inputs, boundaries_of(probe, structure), answers=answers, own_loss=own_loss)
 
 
+def _first_tape(model: nn.Module) -> tuple[Tape, bool]:
+    """A tape up to the loss, and whether the forward hands all logits, and the labels as it got them, to
+    ``loss_function``; without labels where it does not."""
+    inputs = trial_of(model)
+    with suppress(ScheduleError):  # a loss of its own may not take labels as long as these
+        tape = record_tape(model, inputs, lines=True, until_loss=True)
+        if (loss := tape.loss) is not None:
+            labels = loss.args[0] if loss.args else loss.kwargs.get("labels")
+            if loss.logits.shape[:-1] == SIZES[0] and labels is inputs["labels"]:
+                return tape, True
+    return record_tape(model, inputs_of(model, *SIZES[0]), own_loss=True, lines=True), False
+
+
 def _stage_flow(tape: Tape, structure: LayerStack) -> StageFlow:
     """Only a causal language model's later stages lack its inputs; other batches are read on every stage. What a
     forward adds to the result of ``loss_function`` may read what layers left, so it is looked at, too."""
@@ -79,7 +86,8 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
         ScheduleError: no list of layers is called one after the other, or the model can't run on meta.
     """
     probe = meta_copy(model)
-    calls, calls_loss, noted = record_with_loss(probe)
+    tape, calls_loss = _first_tape(probe)
+    calls, noted = [*tape.calls()], note_tape(tape)
     layers, repeated = _find_layers(probe, calls)
     count = len(probe.get_submodule(layers))
     paths = {f"{layers}.{i}" for i in range(count)}
@@ -89,8 +97,8 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
     with undisturbed(model):
         found.loss = own_loss(model, found)
     if found.loss_labels is not None:  # its loss may call more modules
-        found.calls_loss, noted = False, NotedLines()
-        calls = record(probe, inputs_of(probe, *SIZES[0], found.loss_labels), noted=noted)
+        tape = record_tape(probe, inputs_of(probe, *SIZES[0], found.loss_labels), own_loss=True, lines=True)
+        found.calls_loss, calls, noted = False, [*tape.calls()], note_tape(tape)
         of_layers = [call for call in calls if call.path in paths]
     found.trial, found.noted = trial_of(probe), noted
     found.called = () if [*dict.fromkeys(called)] == [*range(count)] else called
@@ -173,7 +181,7 @@ def layer_stack_of(model: nn.Module) -> LayerStack | None:
     return None
 
 
-def _learn_shapes(structure: LayerStack, probe: nn.Module, calls: list[ModuleCallRecord]) -> None:
+def _learn_shapes(structure: LayerStack, probe: nn.Module, calls: list[Call]) -> None:
     """What follows the batch and the sequence, and which floats stay in float32 in another precision.
 
     Args:
@@ -183,7 +191,8 @@ def _learn_shapes(structure: LayerStack, probe: nn.Module, calls: list[ModuleCal
     for dtype in (torch.bfloat16, torch.float32):
         cast_as_loaded(probe, dtype)
         try:
-            others = record(probe, inputs_of(probe, *SIZES[1], structure.loss_labels), limit=len(calls))
+            inputs = inputs_of(probe, *SIZES[1], structure.loss_labels)
+            others = [*record_tape(probe, inputs, own_loss=True, most_calls=len(calls)).calls()]
             break
         except ScheduleError:  # one that can't run in bfloat16 will not be trained in it
             if dtype == torch.float32:
@@ -198,7 +207,7 @@ def _learn_shapes(structure: LayerStack, probe: nn.Module, calls: list[ModuleCal
     structure.hidden = _shapes(first, *hidden, dtype)
 
 
-def _find_layers(model: nn.Module, calls: list[ModuleCallRecord]) -> tuple[str, bool]:
+def _find_layers(model: nn.Module, calls: list[Call]) -> tuple[str, bool]:
     """The largest list, and whether some of its layers are called more than once (shared, or in loops)."""
     found = []
     for path, module in model.named_modules():
@@ -219,7 +228,7 @@ def _find_layers(model: nn.Module, calls: list[ModuleCallRecord]) -> tuple[str, 
     return path, not once
 
 
-def _find_slot(calls: list[ModuleCallRecord]) -> HiddenStateArg:
+def _find_slot(calls: list[Call]) -> HiddenStateArg:
     """Where the hidden state is: the argument that is, for most layers, what the layer before returned."""
     votes: Counter[int | str] = Counter()
     for previous, call in pairwise(calls):
@@ -249,7 +258,7 @@ def _find_slot(calls: list[ModuleCallRecord]) -> HiddenStateArg:
     return HiddenStateArg(argument, fits[0], others, type(items))
 
 
-def _handing_containers(slot: HiddenStateArg, calls: list[ModuleCallRecord]) -> str:
+def _handing_containers(slot: HiddenStateArg, calls: list[Call]) -> str:
     """Why layers can't be cut that take something else than a tensor; empty where they take tensors."""
     handed = (slot.get(call.args, call.kwargs) for call in calls)
     names = [type(value).__name__ for value in handed if not isinstance(value, torch.Tensor)]
@@ -262,7 +271,7 @@ def _no_hidden_state(path: str, what: str) -> ScheduleError:
     return ScheduleError(Problem(what, path, remedy=remedy))
 
 
-def _at(calls: list[ModuleCallRecord], path: str) -> ModuleCallRecord:
+def _at(calls: list[Call], path: str) -> Call:
     return next(call for call in calls if call.path == path)
 
 

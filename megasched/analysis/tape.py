@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from megasched.analysis.sites import Site
+from megasched.analysis.sites import Line, Site
 
 if TYPE_CHECKING:
     from megasched.analysis.backward_code import Function
@@ -26,6 +26,7 @@ class Operation:
     Attributes:
         func: the operator, as torch dispatches it.
         operands, outputs: the tensors in its arguments, and in what it gave.
+        lines: of the definition's code that had it done; empty where the tape has no lines.
     """
 
     func: Any
@@ -34,6 +35,7 @@ class Operation:
     output: Any
     operands: list[torch.Tensor]
     outputs: list[torch.Tensor]
+    lines: tuple[Line, ...]
 
 
 class Alias(NamedTuple):
@@ -59,6 +61,7 @@ class Call:
             False inside of a layer, which draws on one stage alone.
         drew_inside: the same, until it ended.
         autograd: whether it was called where gradients are recorded.
+        end: how many calls had begun when it ended; -1 until then.
     """
 
     path: str
@@ -74,6 +77,7 @@ class Call:
     left: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))
     exited: Sequence[Alias] = ()
     drew_inside: bool = False
+    end: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -203,3 +207,8 @@ class Tape:
     def calls(self) -> Iterator[Call]:
         """The calls of modules, in the order in which they began."""
         return (arguments[0] for name, arguments in self._events if name == "enter")
+
+    @property
+    def loss(self) -> LossCall | None:
+        """The first call of the definition's ``loss_function``."""
+        return next((arguments[0] for name, arguments in self._events if name == "enter_loss"), None)

@@ -49,8 +49,10 @@ def test_another_answer_makes_another_run(llama, monkeypatch):
 
 def test_one_run_shows_that_long_sequences_go_no_other_way(llama, monkeypatch):
     made = []
-    note_forward = known_runs.note_forward
-    monkeypatch.setattr(known_runs, "note_forward", lambda *args: made.append(1) or note_forward(*args))
+    record_tape = known_runs.record_tape
+    monkeypatch.setattr(
+        known_runs, "record_tape", lambda *args, **more: made.append(1) or record_tape(*args, **more)
+    )
     for more in ("find_ways", "numbers_at"):
         monkeypatch.setattr(known_runs, more, None)
     model, structure = llama

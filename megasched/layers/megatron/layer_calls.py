@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megasched.analysis.layer_stack import LayerStack
-from megasched.analysis.recording import Enough
+from megasched.analysis.recorder import Enough
 from megasched.layers.megatron.small_copy import copy_tree
 
 # Index of a layer -> its positional and keyword arguments
