@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megasched.language.parallel_dims import Layout
+
 if TYPE_CHECKING:
     from megasched.language.parallel_dims import Layout
 
@@ -33,8 +35,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 def layout_of(tp: int, sp: bool, pp: int, cp: int, ep: int, *, vp: int = 1, dp: int = 1, **more: Any) -> Layout:
     """The layout that these options say; ``more`` by its own names."""
-    from megasched.language.parallel_dims import Layout
-
     return Layout(
         tensor_model_parallel_size=tp,
         sequence_parallel=sp,

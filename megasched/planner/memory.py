@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megasched.planner.measure.measurements import Measurements
 from megasched.planner.pipeline import order_of
+from megasched.trainer.session import refuse_stages
 from megasched.trainer.stages.stage import Stage
 
 if TYPE_CHECKING:
@@ -152,8 +153,6 @@ def stages_of(session: Session, layout: Layout, sequence_length: int) -> list[St
     Raises:
         ScheduleError: more stages than layers, cuts that do not fit, or a model that can't be cut.
     """
-    from megasched.trainer.session import refuse_stages
-
     structure = session.plan.structure
     assert structure is not None
     if layout.pp > 1:

@@ -13,6 +13,7 @@ from megasched.errors import ConfigError
 from megasched.language.parallel_dims import Fp8, Layout
 from megasched.planner.hardware.hardware import load_hardware
 from megasched.planner.search import Candidate, Job, search
+from megasched.trainer.session import Session, open_session
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class PlanReport:
         found = Counter("more memory than there is" if one.too_large else one.why_out for one in self.out)
         return found.most_common()
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For machines; the form that ``megasched tune --warm-start`` reads."""
         return {
             "model": self.hf_model,
@@ -112,8 +113,6 @@ def plan(
     Raises:
         ConfigError: whatever can't be used as given.
     """
-    from megasched.trainer.session import Session, open_session
-
     hardware = load_hardware(gpu)
     if gpus > hardware.gpus_per_node and gpus % hardware.gpus_per_node:
         raise ConfigError(

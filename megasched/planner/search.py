@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megasched.definition.experts import is_experts
 from megasched.errors import MegaschedError, Problem, ScheduleError
 from megasched.language.parallel_dims import Fp8, Layout
 from megasched.planner.measure.build_stage import Setting
@@ -142,8 +143,6 @@ def _refuse_loops(session: Session) -> None:
 
 def _experts(session: Session) -> int:
     """Of a layer, where the model has any that can be shared out."""
-    from megasched.definition.experts import is_experts
-
     return max((m.num_experts for m in session.replaced.modules() if is_experts(m)), default=1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megasched.verify.plain_runs import Batches
+from megasched.verify.plain.runs import Batches
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ import torch
 from megasched.verify.locate.locate import Finding, Locator
 
 if TYPE_CHECKING:
-    from megasched.verify.trainer_run import RankReport
+    from megasched.verify.recording import RankReport
 
 RATE = 0.25
 

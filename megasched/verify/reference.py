@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megasched.definition.build import build_definition, load_config
 from megasched.definition.objectives import CAUSAL_LM, Objective
 from megasched.definition.small_models.shrink import TOKENS
 from megasched.verify.plain.loading import own_experts
 from megasched.verify.plain.loss import IGNORED, labels_of, loss_of
 from megasched.verify.plain.watching import Float64, Sightings
+from megasched.weights.hf.folder import HFFolder
+from megasched.weights.random_init import RandomInit
+from megasched.weights.source import materialize
 
 if TYPE_CHECKING:
     from megasched.weights.source import WeightSource
@@ -46,11 +50,6 @@ def hf_model(
     **changes: Any,
 ) -> Any:
     """The unscheduled HF model with the weights of the folder, or those that ``--hf-random-init`` gives it."""
-    from megasched.definition.build import build_definition, load_config
-    from megasched.weights.hf.folder import HFFolder
-    from megasched.weights.materialize import materialize
-    from megasched.weights.random_init import RandomInit
-
     config = load_config(folder, trust_remote_code=trust_remote_code)
     for name, value in changes.items():
         setattr(config, name, value)

@@ -16,9 +16,13 @@ from megasched.errors import ConfigError
 from megasched.language.parallel_dims import Layout
 from megasched.language.schedule_file import split_file
 from megasched.trainer.evidence.certificate import subject_of, write_certificate
-from megasched.verify.checks import Check
-from megasched.verify.steps import Steps
-from megasched.verify.subject import make_subject
+from megasched.verify.compare_step import StepComparison
+from megasched.verify.locate.bisect import bisect_records, write_without
+from megasched.verify.numbers import Check
+from megasched.verify.parity import failure
+from megasched.verify.plain.runs import PlainError
+from megasched.verify.ranks.pool import RankError, RankPool
+from megasched.verify.steps import Steps, make_subject
 
 if TYPE_CHECKING:
     from megasched.verify.locate.bisect import Call
@@ -103,8 +107,6 @@ def verify_schedule(
     Raises:
         ConfigError: too many ranks for one machine, or no small copy can be made.
     """
-    from megasched.verify.ranks.pool import RankPool
-
     _check_size(layout)
     started = time.monotonic()
     file, rest = split_file(schedule)
@@ -165,12 +167,6 @@ def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> No
         schedule: what the ranks find it by.
         without: file for schedules that leave calls out.
     """
-    from megasched.verify.judge import StepComparison
-    from megasched.verify.locate.bisect import bisect_records, write_without
-    from megasched.verify.parity import failure
-    from megasched.verify.plain_runs import PlainError
-    from megasched.verify.ranks.pool import RankError
-
     try:
         judge = StepComparison(steps, schedule)
     except (RankError, PlainError) as error:

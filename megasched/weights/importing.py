@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from megasched.definition.build import build_definition, kept_in_float32, load_config
 from megasched.definition.objectives import find_objective
@@ -15,13 +17,11 @@ from megasched.reading.tracker import RELEASE, TRACKER
 from megasched.weights.hf.files import write_hf_files
 from megasched.weights.hf.folder import HFFolder
 from megasched.weights.hf.hub import local_folder
-from megasched.weights.names import canonical_names
+from megasched.weights.source import canonical_names
 from megasched.weights.torch_dist.reader import HF_FILES
 from megasched.weights.torch_dist.writer import TorchDistWriter
 
 if TYPE_CHECKING:
-    import torch
-
     from megasched.weights.exporting import Progress
 
 
@@ -41,6 +41,10 @@ class Imported:
     tensors: int
     bytes: int
     passed_over: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON; paths as text."""
+        return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
 
 
 def import_weights(
@@ -65,8 +69,6 @@ def import_weights(
         CheckpointError: the folder is damaged or does not fit its config.
         ConfigError: ``save`` has a checkpoint already, or can't be written.
     """
-    import torch
-
     save = Path(save)
     if (save / TRACKER).exists():
         raise ConfigError(f"{save}: it has checkpoints already ({TRACKER}); name another folder")

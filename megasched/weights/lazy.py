@@ -9,14 +9,13 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from megasched.errors import CheckpointError
 from megasched.reading.safetensors_file import open_safetensors
 from megasched.weights.hf.safetensors_files import describe
-
-if TYPE_CHECKING:
-    import torch
 
 # A half-open range along each dimension.
 Box = tuple[tuple[int, int], ...]
@@ -96,8 +95,6 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     The C library's heap keeps the holes that pieces of parameters leave when they were joined: up to half as much
     again as the parameters was measured.
     """
-    import torch
-
     size = prod(shape) * dtype.itemsize
     if size < OWN_PAGES:
         return torch.zeros(shape, dtype=dtype)
@@ -179,8 +176,6 @@ class Tied:
         Raises:
             CheckpointError: they differ.
         """
-        import torch
-
         first = self.parts[0].read(box)
         for part in self.parts[1:]:
             if part.shape != self.shape or not torch.equal(first, part.read(box)):
@@ -216,8 +211,6 @@ class Stacked:
         return _joint(self.parts)
 
     def read(self, box: Box) -> torch.Tensor:
-        import torch
-
         start, stop = box[self.dim]
         rest = (*box[: self.dim], *box[self.dim + 1 :])
         if start == stop:  # a rank whose range lies in the padding alone
@@ -251,8 +244,6 @@ class Concatenated:
         return _joint(self.parts)
 
     def read(self, box: Box) -> torch.Tensor:
-        import torch
-
         lengths = [part.shape[self.dim] for part in self.parts]
         start, stop = box[self.dim]
         pieces = []

@@ -7,19 +7,25 @@ All is by HF's names, of whole HF tensors: a checkpoint holds ``PATH.weight`` as
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from megasched.definition.linears import is_conv1d
+from megasched.definition.objectives import objective_of
 from megasched.errors import CheckpointError
 from megasched.language.lora import A, B, Lora, adapted, adapter_names
 from megasched.weights.lazy import Box, LazyTensor, Leaf, whole
+from megasched.weights.random_init import parameter_seed
 
 if TYPE_CHECKING:
-    import torch
-
     from megasched.language.schedule import Schedule
+    from megasched.plan.placement import Placement
+    from megasched.weights.source import WeightSource
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # PEFT's own modules around the model
@@ -34,9 +40,6 @@ def adapter_config(schedule: Schedule, base_model: str) -> dict[str, Any] | None
         schedule: that has been checked; a PEFT adapter has one dropout and one scaling rule for all.
         base_model: folder or hub id of the model that is adapted (``--hf-model``).
     """
-    from megasched.definition.linears import is_conv1d
-    from megasched.definition.objectives import objective_of
-
     calls = adapted(schedule.records)
     if not calls:
         return None
@@ -177,3 +180,40 @@ def _check_adapters(names: Collection[str], adapters: Mapping[str, Lora]) -> Non
             f"the checkpoint has no {missing[0]} (of {len(missing)} that are missing): it was not written by a "
             "run whose schedule adapts these linears"
         )
+
+
+def initial_value(name: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """The whole parameter of that name; float32, CPU: Kaiming's uniform for ``lora_A``, zeros for ``lora_B``."""
+    value = torch.zeros(shape)
+    if name.endswith(f".{A}.weight"):
+        generator = torch.Generator().manual_seed(parameter_seed(seed, name))
+        torch.nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+    return value
+
+
+class AdaptedSource:
+    """A weight source for a model with adapters: theirs are initialised, all others come from another source.
+
+    Args:
+        base: where the weights of the model come from.
+        names: of the adapters' parameters.
+        seed: Megatron's ``--seed``.
+    """
+
+    def __init__(self, base: WeightSource, names: Collection[str], seed: int) -> None:
+        self._base, self._names, self._seed = base, frozenset(names), seed
+
+    def local(self, placement: Placement, rank: int, size: int) -> torch.Tensor:
+        """See ``WeightSource.local``."""
+        if placement.name not in self._names:
+            return self._base.local(placement, rank, size)
+        piece = placement.shard(initial_value(placement.name, placement.shape, self._seed), rank, size)
+        return piece.clone()
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """See ``WeightSource.buffer``."""
+        return self._base.buffer(name)
+
+    def check(self, names: Collection[str]) -> None:
+        """See ``WeightSource.check``; adapters are missing nowhere."""
+        self._base.check(set(names) - self._names)

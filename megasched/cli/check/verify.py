@@ -10,9 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 
 from megasched.cli.check.new_adapter import VERDICTS
-from megasched.verify.checks import Check
 from megasched.verify.locate.bisect import Call
 from megasched.verify.locate.locate import Finding
+from megasched.verify.numbers import Check
 from megasched.verify.verify import Verification
 
 

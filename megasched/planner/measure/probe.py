@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from megasched.analysis.meta_call import ScalarAnswers, tensors_in
 from megasched.errors import ConfigError, MegaschedError
 from megasched.layers import experts
+from megasched.patches import active, apply, undo
 from megasched.patches.attributes import set_attribute
 from megasched.planner.measure.build_stage import Setting, build_stage, copy_with_layers
 from megasched.planner.measure.fake_results import FakeResults
@@ -121,16 +122,14 @@ def fake_groups(layout: Layout) -> Iterator[None]:
 @contextmanager
 def emulated_cuda() -> Iterator[None]:
     """Megatron's layers ask for CUDA; a real one is not touched. Who measures often enters it once around all."""
-    from megasched import patches
-
-    if "host_cuda" in patches.active():
+    if "host_cuda" in active():
         yield
         return
-    patches.apply("host_cuda", force=True, quiet=True)
+    apply("host_cuda", force=True, quiet=True)
     try:
         yield
     finally:
-        patches.undo("host_cuda")
+        undo("host_cuda")
 
 
 def measure(session: Session, stage: Stage, setting: Setting) -> Measured:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megasched.verify.locate.matching import COPIES, DISAGREE, FACTOR, REORDERED, ROUNDED, SAME_VECTOR, SUMMED
 
 if TYPE_CHECKING:
-    from megasched.verify.trainer_run import PlanFacts
+    from megasched.verify.recording import PlanFacts
 
 
 def likely_cause(

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.reading.log_lines import read_log
-from megasched.verify.plain_runs import PlainProcess
+from megasched.verify.plain.runs import PlainProcess
 
 if TYPE_CHECKING:
     import torch

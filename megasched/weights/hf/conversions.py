@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megasched.weights.lazy import LazyTensor
 from megasched.weights.traced_functions import Deferred, noted, noted_once
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 
@@ -133,8 +134,6 @@ class Conversions:
 
     def stored_names(self, merge: Merge) -> set[str]:
         """The names under which ``save_pretrained`` writes what the merge gives."""
-        import torch
-
         targets = merge.targets.values()
         return set(self._revert({name: torch.empty_like(self._known[name], device="meta") for name in targets}))
 

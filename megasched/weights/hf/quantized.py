@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megasched.errors import CheckpointError
 from megasched.weights.lazy import Box, LazyTensor, Leaf, Transposed, refuse_nan, whole
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PretrainedConfig
 
 # Of the stored names: what is behind that of a weight.
@@ -116,8 +117,6 @@ class Fp8:
 
     @property
     def dtype(self) -> torch.dtype:
-        import torch
-
         return torch.bfloat16
 
     @property
@@ -130,8 +129,6 @@ class Fp8:
         Raises:
             CheckpointError: the weight is not in 8-bit floats, or the scales are not one for each block.
         """
-        import torch
-
         values = self.weight.read(box)
         if not values.is_floating_point() or values.itemsize != 1:
             raise CheckpointError(
@@ -196,8 +193,6 @@ class Mxfp4:
 
     @property
     def dtype(self) -> torch.dtype:
-        import torch
-
         return torch.bfloat16
 
     @property
@@ -210,8 +205,6 @@ class Mxfp4:
         Raises:
             CheckpointError: there is not one scale for each group.
         """
-        import torch
-
         if self.scales.shape != self.packed.shape[:-1]:
             raise CheckpointError(
                 f"{self.scales.where} has shape {list(self.scales.shape)}; groups of "
@@ -235,8 +228,6 @@ class Mxfp4:
 
 def _factor(scale: torch.Tensor, where: str) -> torch.Tensor:
     """float32. Scales in bytes are exponents of 2."""
-    import torch
-
     if scale.dtype == torch.uint8:
         _refuse_no_number(scale, where)
         return (scale.float() - E8M0_BIAS).exp2()

@@ -11,14 +11,13 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
 
 from megasched.verify.plain import SCRIPT
-
-if TYPE_CHECKING:
-    import torch
-
-    from megasched.verify.plain.watching import Sightings
+from megasched.verify.plain.watching import Sightings
 
 START_SECONDS = 300
 # As trainer_run.RUN_FLAGS and STEP_FLAGS have them.
@@ -50,8 +49,6 @@ class Batches:
         return Batches(self.tokens[:steps].clone(), self.labels[:steps].clone())
 
     def save(self, path: Path) -> None:
-        from safetensors.torch import save_file
-
         save_file({"tokens": self.tokens, "labels": self.labels}, path)
 
 
@@ -127,8 +124,6 @@ class PlainProcess:
         Raises:
             PlainError: it failed, or took longer than ``timeout`` seconds.
         """
-        from safetensors.torch import save_file
-
         with tempfile.TemporaryDirectory(dir=self._folder, prefix="job") as name:
             folder = Path(name)
             batches.save(folder / "batches.safetensors")
@@ -207,10 +202,6 @@ class PlainProcess:
 
 
 def _read(folder: Path) -> PlainRun:
-    from safetensors.torch import load_file
-
-    from megasched.verify.plain.watching import Sightings
-
     numbers = json.loads((folder / "result.json").read_text())
 
     def tensors(kind: str) -> dict[str, torch.Tensor]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from megasched.verify import bfloat16, parity
-from megasched.verify.checks import Check
 from megasched.verify.dropout_masks import wrong_masks
 from megasched.verify.locate.locate import Finding, Locator
-from megasched.verify.numbers import Errors, Number, difference, errors_of, own_errors
-from megasched.verify.place import first_weight, first_wrong, of_loss, of_norm, place_of
-from megasched.verify.plain_runs import PlainRun
+from megasched.verify.locate.place import first_weight, first_wrong, of_loss, of_norm, place_of
+from megasched.verify.numbers import Check, Errors, Number, difference, errors_of, own_errors
+from megasched.verify.plain.runs import PlainRun
+from megasched.verify.recording import PlanFacts, RankReport
 from megasched.verify.reference import HfStep
 from megasched.verify.steps import FIRST, Look, Steps
-from megasched.verify.trainer_run import PlanFacts, RankReport
 
 # Of the largest change of a weight. float32 rounds a weight of size 1 by 6e-8, which is 6e-5 of a change by the
 # learning rate of the check, 1e-3.

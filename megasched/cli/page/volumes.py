@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megasched.cli.amounts import BYTES_16_BITS
+from megasched.cli.output import BYTES_16_BITS
 from megasched.cli.show.communication import Transfer
 from megasched.cli.show.modules import ModuleReport, ParameterReport
 from megasched.cli.show.report import ShowReport

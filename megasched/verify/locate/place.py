@@ -8,7 +8,7 @@ from dataclasses import replace
 from megasched.verify.locate.locate import NOTICED, Finding, Locator
 from megasched.verify.numbers import Errors, Number, difference, replicas
 from megasched.verify.parity import TOLERANCE
-from megasched.verify.plain_runs import OPTIMIZER, PlainRun
+from megasched.verify.plain.runs import OPTIMIZER, PlainRun
 
 # Of what a step may change a weight by.
 NOTICED_IN_WEIGHTS = 1e-2

@@ -1,4 +1,4 @@
-"""How ``megasched status`` looks: one screen, live or once, or a line for each change."""
+"""``megasched status``: how a run is doing, as one screen, live or once, or a line for each change."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from typing import Annotated
 
+import typer
 from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megasched.launch.status.run_status import RunStatus
+from megasched.cli.options import Json
+from megasched.cli.output import report_console
+from megasched.json_output import print_json
+from megasched.launch.status.run_status import RunReader, RunStatus
 from megasched.launch.status.slurm_job import SlurmJob
 from megasched.launch.status.training_log import RankTimes
 from megasched.slurm import RUNNING
@@ -33,8 +39,35 @@ PROGRESS_WIDTH = 30
 ERROR_CHARACTERS = 400
 
 
+def status(
+    target: Annotated[
+        str, typer.Argument(metavar="JOBID|DIR", help="A Slurm job, the folder of a run, or one of its logs.")
+    ],
+    watch: Annotated[bool, typer.Option("--watch", help="Look again and again until the run has ended.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Between two looks.")] = 5.0,
+    as_json: Json = False,
+) -> None:
+    """Print how a run is doing, by its logs and by Slurm.
+
+    It needs no GPU, and reads nothing but the logs.
+    """
+    if watch and as_json:
+        raise typer.BadParameter("--json prints one object, and --watch prints again and again: pass one of them")
+    reader = RunReader(target)
+    if as_json:
+        print_json(reader.look().to_dict())
+        return
+    if not watch:
+        print_status(reader.look(), report_console())
+        return
+    try:
+        watch_run(reader.look, report_console(), interval)
+    except KeyboardInterrupt:
+        return  # it was asked to go on until then
+
+
 def screen(found: RunStatus, now: datetime) -> RenderableType:
-    """All about a run.
+    """Puts all that is known of a run on one screen.
 
     Args:
         found: what is known.
@@ -72,7 +105,7 @@ def screen(found: RunStatus, now: datetime) -> RenderableType:
 
 
 def summary(found: RunStatus, now: datetime) -> str:
-    """The same in one line, for a log."""
+    """Says the same in one line, for a log."""
     told = [f"{now:%Y-%m-%d %H:%M:%S}  {_state(found.state)}"]
     if found.iteration:
         told.append(f"iteration {found.iteration} of {found.last}")
@@ -86,11 +119,11 @@ def summary(found: RunStatus, now: datetime) -> str:
 
 
 def print_status(found: RunStatus, console: Console, now: datetime | None = None) -> None:
-    """One screen."""
+    """Prints one screen about a run."""
     console.print(screen(found, now or datetime.now()))
 
 
-def watch(look: Callable[[], RunStatus], console: Console, interval: float) -> None:
+def watch_run(look: Callable[[], RunStatus], console: Console, interval: float) -> None:
     """Looks again and again until the run has ended.
 
     On a terminal the screen is drawn again; elsewhere a line is printed when something has changed.
@@ -112,8 +145,6 @@ def watch(look: Callable[[], RunStatus], console: Console, interval: float) -> N
                 return
             before = changed
             time.sleep(interval)
-
-    from rich.live import Live
 
     with Live(console=console, auto_refresh=False) as live:
         while True:

@@ -1,19 +1,108 @@
-"""The tree of ``megasched show`` by pipeline stage: what each holds, stages that are alike as one."""
+"""How ``megasched show`` looks in a terminal: a head line, then the tree of modules, by stage if there are any."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from megasched.cli.amounts import BYTES_16_BITS, format_bytes, format_count
+from megasched.cli.output import BYTES_16_BITS, format_bytes, format_count, print_found
+from megasched.cli.page.html import write_page
+from megasched.cli.page.page import build_page
+from megasched.cli.show.diff import compare_reports, print_diff
 from megasched.cli.show.fold import Node, fold
 from megasched.cli.show.module_view import ModuleLines, lines, places
-from megasched.cli.show.report import ShowReport
-from megasched.cli.show.stages import StageReport
+from megasched.cli.show.report import AUTO, ShowReport, StageReport, inspect_schedule
+from megasched.json_output import json_only
+from megasched.language.parallel_dims import Layout
+from megasched.language.records import save_records
+from megasched.trainer.evidence.compatibility import of_unchecked_options
+
+
+def show_schedule(
+    schedule: str,
+    hf_model: str,
+    layout: Layout,
+    *,
+    as_json: bool,
+    diff: str | None,
+    records: Path | None,
+    html: Path | None,
+    global_batch_size: int | None,
+    trace: Path | None,
+    **options: Any,
+) -> None:
+    """Carries out the command: plans one schedule or two, and prints or writes what was asked for.
+
+    Args:
+        diff: another schedule, to be compared with.
+        records: file for the schedule's calls.
+        html: file for a page.
+        global_batch_size, trace: as ``build_page`` takes them.
+        options: of ``inspect_schedule``.
+
+    Raises:
+        ConfigError, ScheduleError: whatever a run would refuse about model, schedule and layout.
+    """
+    with json_only(as_json):
+        report = inspect_schedule(schedule, hf_model, layout, **options)
+        other = inspect_schedule(diff, hf_model, layout, **options) if diff is not None else None
+    if records is not None:
+        save_records(report.records, records)
+    if html is not None:
+        write_page(build_page(report, global_batch_size=global_batch_size, trace=trace), html)
+        print(f"wrote {html}")
+    elif other is not None:
+        print_found(compare_reports(report, other), print_diff, as_json=as_json)
+    else:
+        print_found(report, print_report, as_json=as_json)
+
+
+def print_report(report: ShowReport, console: Console) -> None:
+    """Prints a report; made for 100 columns."""
+    lines = ModuleLines(show_sources=report.schedule != AUTO)
+    console.print(_head(report))
+    if len(report.stages) > 1:
+        console.print(stage_tree(report, lines))
+        console.print()
+        if report.layout.vpp > 1:
+            console.print(stage_table(report))
+        console.print(stage_legend(report))
+    else:
+        console.print(_tree(report, lines))
+        console.print()
+        console.print(_on_one_rank(report))
+    for doubt in report.unverified:
+        console.print(Text(f"not known to be right, a run would need --allow-unverified: {doubt}", "yellow"))
+    if report.unchecked_options:
+        console.print(Text(of_unchecked_options(report.unchecked_options, report.check), "yellow"))
+
+
+def _head(report: ShowReport) -> Text:
+    text = Text(report.model, "bold")
+    trained = f" ({format_count(report.trained)} trained)" if report.trained < report.parameters else ""
+    text.append(f"  {format_count(report.parameters)} parameters{trained}  on {report.layout}", "default not bold")
+    text.append(f"\nmodel {report.hf_model}, schedule {report.schedule}\n", "dim not bold")
+    return text
+
+
+def _tree(report: ShowReport, lines: ModuleLines) -> Tree:
+    root = fold(report.modules)
+    tree = Tree(lines.label(root, "", 0), guide_style="dim")
+    lines.add_children(tree, root, 1)
+    return tree
+
+
+def _on_one_rank(report: ShowReport) -> Text:
+    (stage,) = report.stages
+    amount = f"{format_count(stage.parameters)} parameters, {format_bytes(stage.parameter_bytes)} at 16 bits each"
+    return Text(f"on one rank: {amount}", "dim")
 
 
 @dataclass
