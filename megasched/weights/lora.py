@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from megasched.definition.linears import is_conv1d
 from megasched.definition.objectives import objective_of
 from megasched.errors import CheckpointError
 from megasched.language.lora import A, B, Lora, adapted, adapter_names
-from megasched.weights.lazy import Box, LazyTensor, Leaf, whole
+from megasched.weights.lazy import Box, Composed, LazyTensor, whole
 from megasched.weights.random_init import parameter_seed
 
 if TYPE_CHECKING:
@@ -90,38 +90,24 @@ def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: Lora) ->
 
 
 @dataclass(frozen=True)
-class Merged:
-    """The weight of an adapted linear with its adapter merged, as a ``LazyTensor``.
+class Merged(Composed):
+    """The weight of an adapted linear with its adapter merged; the sources are what ``merge`` takes."""
 
-    Attributes:
-        weight, a, b: as ``merge`` takes them.
-    """
-
-    weight: LazyTensor
-    a: LazyTensor
-    b: LazyTensor
     lora: Lora
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
+        return self.sources[0].shape
 
     @property
     def where(self) -> str:
-        return self.weight.where
+        return self.sources[0].where
 
     def read(self, box: Box) -> torch.Tensor:
         outputs, inputs = reversed(box) if self.lora.fan_in_fan_out else box
+        weight, a, b = self.sources
         every = (0, self.lora.rank)
-        return merge(self.weight.read(box), self.a.read((every, inputs)), self.b.read((outputs, every)), self.lora)
-
-    def leaves(self) -> Iterator[Leaf]:
-        for part in (self.weight, self.a, self.b):
-            yield from part.leaves()
+        return merge(weight.read(box), a.read((every, inputs)), b.read((outputs, every)), self.lora)
 
 
 def merged(tensors: Mapping[str, LazyTensor], adapters: Mapping[str, Lora]) -> dict[str, LazyTensor]:
@@ -138,8 +124,8 @@ def merged(tensors: Mapping[str, LazyTensor], adapters: Mapping[str, Lora]) -> d
     theirs = set(adapter_names(adapters))
     found = {name: tensor for name, tensor in tensors.items() if name not in theirs}
     for path, lora in adapters.items():
-        weight, a, b = (tensors[f"{path}{part}.weight"] for part in ("", f".{A}", f".{B}"))
-        found[f"{path}.weight"] = Merged(weight, a, b, lora)
+        sources = tuple(tensors[f"{path}{part}.weight"] for part in ("", f".{A}", f".{B}"))
+        found[f"{path}.weight"] = Merged(sources, lora)
     return found
 
 

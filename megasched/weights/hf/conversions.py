@@ -48,7 +48,7 @@ class Merge:
         """Definition name -> tensor; what it is made of is found out when it is first asked."""
         sources = {key: lazy[key] for keys in self.stored.values() for key in keys}
         found = noted_once(partial(self._convert, definition), sources)
-        return {name: Deferred(found, name, tuple(sources.values())) for name in self.targets.values()}
+        return {name: Deferred(tuple(sources.values()), found, name) for name in self.targets.values()}
 
     def _convert(self, definition: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What transformers makes of the stored tensors."""
