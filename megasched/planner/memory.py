@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from megasched.planner.measure.measurements import Measurements
+from megasched.planner.measure.stages import Measurements
 from megasched.planner.pipeline import order_of
 from megasched.trainer.session import refuse_stages
 from megasched.trainer.stages.stage import Stage
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from megasched.language.parallel_dims import Layout
     from megasched.planner.measure.parameter_counts import Count
-    from megasched.planner.measure.partly_recomputed import PartlyRecomputed
     from megasched.trainer.session import Session
 
 
@@ -63,7 +62,7 @@ class RankMemory:
         return self.parameters + self.gradients + self.optimizer + self.held + self.activations
 
 
-def chunk_memory(measured: Measurements | PartlyRecomputed, stage: Stage) -> ChunkMemory:
+def chunk_memory(measured: Measurements, stage: Stage) -> ChunkMemory:
     """Of a stage of any number of layers: one layer with what the stage has at its ends, the others alone."""
     if stage.start == stage.stop:
         raise ValueError("a stage without layers has nothing to measure by")
@@ -118,7 +117,7 @@ def static_bytes(
 
 
 def rank_memory(
-    measured: Measurements | PartlyRecomputed,
+    measured: Measurements,
     stages: Sequence[Stage],
     layout: Layout,
     rank: int,

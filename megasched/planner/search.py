@@ -16,10 +16,9 @@ from megasched.errors import MegaschedError, Problem, ScheduleError
 from megasched.language.parallel_dims import Fp8, Layout
 from megasched.planner.measure.build_stage import Setting
 from megasched.planner.measure.forked import map_forked
-from megasched.planner.measure.measurements import Measurements
 from megasched.planner.measure.parameter_counts import ParameterCounts
-from megasched.planner.measure.partly_recomputed import PartlyRecomputed
 from megasched.planner.measure.probe import emulated_cuda, fake_groups
+from megasched.planner.measure.stages import Measurements, PartlyRecomputed
 from megasched.planner.memory import FILLED, RankMemory, rank_memory, stages_of, static_bytes
 from megasched.planner.step_time import StepTime, step_time
 
@@ -270,7 +269,7 @@ def _chunks(pp: int, layers: int, microbatches: int) -> list[int]:
 
 def _candidate(
     job: Job,
-    measured: Measurements | PartlyRecomputed,
+    measured: Measurements,
     stages: Sequence[Stage],
     layout: Layout,
     microbatches: int,
