@@ -176,7 +176,7 @@ def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> No
     found.notes += judge.notes
     found.checks, found.why, finding = judge.judge()
     found.finding = finding and replace(finding, records=_near(finding.records))
-    if all(check.equal for check in found.checks):
+    if found.finding is None and all(check.equal for check in found.checks):
         return
     found.verdict = "wrong"
     if found.finding is None:
