@@ -20,6 +20,12 @@ from megasched.trainer import seams
 
 # The one patch that emulates; entry.py applies it only in a rehearsal.
 REHEARSAL_PATCH = "host_cuda"
+APPLIED = {
+    "always": "[green]in every run here[/]",
+    "never": "not here",
+    "rehearsal": "in rehearsals only",
+    "refused": "[red]does not fit[/]",
+}
 
 
 @dataclass(frozen=True)
@@ -148,14 +154,6 @@ def _patch(patch: registry.Patch) -> PatchReport:
         applied, reason = "refused", str(error)
     active = patch.name in registry.active()
     return PatchReport(patch.name, patch.version_range, patch.why, patch.targets, applied, reason, active)
-
-
-APPLIED = {
-    "always": "[green]in every run here[/]",
-    "never": "not here",
-    "rehearsal": "in rehearsals only",
-    "refused": "[red]does not fit[/]",
-}
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""Where reports are printed, and how quiet it is around them."""
+"""How commands print what they have found out: where, as JSON or for a reader, and amounts in few characters."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from megasched.json_output import print_json
 
 # Columns of a report that goes to a file or a pipe.
 PIPE_WIDTH = 100
+# Of a value in the arithmetic that training runs in.
+BYTES_16_BITS = 2
 
 
 def report_console() -> Console:
@@ -52,10 +54,6 @@ def quiet_imports() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-# Of a value in the arithmetic that training runs in.
-BYTES_16_BITS = 2
 
 
 def format_count(count: int) -> str:

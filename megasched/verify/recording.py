@@ -84,7 +84,7 @@ class Look:
     """What a run that is verified trains on, and where its modules are watched.
 
     Attributes:
-        batches: file as ``plain_runs.Batches`` writes it; micro-batches of DP rank 0 first.
+        batches: file as ``plain.runs.Batches`` writes it; micro-batches of DP rank 0 first.
         step, micro_batch: the one that is watched, counted over all DP ranks; gradients are of that step.
         silent: dropouts off, also those that stand in the code alone.
     """

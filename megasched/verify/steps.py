@@ -179,7 +179,8 @@ def make_subject(
     overrides: Sequence[str],
     trust_remote_code: bool,
 ) -> Subject:
-    """
+    """Makes the folder of what stands for a model: a small copy, or the model with its dropouts off.
+
     Args:
         target: where the folder is made.
         layers: of a small copy; enough for the layout by default.

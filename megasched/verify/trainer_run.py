@@ -43,6 +43,8 @@ RUN_FLAGS = (
     "--adam-eps 1e-5"
 ).split()
 
+_chunks: list[Any] = []
+
 
 def train(
     hf_model: str,
@@ -129,9 +131,6 @@ def run_trainer(
     module = importlib.import_module(f"megasched.launch.{script}")
     sys.argv = [f"{script}.py", *rehearsal_flags(argv).argv]
     module.main()
-
-
-_chunks: list[Any] = []
 
 
 def _record_steps(training: Any, report: RankReport, serving: Serving | None) -> Callable[[], None]:

@@ -51,6 +51,13 @@ ADAPTER_FORM = {
 }
 # Told how many bytes there will be, it gives a function that is told how many more were written.
 Progress = Callable[[int], AbstractContextManager[Callable[[int], Any]]]
+COUNTS = (
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "mtp_num_hidden_layers",
+    "mtp_num_layers",
+    "num_mtp_modules",
+)
 
 
 @dataclass(frozen=True)
@@ -239,25 +246,23 @@ def _hf_files(checkpoint: Path, hf_model: str | Path | None) -> Path:
     return files
 
 
-COUNTS = (
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-    "mtp_num_hidden_layers",
-    "mtp_num_layers",
-    "num_mtp_modules",
-)
-
-
 def without_absent_layers(
     config: PretrainedConfig, definition: PreTrainedModel, build: Callable[[PretrainedConfig], PreTrainedModel]
 ) -> tuple[PretrainedConfig, tuple[str, ...]]:
-    """The config with such counts at 0, and what they were, e.g. ``num_nextn_predict_layers = 1``.
+    """Sets counts of layers for later tokens (multi-token prediction) to 0 that the class does not have.
+
+    transformers passes over the tensors of such layers when it loads (``_keys_to_ignore_on_load_unexpected``), so
+    no checkpoint of a run has them, and no export. A config that still counts them has other programs, and
+    transformers' own ``generate(use_mtp=True)``, look for tensors that are not there.
 
     Where the class has other tensors without them, they are its own, and stay.
 
     Args:
         definition: of this config.
         build: makes a definition of a config, on meta.
+
+    Returns:
+        The config, and what the counts were, e.g. ``num_nextn_predict_layers = 1``.
     """
     changed, told = copy.deepcopy(config), []
     for part in with_nested(changed):

@@ -1,4 +1,4 @@
-"""LoRA after the training: merged into the weights, or a folder as PEFT writes and reads it.
+"""The weights of LoRA: how adapters start, how they are merged, and the folder that PEFT reads.
 
 All is by HF's names, of whole HF tensors: a checkpoint holds ``PATH.weight`` as it was, ``PATH.lora_A.weight``
 [r, in] and ``PATH.lora_B.weight`` [out, r]. How they are to be added is said in PEFT's ``adapter_config.json``.
@@ -169,7 +169,11 @@ def _check_adapters(names: Collection[str], adapters: Mapping[str, Lora]) -> Non
 
 
 def initial_value(name: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """The whole parameter of that name; float32, CPU: Kaiming's uniform for ``lora_A``, zeros for ``lora_B``."""
+    """The whole parameter of that name as PEFT starts it, by its name alone, so the same at every layout.
+
+    Returns:
+        float32, CPU: Kaiming's uniform for ``lora_A``, zeros for ``lora_B``.
+    """
     value = torch.zeros(shape)
     if name.endswith(f".{A}.weight"):
         generator = torch.Generator().manual_seed(parameter_seed(seed, name))

@@ -1,4 +1,4 @@
-"""How far a transfer of bytes has come: a bar on a terminal, a line now and then in a log."""
+"""Transfers of bytes: how far one has come, and reading its next part while the last one is written."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 # Between two lines in a log.
 SECONDS = 10.0
+# Results that wait to be taken, beside the one that is being made.
+DEPTH = 2
 
 
 @contextmanager
@@ -53,10 +55,6 @@ class _Lines:
             done, total = decimal(self._done), decimal(self._total)
             share = f"{100 * self._done // self._total} %"
             print(f"megasched: {self._title}: {share}, {done} of {total}, {rate}/s", file=sys.stderr, flush=True)
-
-
-# Results that wait to be taken, beside the one that is being made.
-DEPTH = 2
 
 
 def ahead[T](calls: Iterable[Callable[[], T]]) -> Iterator[T]:

@@ -1,4 +1,4 @@
-"""What every source of weights answers: a rank's piece of one HF parameter."""
+"""What every source of weights answers, by which names, and how a whole definition is filled from one."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def _idx(folder: Path) -> None:
 
 
 def _space(folder: Path) -> None:
-    from megasched.tuner.space_file import load_space
+    from megasched.tuner.space import load_space
 
     load_space(folder / "space.py")
 

@@ -18,6 +18,7 @@ from megasched.trace.timeline import Span
 # Of a pipeline rank in one step, where nobody says how many: enough to see the steady state.
 MICROBATCHES_A_RANK = 4
 BACKWARD_FORWARDS = 2.0  # a backward costs as much as two forwards
+TICKS = 10**8  # of the longest step; the page shows no more than some 1,000 pixels of them
 
 
 @dataclass(frozen=True)
@@ -143,11 +144,8 @@ def _as_much_work(predicted: Sequence[Span], measured: Sequence[Span]) -> list[S
     return [replace(span, start=scale * span.start, end=scale * span.end) for span in predicted]
 
 
-TICKS = 10**8  # of the longest step; the page shows no more than some 1,000 pixels of them
-
-
 def timeline_data(predicted: Sequence[Span], measured: Sequence[Span], unit: str) -> dict[str, Any]:
-    """All lanes.
+    """Spans as the page's script reads them: whole numbers, small enough for 100,000s of spans.
 
     Returns:
         ``kinds``, ``unit``, ``end`` and ``tick`` in units, ``names`` of spans, and ``lanes``: pipeline rank,

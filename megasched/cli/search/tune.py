@@ -20,16 +20,11 @@ from megasched.cli.output import report_console
 from megasched.errors import ConfigError
 from megasched.json_output import json_only, print_json
 from megasched.launch.watched_run import INTERRUPTED
-from megasched.tuner.command_line import check_command, point_words
-from megasched.tuner.encoding import Encoding
 from megasched.tuner.plots import save_plots
-from megasched.tuner.runner import CommandRunner, SubprocessRunner
-from megasched.tuner.samplers import SAMPLERS
-from megasched.tuner.slurm import SlurmRunner
-from megasched.tuner.space import Space
-from megasched.tuner.space_file import load_space
-from megasched.tuner.study import Trial, open_study
-from megasched.tuner.tune import Tuning, default_trials, tune, tuning_so_far
+from megasched.tuner.runner import CommandRunner, SlurmRunner, SubprocessRunner, check_command, point_words
+from megasched.tuner.samplers import SAMPLERS, Encoding
+from megasched.tuner.space import Space, load_space
+from megasched.tuner.study import Trial, Tuning, default_trials, open_study, tune, tuning_so_far
 from megasched.tuner.warm_start import read_warm_start
 
 COLOURS = {"ok": "green", "oom": "magenta", "timeout": "yellow", "refused": "yellow", "crash": "red"}

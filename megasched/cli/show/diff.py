@@ -1,4 +1,4 @@
-"""``megasched show --diff``: what one schedule does to a model otherwise than another."""
+"""``megasched show --diff``: what one schedule does to a model otherwise than another, and how it is printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megasched show``: what a schedule will do to a model, told before any GPU is held."""
+"""``megasched show``: what a schedule does to a model and what each stage holds, before any GPU is held."""
 
 from __future__ import annotations
 
