@@ -14,6 +14,7 @@ from megasched import __version__
 from megasched.cli.apex import PARTS, Apex, find_apex
 from megasched.cli.cuda_headers import headers_problem
 from megasched.cli.installation import Package, find_packages
+from megasched.cli.output import plain_table
 from megasched.errors import ConfigError
 from megasched.patches import registry
 from megasched.trainer import seams
@@ -177,9 +178,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def _packages(diagnosis: Diagnosis) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("package", "found", "supported", ""):
-        table.add_column(name, overflow="fold")
+    table = plain_table("package", "found", "supported", "", overflow="fold")
     for package in diagnosis.packages:
         found = f"[{'green' if package.ok else _colour(package)}]{package.found or 'none'}[/]"
         table.add_row(package.name, found, package.supported or "any", _remark(package))

@@ -6,20 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
+import torch
+
+from megasched.language.parallel_dims import Layout
+from megasched.planner.measure.parameter_counts import Count
 from megasched.planner.measure.stages import Measurements
 from megasched.planner.pipeline import order_of
-from megasched.trainer.session import refuse_stages
+from megasched.trainer.session import Session, refuse_stages
 from megasched.trainer.stages.stage import Stage
-
-if TYPE_CHECKING:
-    import torch
-
-    from megasched.language.parallel_dims import Layout
-    from megasched.planner.measure.parameter_counts import Count
-    from megasched.trainer.session import Session
-
 
 # The most that a pipeline holds in flight it holds after so many micro-batches for each of its ranks.
 FILLED = 3

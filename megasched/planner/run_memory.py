@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,10 +11,8 @@ from megasched.planner.measure.build_stage import Setting
 from megasched.planner.measure.probe import fake_groups
 from megasched.planner.measure.stages import Measurements, PartlyRecomputed
 from megasched.planner.memory import FILLED, RankMemory, rank_memory
+from megasched.trainer.session import Session
 from megasched.trainer.stages.stage import Stage
-
-if TYPE_CHECKING:
-    from megasched.trainer.session import Session
 
 
 def run_memory(

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megasched.definition.experts import is_experts
 from megasched.errors import MegaschedError, Problem, ScheduleError
 from megasched.language.parallel_dims import Fp8, Layout
+from megasched.planner.hardware.hardware import Hardware
 from megasched.planner.measure.build_stage import Setting
 from megasched.planner.measure.forked import map_forked
 from megasched.planner.measure.parameter_counts import ParameterCounts
@@ -21,11 +22,8 @@ from megasched.planner.measure.probe import emulated_cuda, fake_groups
 from megasched.planner.measure.stages import Measurements, PartlyRecomputed
 from megasched.planner.memory import FILLED, RankMemory, rank_memory, stages_of, static_bytes
 from megasched.planner.step_time import StepTime, step_time
-
-if TYPE_CHECKING:
-    from megasched.planner.hardware.hardware import Hardware
-    from megasched.trainer.session import Session
-    from megasched.trainer.stages.stage import Stage
+from megasched.trainer.session import Session
+from megasched.trainer.stages.stage import Stage
 
 MICRO_BATCHES = (1, 2, 4)
 RECOMPUTE = (None, "full")

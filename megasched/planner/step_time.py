@@ -8,13 +8,13 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING
 
+from megasched.language.parallel_dims import Layout
 from megasched.planner.hardware.hardware import Group, Hardware
+from megasched.planner.measure.parameter_counts import Count
 from megasched.planner.measure.work import Work
 from megasched.planner.pipeline import Chunk, simulate
 
 if TYPE_CHECKING:
-    from megasched.language.parallel_dims import Layout
-    from megasched.planner.measure.parameter_counts import Count
     from megasched.planner.measure.stages import Measurements
     from megasched.trainer.stages.stage import Stage
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from megasched.language.parallel_dims import Layout
 from megasched.verify.plain.runs import Batches
-
-if TYPE_CHECKING:
-    import torch
-
-    from megasched.language.parallel_dims import Layout
 
 STEPS = 3
 MICRO_BATCH = 2

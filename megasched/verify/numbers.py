@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+import torch
+
+from megasched.verify.plain.runs import PlainRun
+from megasched.verify.recording import RankReport
 from megasched.verify.reference import FLOOR
 from megasched.verify.trainer_run import logits_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-
-    from megasched.verify.plain.runs import PlainRun
-    from megasched.verify.recording import RankReport
 
 # What is compared; a gradient is of the step that was looked at, weights and buffers are those after the last one.
 KINDS = ("loss", "logits", "gradient", "grad_norm", "weight", "buffer")

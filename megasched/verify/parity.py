@@ -8,17 +8,14 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megasched.definition.build import load_config
 from megasched.definition.small_models.shrink import TOKENS, VOCABULARY
 from megasched.trainer.flags.model_sizes import EXPERTS_PER_TOKEN
 from megasched.verify import trainer_run
-from megasched.verify.ranks.pool import RankError
+from megasched.verify.ranks.pool import RankError, RankPool
 from megasched.verify.reference import HfStep, differences, hf_step
-
-if TYPE_CHECKING:
-    from megasched.verify.ranks.pool import RankPool
 
 TOLERANCE = 1e-5
 # What is beyond the tolerance may be so many times as far from float64 as the unscheduled model in float32 is:

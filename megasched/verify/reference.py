@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,10 +18,7 @@ from megasched.verify.plain.loss import IGNORED, labels_of, loss_of
 from megasched.verify.plain.watching import Float64, Sightings
 from megasched.weights.hf.folder import HFFolder
 from megasched.weights.random_init import RandomInit
-from megasched.weights.source import materialize
-
-if TYPE_CHECKING:
-    from megasched.weights.source import WeightSource
+from megasched.weights.source import WeightSource, materialize
 
 FLOOR = 1e-2
 _TAKES = "megasched_labels"  # attribute of a reference: what ``labels_of`` says of it

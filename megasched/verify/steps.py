@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megasched.definition.build import load_config
 from megasched.definition.config_check import CONFIG
@@ -21,11 +21,9 @@ from megasched.verify import recording, trainer_run
 from megasched.verify.batches import unreached_windows
 from megasched.verify.dropout_masks import switch, switch_on
 from megasched.verify.plain.runs import OPTIMIZER, Batches, PlainModel, PlainRun
+from megasched.verify.ranks.pool import RankPool
+from megasched.verify.recording import RankReport
 from megasched.verify.trainer_run import gather
-
-if TYPE_CHECKING:
-    from megasched.verify.ranks.pool import RankPool
-    from megasched.verify.recording import RankReport
 
 # Epsilon: gradients below it are told from rounding; decay: enough to see that it is where it must be.
 STEP_FLAGS = ["--adam-eps", str(OPTIMIZER["eps"]), "--weight-decay", str(OPTIMIZER["weight_decay"])]

@@ -15,6 +15,7 @@ from megasched.definition.objectives import find_objective
 from megasched.errors import CheckpointError, ConfigError
 from megasched.files import check_room, whole_folder, write_whole
 from megasched.reading.tracker import RELEASE, TRACKER
+from megasched.weights.exporting import Progress
 from megasched.weights.hf.files import write_hf_files
 from megasched.weights.hf.folder import HFFolder
 from megasched.weights.hf.hub import local_folder
@@ -25,8 +26,6 @@ from megasched.weights.torch_dist.writer import TorchDistWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from megasched.weights.exporting import Progress
 
 
 @dataclass(frozen=True)

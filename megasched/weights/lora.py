@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,13 +19,11 @@ from megasched.definition.linears import is_conv1d
 from megasched.definition.objectives import objective_of
 from megasched.errors import CheckpointError
 from megasched.language.lora import A, B, Lora, adapted, adapter_names
+from megasched.language.schedule import Schedule
+from megasched.plan.placement import Placement
 from megasched.weights.lazy import Box, Composed, LazyTensor, whole
 from megasched.weights.random_init import parameter_seed
-
-if TYPE_CHECKING:
-    from megasched.language.schedule import Schedule
-    from megasched.plan.placement import Placement
-    from megasched.weights.source import WeightSource
+from megasched.weights.source import WeightSource
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # PEFT's own modules around the model

@@ -11,12 +11,11 @@ import torch
 
 from megasched.definition.module_copy import copy_module
 from megasched.errors import CheckpointError, ConfigError
+from megasched.plan.placement import Placement
 from megasched.weights.source import canonical_names, compare_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from megasched.plan.placement import Placement
 
 # transformers.initialization passes over tensors that carry this flag.
 INITIALIZED = "_is_hf_initialized"

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from megasched.plan.placement import Placement
     from megasched.weights.source import WeightSource
 
 

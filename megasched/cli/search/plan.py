@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,13 +21,10 @@ from megasched.cli.page.page import build_page
 from megasched.cli.show.report import inspect_schedule
 from megasched.json_output import json_only
 from megasched.planner.hardware.hardware import GIB
+from megasched.planner.memory import RankMemory
 from megasched.planner.pipeline import simulate
 from megasched.planner.plan import PlanReport, plan, run_words, slurm_words
-
-if TYPE_CHECKING:
-    from megasched.planner.memory import RankMemory
-    from megasched.planner.search import Candidate
-
+from megasched.planner.search import Candidate
 
 _PARTS = ("parameters", "gradients", "optimizer", "held", "activations")
 

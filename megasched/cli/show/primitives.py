@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from megasched.cli.output import plain_table
 from megasched.errors import ConfigError
 from megasched.language.registry import call_of, document, get_primitive, has_primitive, list_primitives
 
@@ -63,9 +63,8 @@ def describe_primitive(name: str) -> PrimitiveReport:
 
 def print_primitives(primitives: Sequence[PrimitiveReport], console: Console) -> None:
     """A table: names and what each is for."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("primitive", no_wrap=True)
-    table.add_column("what it does")
+    table = plain_table("primitive", "what it does")
+    table.columns[0].no_wrap = True
     for primitive in primitives:
         also = f" (also {', '.join(primitive.aliases)})" if primitive.aliases else ""
         table.add_row(Text(primitive.name, "bold"), Text(primitive.summary + also))

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from megasched.cli.output import BYTES_16_BITS, format_bytes, format_count, print_found
+from megasched.cli.output import BYTES_16_BITS, format_bytes, format_count, plain_table, print_found
 from megasched.cli.page.html import write_page
 from megasched.cli.page.page import build_page
 from megasched.cli.show.diff import compare_reports, print_diff
@@ -153,11 +153,10 @@ def stage_tree(report: ShowReport, writer: ModuleLines) -> Tree:
 
 def stage_table(report: ShowReport) -> Table:
     """What each pipeline rank has, all of its chunks together."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("pp rank", justify="right")
-    table.add_column("layers, chunk by chunk", overflow="fold")
-    for name in ("parameters", "bytes", "FLOPs"):
-        table.add_column(name, justify="right")
+    table = plain_table("pp rank", "layers, chunk by chunk", "parameters", "bytes", "FLOPs")
+    table.columns[1].overflow = "fold"
+    for column in (table.columns[0], *table.columns[2:]):
+        column.justify = "right"
     for rank in range(report.layout.pp):
         stages = [stage for stage in report.stages if stage.pp_rank == rank]
         table.add_row(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -11,10 +11,8 @@ from megasched.plan.plan import Plan
 from megasched.planner.measure.build_stage import Setting
 from megasched.planner.measure.parameter_counts import ParameterCounts
 from megasched.planner.measure.probe import Measured, measure
+from megasched.trainer.session import Session
 from megasched.trainer.stages.stage import Stage
-
-if TYPE_CHECKING:
-    from megasched.trainer.session import Session
 
 # Attributes that tell layers apart which are alike in all else.
 _NUMBERING = ("layer_idx", "layer_id", "layer_index", "block_idx", "idx")
