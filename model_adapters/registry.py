@@ -24,10 +24,10 @@ from megasched.definition.linears import is_linear
 from megasched.errors import ConfigError
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.roles import ROLES, Cut, Roles
-from megasched.model_adapters.attentions import attention_of
-from megasched.model_adapters.blocks import block_of
-from megasched.model_adapters.mixtures import mixture_of
-from megasched.model_adapters.mlps import mlps_of
+from megasched.model_adapters.reading.attention import attention_of
+from megasched.model_adapters.reading.layer import block_of
+from megasched.model_adapters.reading.mlp import mlps_of
+from megasched.model_adapters.reading.moe import mixture_of
 
 if TYPE_CHECKING:
     from torch import nn

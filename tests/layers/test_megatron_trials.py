@@ -16,10 +16,10 @@ from megasched.language.parallel_dims import Layout
 from megasched.layers.megatron import trial
 from megasched.layers.megatron.trial import why_another
 from megasched.layers.megatron.trials import Subject, Trials
-from megasched.model_adapters.attentions import ATTENTIONS
-from megasched.model_adapters.blocks import LAYERS
 from megasched.model_adapters.default_schedule import schedule as default_schedule
-from megasched.model_adapters.mixtures import KINDS
+from megasched.model_adapters.reading.attention import ATTENTIONS
+from megasched.model_adapters.reading.layer import LAYERS
+from megasched.model_adapters.reading.moe import KINDS
 from megasched.model_adapters.registry import roles_of
 from megasched.plan.make import make_plan
 from tests.parity.cases import case

@@ -91,7 +91,7 @@ def test_where_an_adapter_comes_from(installed):
 
 
 def test_our_own_adapters_are_those_of_megasched():
-    assert adapter_origin("gpt2") == "gpt2 = megasched.model_adapters.gpt2:ADAPTER of megasched 0.1.0"
+    assert adapter_origin("gpt2") == "gpt2 = megasched.model_adapters.families.gpt2:ADAPTER of megasched 0.1.0"
 
 
 def test_an_adapter_in_use_stands_before_the_installed_ones(installed):

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from megasched.model_adapters.attentions import ATTENTIONS
+from megasched.model_adapters.reading.attention import ATTENTIONS
 from megasched.trainer.evidence.compatibility import load_matrix
 from megasched.verify.parity import LAYOUTS as CHECKED
 from tests.parity.cases import slow, spread

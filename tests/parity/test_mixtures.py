@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from megasched.model_adapters.blocks import LAYERS
-from megasched.model_adapters.mixtures import KINDS
+from megasched.model_adapters.reading.layer import LAYERS
+from megasched.model_adapters.reading.moe import KINDS
 from tests.parity.cases import case, spread
 from tests.parity.mixtures import LAYOUTS, mixtures_of_run
 from tests.parity.steps import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megasched.language.module_specs import AttentionSpec, MlaSpec
-from megasched.model_adapters.stock import why_altered
+from megasched.model_adapters.reading.stock import why_altered
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megasched.definition.build import text_config
 from megasched.definition.experts import find_experts
 from megasched.language.module_specs import ExpertSpec, MoeSpec
-from megasched.model_adapters.stock import why_altered
+from megasched.model_adapters.reading.stock import why_altered
 
 if TYPE_CHECKING:
     from torch import nn

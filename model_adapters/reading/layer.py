@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megasched.language.module_specs import Activation, LayerSpec, MlpSpec
-from megasched.model_adapters.attentions import LATENT, attention_of, norm_eps
-from megasched.model_adapters.stock import why_altered
+from megasched.model_adapters.reading.attention import LATENT, attention_of, norm_eps
+from megasched.model_adapters.reading.stock import why_altered
 
 if TYPE_CHECKING:
     from torch import nn

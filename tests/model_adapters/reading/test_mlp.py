@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 from megasched.definition.small_models.small_models import small_config
 from megasched.language.module_specs import LayerSpec, MlpSpec
-from megasched.model_adapters.blocks import LAYERS, block_of
-from megasched.model_adapters.mlps import mlps_of
+from megasched.model_adapters.reading.layer import LAYERS, block_of
+from megasched.model_adapters.reading.mlp import mlps_of
 
 H, INSIDE = 16, 24
 

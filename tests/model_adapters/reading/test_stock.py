@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from megasched.definition.build import init_empty_weights
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MoeSpec
-from megasched.model_adapters import stock
+from megasched.model_adapters.reading import stock
 from megasched.model_adapters.registry import roles_of
 from tests import tiny
 
