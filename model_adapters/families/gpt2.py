@@ -1,6 +1,7 @@
 """GPT-2: HF ``Conv1D`` layers, q, k, v packed into one of them."""
 
-from megasched.model_adapters.registry import Adapter
+from megasched.language.module_specs import MlpSpec
+from megasched.model_adapters.registry import Adapter, AttentionFacts, LayerFacts
 
 ADAPTER = Adapter(
     model_types=("gpt2",),
@@ -15,4 +16,17 @@ ADAPTER = Adapter(
     },
     packed={"qkv.packed": lambda config: (config.hidden_size,) * 3},
     local_attributes={"transformer.h.*.attn": ("split_size", "num_heads")},
+    attention=AttentionFacts(
+        {"normalization": "LayerNorm", "rotary": "", "qkv": "attn.c_attn", "out": "attn.c_proj"},
+        dropout="attn_pdrop",
+        out_dropout="resid_pdrop",
+    ),
+    layer=LayerFacts(
+        {
+            "input_norm": "ln_1",
+            "mlp_norm": "ln_2",
+            "mlp": MlpSpec(gate="", up="mlp.c_fc", down="mlp.c_proj"),
+        },
+        dropout="resid_pdrop",
+    ),
 )

@@ -1,29 +1,11 @@
-"""Phi-3: q, k, v and gate, up each packed into one projection, which HF's plan gathers inside the layer."""
+"""Phi and Phi-3.5-MoE: attention that Megatron's can compute."""
 
-from typing import Any
+from megasched.model_adapters.registry import Adapter, AttentionFacts
 
-from megasched.model_adapters.registry import Adapter
-
-
-def qkv_sizes(config: Any) -> tuple[int, int, int]:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    keys = config.num_key_value_heads * head_dim
-    return config.num_attention_heads * head_dim, keys, keys
-
-
-ADAPTER = Adapter(
-    model_types=("phi3",),
-    roles={
-        "model.embed_tokens": "embed.tokens",
-        "model.layers.*.self_attn.qkv_proj": "qkv.packed",
-        "model.layers.*.self_attn.o_proj": "attn.out",
-        "model.layers.*.mlp.gate_up_proj": "mlp.gate_up",
-        "model.layers.*.mlp.down_proj": "mlp.down",
-        "lm_head": "head",
-    },
-    packed={
-        "qkv.packed": qkv_sizes,
-        "mlp.gate_up": lambda config: (config.intermediate_size, config.intermediate_size),
-    },
-    local_attributes={"model.layers.*.self_attn": ("config.num_attention_heads", "num_key_value_heads")},
-)
+ADAPTER = [
+    Adapter(
+        model_types=("phi",),
+        attention=AttentionFacts({"normalization": "LayerNorm", "out": "self_attn.dense"}),
+    ),
+    Adapter(model_types=("phimoe",), attention=AttentionFacts(one_window=True)),
+]

@@ -1,75 +1,18 @@
-"""Architectures whose attention Megatron's own ``SelfAttention`` can compute, and when it can."""
+"""Attention as a definition has it: what Megatron's own needs to stand for it, or why it can't."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
 
 from megasched.language.module_specs import AttentionSpec, MlaSpec
 from megasched.model_adapters.reading.stock import why_altered
 
-if TYPE_CHECKING:
-    from torch import nn
-
-# Latent attention as in DeepSeek-V3.
-LATENT = ("deepseek_v3", "glm4_moe_lite", "youtu")
-_LLAMA: dict[str, Any] = {}
-_LAYER_NORM = {"normalization": "LayerNorm"}
-_NEIGHBOURS = {"interleaved": True}
-_NO_POSITIONS = {"rotary": ""}
-_SINKS = {"sinks": "self_attn.sinks"}
-_PLUS_ONE = {"zero_centered": True}
-_NORMED_HEADS = {"q_norm": "self_attn.q_layernorm", "k_norm": "self_attn.k_layernorm"}
-_GATED = {**_PLUS_ONE, "gated": True}
-_LFM2 = {**_NORMED_HEADS, "out": "self_attn.out_proj"}
-_FAIRSEQ = {**_LAYER_NORM, **_NO_POSITIONS, "out": "self_attn.out_proj"}  # learned ones are in the embedding
-_BY_HEADS = {"qkv": "self_attn.query_key_value", "by_heads": True, "out": "self_attn.dense"}
-# Model type -> what of its attention is not as in Llama's, but for what is read off the definition: that it is
-# latent, norms of heads, windows, scales, and which layers have positions. Each is proven in
-# tests/parity/test_attentions.py.
-ATTENTIONS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "cwm", "seed_oss", "smollm3"), _LLAMA),
-    **dict.fromkeys(("internlm3", "iquestcoder", "arcee", "exaone", "exaone4", "hyperclovax", "olmo"), _LLAMA),
-    **dict.fromkeys(("mixtral", "qwen3_moe", "qwen2_moe", "dots1", "glm4_moe", "solar_open", "phimoe"), _LLAMA),
-    **dict.fromkeys(("exaone_moe", "hy_v3", "minimax", "mellum", "bamba", "aria_text", *LATENT), _LLAMA),
-    **dict.fromkeys(("apertus", "apertus1p5_text", "sarvam_moe", "lara_mini"), _LLAMA),
-    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "granitemoehybrid"), _LLAMA),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "vaultgemma"), _PLUS_ONE),
-    **dict.fromkeys(("gpt_oss", "flint"), _SINKS),
-    **dict.fromkeys(("ernie4_5", "ernie4_5_moe", "helium", "glm", "glm4"), _NEIGHBOURS),
-    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), _NEIGHBOURS),
-    "nemotron": {**_LAYER_NORM, **_PLUS_ONE},
-    **dict.fromkeys(("jais2", "stablelm", "starcoder2"), _LAYER_NORM),
-    "lfm2": _LFM2,
-    "lfm2_moe": {**_LFM2, "rotary": "model.pos_emb"},
-    **dict.fromkeys(("opt", "biogpt", "xglm"), _FAIRSEQ),
-    "phi3": {"qkv": "self_attn.qkv_proj"},
-    "persimmon": {**_LAYER_NORM, **_BY_HEADS},
-    "phi": {**_LAYER_NORM, "out": "self_attn.dense"},
-    "gpt2": {**_LAYER_NORM, **_NO_POSITIONS, "qkv": "attn.c_attn", "out": "attn.c_proj"},
-    "gpt_neox": {
-        **_LAYER_NORM,
-        "qkv": "attention.query_key_value",
-        "by_heads": True,
-        "out": "attention.dense",
-        "rotary": "gpt_neox.rotary_emb",
-    },
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _GATED),
-    "jamba": _NO_POSITIONS,
-    "nemotron_h": {
-        **_NO_POSITIONS,
-        "q": "mixer.q_proj",
-        "k": "mixer.k_proj",
-        "v": "mixer.v_proj",
-        "out": "mixer.o_proj",
-    },
-}
-# Kinds of rotary positions whose angles do not depend on the length of the input.
+# How rotary positions may be scaled: in these ways the angles do not depend on the length of the input.
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
-# Model type -> fields of its config with probabilities of dropout: of attention, if its name is another, and of
-# what the module returns.
-DROPOUT = {"gpt2": "attn_pdrop", "biogpt": "attention_probs_dropout_prob"}
-OUT_DROPOUT = {"gpt2": "resid_pdrop"}
 # Field of a config -> what it must be; Megatron's attention computes nothing else.
 WANTED: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
@@ -77,37 +20,66 @@ WANTED: dict[str, tuple[Any, ...]] = {
     "clip_qkv": (None,),
     "reorder_and_upcast_attn": (False,),
 }
-# Those that have one window for all layers; the others say which layers have it.
-_ONE_WINDOW = ("mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2", "phimoe", "minimax")
-# Those in which only the layers with a window have positions.
-_ROTATED_IN_WINDOWS = ("exaone4", "exaone_moe", "cohere2", "flint", "lara_mini")
+# Names of the norms of heads, of q and of k.
+HEAD_NORMS = (("self_attn.q_norm", "self_attn.k_norm"), ("self_attn.q_layernorm", "self_attn.k_layernorm"))
 
 
-def attention_of(model: nn.Module) -> AttentionSpec | str:
+def rotated_by_flag(config: Any) -> tuple[bool, ...]:
+    """Whether each layer has rotary positions, by the config's ``no_rope_layers``; empty: all have."""
+    return tuple(bool(rotated) for rotated in getattr(config, "no_rope_layers", None) or ())
+
+
+def rotated_in_windows(config: Any) -> tuple[bool, ...]:
+    """The same where only layers with a window have them; all have, if there is no window."""
+    if config.sliding_window is None:
+        return rotated_by_flag(config)
+    return tuple(kind == "sliding_attention" for kind in _layer_types(config))
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """What of a family's attention can't be read off its definition; by default it is as in Llama's.
+
+    Norms of heads, windows and scales are read. Each family's facts are proven in tests/parity/test_attentions.py.
+
+    Attributes:
+        differs: fields of ``AttentionSpec`` that have other values than Llama's, e.g.
+            ``{"out": "self_attn.dense"}``.
+        dropout: field of the config with the probability of dropout of attention.
+        out_dropout: the same of what the module returns; empty: nothing of that is dropped.
+        one_window: the config's ``sliding_window`` is every layer's; otherwise ``layer_types`` says whose it is.
+        rotated: says of a config whether each layer has rotary positions; empty: all have.
+        mla: q, k and v are made of compressed forms, as in DeepSeek-V3.
+    """
+
+    differs: Mapping[str, Any] = field(default_factory=dict)
+    dropout: str = "attention_dropout"
+    out_dropout: str = ""
+    one_window: bool = False
+    rotated: Callable[[Any], tuple[bool, ...]] = rotated_by_flag
+    mla: bool = False
+
+
+def read_attention(model: nn.Module, facts: AttentionFacts) -> AttentionSpec | str:
     """How attention in a definition's decoder layers is put together, or why Megatron's can't stand for it."""
     config: Any = model.config
-    kind = config.model_type
-    if kind not in ATTENTIONS:
-        return f"no attention is known for model type {kind!r}"
-    special = dict(ATTENTIONS[kind])
-    if getattr(config, "position_embedding_type", "rope") != "rope":  # granitemoehybrid
-        special |= _NO_POSITIONS
-    reason = _why_not(config, model, special.get("rotary", AttentionSpec.rotary))
-    if reason:
+    differs = dict(facts.differs)
+    if getattr(config, "position_embedding_type", "rope") != "rope":
+        differs["rotary"] = ""
+    if reason := _why_not(config, model, facts, differs.get("rotary", AttentionSpec.rotary)):
         return reason
     attention = AttentionSpec(
         heads=config.num_attention_heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=_head_dim(config),
-        dropout=getattr(config, DROPOUT.get(kind, "attention_dropout"), 0.0),
-        out_dropout=getattr(config, OUT_DROPOUT[kind]) if kind in OUT_DROPOUT else 0.0,
-        windows=_windows(config),
-        rotated=_rotated(config),
-        mla=_latent(config, model) if kind in LATENT else None,
-        **special,
+        head_dim=_head_dim(config, facts),
+        dropout=getattr(config, facts.dropout, 0.0),
+        out_dropout=getattr(config, facts.out_dropout) if facts.out_dropout else 0.0,
+        windows=_windows(config, facts),
+        rotated=facts.rotated(config),
+        mla=_mla(config, model) if facts.mla else None,
+        **differs,
     )
-    ending = f".{attention.out}"
-    layers = [path.removesuffix(ending) for path, _ in model.named_modules() if path.endswith(ending)]
+    layers = layers_with(attention, model)
     if not layers:
         return f"no layer has {attention.out}"
     if reason := why_altered(model, [f"{layer}.{attention.module}" for layer in layers], around=True):
@@ -118,25 +90,30 @@ def attention_of(model: nn.Module) -> AttentionSpec | str:
     return normed if isinstance(normed, str) else _with_scales(normed, model, layers)
 
 
+def layers_with(attention: AttentionSpec, model: nn.Module) -> list[str]:
+    """Paths of the layers that have such attention."""
+    ending = f".{attention.out}"
+    return [path.removesuffix(ending) for path, _ in model.named_modules() if path.endswith(ending)]
+
+
+def norm_eps(norm: Any) -> float:
+    """A norm's epsilon, by whatever name."""
+    found = getattr(norm, "variance_epsilon", None)  # which may be 0
+    return norm.eps if found is None else found
+
+
 def _with_norms(attention: AttentionSpec, model: nn.Module, layers: list[str]) -> AttentionSpec | str:
     """With the norms of heads that there are, and their epsilon; or why there is no such."""
-    first = model.get_submodule(layers[0])
-    names = [("self_attn.q_norm", "self_attn.k_norm"), tuple(_NORMED_HEADS.values())]
-    found = [pair for pair in names if f"{pair[0]}.weight" in dict(first.named_parameters())]
-    if not found:
-        return replace(attention, q_norm="", k_norm="")
-    attention = replace(attention, q_norm=found[0][0], k_norm=found[0][1])
+    first = dict(model.get_submodule(layers[0]).named_parameters())
+    names = next((pair for pair in HEAD_NORMS if f"{pair[0]}.weight" in first), None)
+    if names is None:
+        return attention
+    attention = replace(attention, q_norm=names[0], k_norm=names[1])
     norms: list[Any] = [model.get_submodule(f"{layer}.{norm}") for layer in layers for norm in attention.norms]
     shape = list(norms[0].weight.shape)
     if shape != [attention.head_dim]:
         return f"the weight of {attention.q_norm} is {shape}, and Megatron's norms are of one head, alike for all"
     return replace(attention, eps=norm_eps(norms[0]))
-
-
-def norm_eps(norm: Any) -> float:
-    """Its epsilon, by whatever name."""
-    found = getattr(norm, "variance_epsilon", None)  # which may be 0
-    return norm.eps if found is None else found
 
 
 def _with_scales(attention: AttentionSpec, model: nn.Module, layers: list[str]) -> AttentionSpec | str:
@@ -152,9 +129,8 @@ def _with_scales(attention: AttentionSpec, model: nn.Module, layers: list[str]) 
         return attention
     rotary: Any = model.get_submodule(attention.rotary)
     if isinstance(rotary.rope_type, dict):
-        attention = replace(
-            attention, frequencies=tuple(f"{kind}_inv_freq" for kind in _layer_types(model.config))
-        )
+        frequencies = tuple(f"{kind}_inv_freq" for kind in _layer_types(model.config))
+        attention = replace(attention, frequencies=frequencies)
     prefixes = {name.removesuffix("inv_freq") for name in attention.frequencies} or {""}
     factors = {getattr(rotary, f"{prefix}attention_scaling") for prefix in prefixes}
     if len(factors) > 1:
@@ -162,13 +138,13 @@ def _with_scales(attention: AttentionSpec, model: nn.Module, layers: list[str]) 
     return replace(attention, rotary_factor=factors.pop())
 
 
-def _head_dim(config: Any) -> int:
-    if config.model_type in LATENT:
+def _head_dim(config: Any, facts: AttentionFacts) -> int:
+    if facts.mla:
         return config.qk_nope_head_dim + config.qk_rope_head_dim
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _latent(config: Any, model: Any) -> MlaSpec:
+def _mla(config: Any, model: Any) -> MlaSpec:
     rope, attention = config.rope_parameters, model.get_submodule("model.layers.0.self_attn")
     scaled = rope["rope_type"] != "default" and bool(rope.get("mscale_all_dim", 0))
     return MlaSpec(
@@ -184,13 +160,20 @@ def _latent(config: Any, model: Any) -> MlaSpec:
     )
 
 
-def _why_not(config: Any, model: Any, rotary: str) -> str:
-    for field, wanted in WANTED.items():
-        if getattr(config, field, wanted[0]) not in wanted:
-            return f"{field} is {getattr(config, field)!r}, and Megatron's layer computes what {wanted[0]!r} does"
-    if config.model_type in LATENT and not config.rope_interleave:
+def why_unwanted(config: Any, wanted_values: Mapping[str, tuple[Any, ...]]) -> str:
+    """Which field of a config has a value with which Megatron's layer would compute something else; or empty."""
+    for name, wanted in wanted_values.items():
+        if getattr(config, name, wanted[0]) not in wanted:
+            return f"{name} is {getattr(config, name)!r}, and Megatron's layer computes what {wanted[0]!r} does"
+    return ""
+
+
+def _why_not(config: Any, model: Any, facts: AttentionFacts, rotary: str) -> str:
+    if reason := why_unwanted(config, WANTED):
+        return reason
+    if facts.mla and not config.rope_interleave:
         return "rope_interleave is false, and Megatron's latent attention rotates neighbours"
-    if config.model_type in LATENT and config.q_lora_rank is None:
+    if facts.mla and config.q_lora_rank is None:
         return "q is not compressed (q_lora_rank), and Megatron's latent attention would norm what it is made of"
     if rotary and rotary not in dict(model.named_modules()):
         return f"there is no module {rotary}"
@@ -207,18 +190,8 @@ def _layer_types(config: Any) -> tuple[str, ...]:
     return tuple(getattr(config, "layer_types", None) or ())
 
 
-def _windows(config: Any) -> tuple[int | None, ...]:
+def _windows(config: Any, facts: AttentionFacts) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
-    if config.model_type in _ONE_WINDOW:
+    if facts.one_window:
         return (window,) * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in _layer_types(config))
-
-
-def _rotated(config: Any) -> tuple[bool, ...]:
-    if config.model_type in _ROTATED_IN_WINDOWS and config.sliding_window is not None:
-        return tuple(kind == "sliding_attention" for kind in _layer_types(config))
-    if config.model_type == "cohere2_moe":
-        forced = config.prefix_dense_sliding_window_pattern == 1
-        kinds = zip(_layer_types(config), config.mlp_layer_types, strict=True)
-        return tuple(kind == "sliding_attention" or (forced and mlp == "dense") for kind, mlp in kinds)
-    return tuple(bool(rotated) for rotated in getattr(config, "no_rope_layers", None) or ())

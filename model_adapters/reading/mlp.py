@@ -8,21 +8,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 from megasched.definition.instances import computes, tree_state, tried_once
 from megasched.definition.linears import is_linear, output_axis
+from megasched.definition.undisturbed import undisturbed
 from megasched.language.module_specs import ACTIVATIONS, MlpSpec
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 # Sizes of the copy: of the hidden state, and inside.
 _HIDDEN, _INSIDE = 6, 10
 
 
-def mlps_of(model: nn.Module) -> dict[str, MlpSpec | str]:
+def read_mlps(model: nn.Module) -> dict[str, MlpSpec | str]:
     """Path of each module in a list of layers that is made of two or three linears and no other parameters, as an
     MLP is -> how Megatron's can stand for it, or why it can't."""
     found: dict[str, MlpSpec | str] = {}
@@ -55,11 +56,6 @@ def _linears(module: nn.Module) -> dict[str, nn.Module]:
 
 def _tried(module: nn.Module, linears: Mapping[str, nn.Module]) -> MlpSpec | str:
     """How an MLP is put together, in names relative to it."""
-    import torch
-    from torch import nn
-
-    from megasched.definition.undisturbed import undisturbed
-
     if any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()):
         return "it drops out in training, and Megatron's does not"
     reason = "it computes something else than Megatron's"
@@ -102,9 +98,6 @@ def _sizes(linear: Any) -> tuple[int, int]:
 
 def _small(module: nn.Module, linears: Mapping[str, nn.Module], mlp: MlpSpec) -> Any:
     """A copy with small linears, in training."""
-    import torch
-    from torch import nn
-
     small = copy.copy(module)
     small.__dict__ = {**vars(module), "_modules": dict(module._modules), "training": True}
     inside = 2 * _INSIDE if mlp.gate_up else _INSIDE
@@ -117,8 +110,6 @@ def _small(module: nn.Module, linears: Mapping[str, nn.Module], mlp: MlpSpec) ->
 
 def _computed(small: Any, mlp: MlpSpec, x: torch.Tensor) -> torch.Tensor:
     """By Megatron's formula."""
-    from torch.nn import functional as F
-
     functions = {
         "silu": F.silu,
         "gelu": F.gelu,

@@ -8,16 +8,19 @@ model of the same config: types, what instances hold, and the code of classes.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from megasched.errors import ConfigError
+import torch
+from torch import nn
 
-if TYPE_CHECKING:
-    from torch import nn
+from megasched.definition.build import build_definition
+from megasched.definition.objectives import objective_of
+from megasched.errors import ConfigError
 
 # How an instance is made says nothing of how it runs; what it holds then is compared.
 _MAKING = frozenset(["__init__", "post_init", "init_weights", "_init_weights", "_initialize_weights", "__new__"])
@@ -60,9 +63,6 @@ def why_altered(model: Any, paths: Iterable[str], *, around: bool = False) -> st
 
 def _twin(model: Any) -> Any:
     """Transformers' model of the same config, the definition itself where it is one; or why there is none."""
-    from megasched.definition.build import build_definition
-    from megasched.definition.objectives import objective_of
-
     if type(model).__module__.startswith("transformers."):
         return model
     if model not in _TWINS:
@@ -103,7 +103,6 @@ def _tensors(module: nn.Module) -> dict[str, Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    import torch
     from transformers import PreTrainedConfig
 
     if one is other:
@@ -157,8 +156,6 @@ def _foreign(kind: type) -> str:
 def _called(kind: type) -> dict[str, Any]:
     """What global names stand for in the code of a class's own methods, and in that of functions of the same
     module that are called so."""
-    import sys
-
     names: Mapping[str, Any] = vars(sys.modules[kind.__module__])
     found: dict[str, Any] = {}
     left = [function for value in vars(kind).values() for function in _functions(value)]
@@ -217,6 +214,4 @@ def _ours(module: str | None) -> bool:
 
 @cache
 def _standard() -> frozenset[str]:
-    import sys
-
     return sys.stdlib_module_names | {"builtins", "numpy"}

@@ -13,8 +13,9 @@ from transformers.pytorch_utils import Conv1D
 
 from megasched.definition.small_models.small_models import small_config
 from megasched.language.module_specs import LayerSpec, MlpSpec
-from megasched.model_adapters.reading.layer import LAYERS, block_of
-from megasched.model_adapters.reading.mlp import mlps_of
+from megasched.model_adapters.reading.mlp import read_mlps
+from megasched.model_adapters.registry import roles_of
+from tests.model_adapters.facts import facts_of
 
 H, INSIDE = 16, 24
 
@@ -91,7 +92,7 @@ class Model(nn.Module):
 
 def found_in(module):
     with torch.device("meta"):
-        return mlps_of(Model(Layer(ff=module)))
+        return read_mlps(Model(Layer(ff=module)))
 
 
 GATED = MlpSpec("ff.w1", "ff.w3", "ff.w2")
@@ -142,7 +143,7 @@ def test_what_has_other_parameters_is_no_mlp(make):
 
 def test_layers_may_differ():
     with torch.device("meta"):
-        found = mlps_of(Model(Layer(ff=Gated()), Layer(ff=Doubled()), Layer(ff=Gated(F.relu))))
+        found = read_mlps(Model(Layer(ff=Gated()), Layer(ff=Doubled()), Layer(ff=Gated(F.relu))))
     assert found["layers.0.ff"] == GATED
     assert found["layers.1.ff"] == "it computes something else than Megatron's"
     assert found["layers.2.ff"] == replace(GATED, activation="relu")
@@ -150,13 +151,13 @@ def test_layers_may_differ():
 
 def test_experts_in_a_list_are_none():
     experts = nn.ModuleList([Gated(), Gated()])
-    assert mlps_of(Model(Layer(experts=experts))) == {}
+    assert read_mlps(Model(Layer(experts=experts))) == {}
 
 
 def test_a_trial_changes_nothing():
     model = Model(Layer(ff=Plain().eval()))
     before, weights = torch.get_rng_state(), dict(model.named_parameters())
-    assert mlps_of(model)
+    assert read_mlps(model)
     assert torch.equal(torch.get_rng_state(), before)
     after = dict(model.named_parameters())
     assert after.keys() == weights.keys()
@@ -164,19 +165,20 @@ def test_a_trial_changes_nothing():
     assert not any(module.training for module in model.layers[0].ff.modules())
 
 
-@pytest.mark.parametrize("model_type", sorted(LAYERS))
-def test_tables_of_whole_layers_say_the_same(model_type):
-    """What ``blocks.py`` knows by names is what numbers show."""
+@pytest.mark.parametrize("model_type", sorted(facts_of("layer")))
+def test_facts_of_whole_layers_say_the_same(model_type):
+    """What families say by names is what numbers show."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(small_config(model_type))
-    block = block_of(model)
+    roles = roles_of(model)
+    block = roles.layer
     if not isinstance(block, LayerSpec):
         assert "soft" in block
         return
     module = block.mlp.down.rpartition(".")[0]
-    found = {mlp for path, mlp in mlps_of(model).items() if path.endswith(f".{module}")}
+    found = {mlp for path, mlp in roles.mlps.items() if path.endswith(f".{module}")}
     everywhere = {path for path, _ in model.named_modules() if path.endswith(f".{block.mlp.down}")}
     # OPT's like keep theirs in the layer, and some have experts everywhere.
     assert found == ({block.mlp} if module and everywhere else set())
