@@ -213,7 +213,7 @@ def _shards(chunks: list[Any], take: Callable[[Any], torch.Tensor]) -> dict[str,
         for parameter, assembly in chunk.local_parameters().values():
             if getattr(parameter, "shared", False):
                 continue
-            pieces = assembly.split(take(parameter), chunk.place(assembly, 0).size)
+            pieces = assembly.split(take(parameter), chunk.shard_owner(assembly, 0).size)
             for part, piece in zip(assembly.parts, pieces, strict=True):
                 found.setdefault(part.name, ([], chunk.plan.placements[part.name]))[0].append(piece)
     # Entries of one tensor come one by one, in their order.
