@@ -62,8 +62,8 @@ class HFModelBuilder(GPTModelBuilder):
     def build_model(self, pg_collection: Any, *args: Any, **kwargs: Any) -> Any:
         from megasched.definition.build import build_definition
         from megasched.trainer.session import get_session
-        from megasched.weights.materialize import materialize
         from megasched.weights.random_init import RandomInit
+        from megasched.weights.source import materialize
 
         config = get_session().definition.config
         config._attn_implementation = self.attention

@@ -21,12 +21,10 @@ from typing import Any
 import machine
 import tune_grid_synthetic as synthetic
 
-from megasched.tuner.encoding import Encoding
 from megasched.tuner.outcome import Result
-from megasched.tuner.samplers import SAMPLERS
+from megasched.tuner.samplers import SAMPLERS, Encoding
 from megasched.tuner.space import Space
-from megasched.tuner.study import open_study
-from megasched.tuner.tune import tune
+from megasched.tuner.study import open_study, tune
 
 DATA = Path(__file__).parent / "data"
 GRIDS = ("tune_grid_synthetic", "tune_grid_cpu")

@@ -40,7 +40,7 @@ def make_folder(folder: Path, shape: str) -> int:
 
     from megasched.definition.build import build_definition
     from megasched.weights.hf.writer import Output, write_weights
-    from megasched.weights.names import canonical_names
+    from megasched.weights.source import canonical_names
 
     class Random:
         def __init__(self, size: tuple[int, ...]) -> None:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from megasched.lowering.library import apply_schedule, create_schedule
     from megasched.lowering.records import register_lowering
     from megasched.weights.hf.folder import HFFolder
-    from megasched.weights.materialize import materialize
     from megasched.weights.random_init import RandomInit
+    from megasched.weights.source import materialize
 
 __version__ = "0.1.0"
 
@@ -60,7 +60,7 @@ _PUBLIC = {
     "list_primitives": "megasched.language.registry",
     "load_config": "megasched.definition.build",
     "load_records": "megasched.language.records",
-    "materialize": "megasched.weights.materialize",
+    "materialize": "megasched.weights.source",
     "register_compiler": "megasched.graph.compilers",
     "register_lowering": "megasched.lowering.records",
     "register_op_rule": "megasched.analysis.op_rules",

@@ -8,14 +8,14 @@ is total: a style that is not in it is an error, never ignored. What no plan cut
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
+from torch import nn
+
+from megasched.definition.build import text_config
 from megasched.errors import ConfigError
 from megasched.language.roles import Roles
-from megasched.model_adapters.registry import head_counts
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # HF's style -> how the leaf is cut. None: it stays whole; gradients that are partial by it are derived, and so
 # is what must be gathered. Aliases of older releases stand with their successors.
@@ -71,8 +71,6 @@ def read_plan(model: nn.Module) -> Roles:
     Raises:
         ConfigError: the plan names a style that is not known.
     """
-    from torch import nn
-
     config: Any = model.config
     plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if style is not None}
     paths = [path for path, _ in model.named_modules()]
@@ -125,3 +123,12 @@ def _role(path: str, module: nn.Module, cut: str | None, model: nn.Module) -> st
     if cut is None or cut == "vocab":
         return None
     return LEAVES[cut].get(path.rpartition(".")[2], cut)
+
+
+def head_counts(role: Mapping[str, str], config: Any) -> dict[str, int]:
+    """Heads in the output of each projection to q, k or v, as HF configs count them."""
+    config = text_config(config)
+    queries = getattr(config, "num_attention_heads", None)
+    keys = getattr(config, "num_key_value_heads", None) or queries
+    counts = {"qkv.q": queries, "attn.out": queries, "qkv.k": keys, "qkv.v": keys, "qkv.packed": keys}
+    return {path: counts[name] for path, name in role.items() if counts.get(name)}

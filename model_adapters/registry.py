@@ -1,21 +1,26 @@
 """What megasched must know of an HF architecture that it can't read off it; found by the config's model type.
 
 An adapter is data first: globs over module paths give roles, and what a role needs beyond that follows from
-the HF config. Third parties register theirs through the entry point group ``megasched.model_adapters``
-(a module-level ``Adapter``, or a list of them).
+the HF config. Megasched's own lie in ``families``, one family a file. Third parties register theirs through the
+entry point group ``megasched.model_adapters`` (a module-level ``Adapter``, or a list of them).
 """
 
 from __future__ import annotations
 
 import fnmatch
 import runpy
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pkgutil import iter_modules
+from typing import Any
+
+from torch import nn
 
 from megasched.definition.build import text_config
 from megasched.definition.embeddings import looks_up
@@ -24,13 +29,12 @@ from megasched.definition.linears import is_linear
 from megasched.errors import ConfigError
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.roles import ROLES, Cut, Roles
-from megasched.model_adapters.attentions import attention_of
-from megasched.model_adapters.blocks import block_of
-from megasched.model_adapters.mixtures import mixture_of
-from megasched.model_adapters.mlps import mlps_of
-
-if TYPE_CHECKING:
-    from torch import nn
+from megasched.model_adapters import families
+from megasched.model_adapters.generic import head_counts, read_plan
+from megasched.model_adapters.reading.attention import AttentionFacts, read_attention
+from megasched.model_adapters.reading.layer import LayerFacts, read_layer
+from megasched.model_adapters.reading.mlp import read_mlps
+from megasched.model_adapters.reading.moe import MoeFacts, read_moe
 
 GROUP = "megasched.model_adapters"
 
@@ -39,37 +43,64 @@ GROUP = "megasched.model_adapters"
 class Adapter:
     """One family of architectures.
 
+    What Megatron's own modules can stand for (level ``block``) is said by facts that its definitions do not show,
+    or by a function of the definition that gives the spec, or the reason why there is none. What is left out is
+    taken from megasched's own adapter for the model type, if there is one.
+
     Attributes:
         model_types: ``config.model_type`` values it is for, e.g. ``("gpt2",)``.
-        roles: glob over module paths -> role, e.g. ``{"*.mlp.c_proj": "mlp.down"}``.
+        roles: glob over module paths -> role, e.g. ``{"*.mlp.c_proj": "mlp.down"}``; None: HF's own plan gives
+            them, and what it lacks is inferred.
         packed: role -> function of the HF config that gives the sizes of the projections packed into it.
         local_attributes: glob over module paths -> attributes that count this rank's heads or features.
-        block: says of a definition how Megatron's ``TransformerLayer`` can stand for its decoder layers (level
-            ``block``), or why it can't; ``blocks.py`` by default.
-        attention: the same of Megatron's ``SelfAttention`` and that of its layers; ``attentions.py`` by default.
-        mixture: the same of its ``MoELayer`` and its mixtures of experts; ``mixtures.py`` by default.
-        mlps: the same of its ``MLP`` and each module that looks like one; ``mlps.py`` by default.
+        layer: of its decoder layers, for Megatron's ``TransformerLayer``.
+        attention: of its attention, and the norms of its layers, for Megatron's ``SelfAttention``.
+        moe: of its mixtures of experts, for Megatron's ``MoELayer``.
+        mlps: function that says of each module that looks like an MLP how Megatron's can stand for it, or why it
+            can't; by default it tries them with numbers.
+        block, mixture: what ``layer`` and ``moe`` were called in earlier releases.
     """
 
     model_types: tuple[str, ...]
-    roles: Mapping[str, str]
+    roles: Mapping[str, str] | None = None
     packed: Mapping[str, Callable[[Any], tuple[int, ...]]] = field(default_factory=dict)
     local_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    block: Callable[[nn.Module], LayerSpec | str] = block_of
-    attention: Callable[[nn.Module], AttentionSpec | str] = attention_of
-    mixture: Callable[[nn.Module], MoeSpec | str] = mixture_of
-    mlps: Callable[[nn.Module], Mapping[str, MlpSpec | str]] = mlps_of
+    layer: LayerFacts | Callable[[nn.Module], LayerSpec | str] | None = None
+    attention: AttentionFacts | Callable[[nn.Module], AttentionSpec | str] | None = None
+    moe: MoeFacts | Callable[[nn.Module], MoeSpec | str] | None = None
+    mlps: Callable[[nn.Module], Mapping[str, MlpSpec | str]] = read_mlps
+    block: InitVar[Callable[[nn.Module], LayerSpec | str] | None] = None
+    mixture: InitVar[Callable[[nn.Module], MoeSpec | str] | None] = None
+
+    def __post_init__(self, block: Any, mixture: Any) -> None:
+        if self.roles is None and (self.packed or self.local_attributes):
+            raise ValueError(f"the adapter for {self.model_types}: packed and local_attributes go with roles")
+        for new, old, given in (("layer", "block", block), ("moe", "mixture", mixture)):
+            if given is not None:
+                warnings.warn(f"Adapter({old}=...) is called Adapter({new}=...)", DeprecationWarning, stacklevel=3)
+                object.__setattr__(self, new, given)
 
     def bind(self, model: nn.Module) -> Roles:
         """What this adapter says of one definition.
 
         Raises:
-            ConfigError: a glob of the adapter matches no module, which means that the definition has moved on.
+            ConfigError: a glob of the adapter matches no module, which means that the definition has moved on; or
+                HF's plan has a style that is not known.
         """
+        attention = self._attention(model)
+        return replace(
+            read_plan(model) if self.roles is None else self._read_globs(model, self.roles),
+            layer=self._layer(model, attention),
+            attention=attention,
+            moe=self._moe(model),
+            mlps=self.mlps(model),
+        )
+
+    def _read_globs(self, model: nn.Module, roles: Mapping[str, str]) -> Roles:
         config: Any = model.config
         paths = [path for path, _ in model.named_modules()]
         role, origin = {}, {}
-        for glob, name in self.roles.items():
+        for glob, name in roles.items():
             for path in self._matching(glob, paths, config):
                 role[path], origin[path] = name, f"adapter: {glob} is {name}"
         components = {path: self.packed[name](config) for path, name in role.items() if name in self.packed}
@@ -78,18 +109,7 @@ class Adapter:
             for glob, names in self.local_attributes.items()
             for path in self._matching(glob, paths, config)
         }
-        heads = head_counts(role, config)
-        return Roles(
-            role,
-            heads,
-            components,
-            local,
-            origin,
-            layer=self.block(model),
-            attention=self.attention(model),
-            moe=self.mixture(model),
-            mlps=self.mlps(model),
-        )
+        return Roles(role, head_counts(role, config), components, local, origin)
 
     def _matching(self, glob: str, paths: list[str], config: Any) -> list[str]:
         found = [path for path in paths if fnmatch.fnmatchcase(path, glob)]
@@ -100,32 +120,69 @@ class Adapter:
             )
         return found
 
+    def _attention(self, model: nn.Module) -> AttentionSpec | str:
+        model_type = model.config.model_type
+        facts = self._or_of_family("attention", model_type)
+        if facts is None:
+            return f"no attention is known for model type {model_type!r}"
+        return read_attention(model, facts) if isinstance(facts, AttentionFacts) else facts(model)
 
-def head_counts(role: Mapping[str, str], config: Any) -> dict[str, int]:
-    """Heads in the output of each projection to q, k or v, as HF configs count them."""
-    config = text_config(config)
-    queries = getattr(config, "num_attention_heads", None)
-    keys = getattr(config, "num_key_value_heads", None) or queries
-    counts = {"qkv.q": queries, "attn.out": queries, "qkv.k": keys, "qkv.v": keys, "qkv.packed": keys}
-    return {path: counts[name] for path, name in role.items() if counts.get(name)}
+    def _layer(self, model: nn.Module, attention: AttentionSpec | str) -> LayerSpec | str:
+        model_type = model.config.model_type
+        facts = self._or_of_family("layer", model_type)
+        if facts is None:
+            return f"no block is known for model type {model_type!r}"
+        return read_layer(model, facts, attention) if isinstance(facts, LayerFacts) else facts(model)
+
+    def _moe(self, model: nn.Module) -> MoeSpec | str:
+        model_type = text_config(model.config).model_type
+        facts = self._or_of_family("moe", model_type)
+        if facts is None:
+            return f"no mixture is known for model type {model_type!r}"
+        return read_moe(model, facts) if isinstance(facts, MoeFacts) else facts(model)
+
+    def _or_of_family(self, name: str, model_type: str) -> Any:
+        own = getattr(self, name)
+        return own if own is not None else getattr(own_adapters().get(model_type), name, None)
 
 
 @cache
-def _adapters() -> dict[str, tuple[Adapter, EntryPoint]]:
-    found: dict[str, tuple[Adapter, EntryPoint]] = {}
+def _families() -> dict[str, tuple[Adapter, str]]:
+    """Model type -> megasched's own adapter, and where it comes from."""
+    found = {}
+    for file in iter_modules(families.__path__):
+        name = f"{families.__name__}.{file.name}"
+        adapters = import_module(name).ADAPTER
+        origin = f"{file.name} = {name}:ADAPTER of megasched {version('megasched')}"
+        for adapter in [adapters] if isinstance(adapters, Adapter) else adapters:
+            found |= dict.fromkeys(adapter.model_types, (adapter, origin))
+    return found
+
+
+def own_adapters() -> dict[str, Adapter]:
+    """Model type -> megasched's own adapter: ``ADAPTER`` of each file of ``families``, which may be a list."""
+    return {model_type: adapter for model_type, (adapter, _) in _families().items()}
+
+
+@cache
+def _installed() -> dict[str, tuple[Adapter, str]]:
+    """Model type -> an adapter that gives roles, or is another package's; and where it comes from."""
+    found = {model_type: own for model_type, own in _families().items() if own[0].roles is not None}
     for point in entry_points(group=GROUP):
+        if point.dist is not None and point.dist.name == "megasched":
+            continue  # of an older commit's installation: its own are found by their folder
         for adapter in _load(point):
             for model_type in adapter.model_types:
                 if model_type in found:
                     raise ConfigError(
-                        f"two adapters for model type {model_type!r}: {_origin(found[model_type][1])} and "
+                        f"two adapters for model type {model_type!r}: {found[model_type][1]} and "
                         f"{_origin(point)}; uninstall one of the two packages, or take the model type out of one"
                     )
-                found[model_type] = (adapter, point)
+                found[model_type] = (adapter, _origin(point))
     return found
 
 
-def _load(point: EntryPoint) -> list[Adapter]:
+def _load(point: EntryPoint) -> Sequence[Adapter]:
     """The adapters that an entry point names.
 
     Raises:
@@ -144,7 +201,7 @@ def _load(point: EntryPoint) -> list[Adapter]:
             f"the adapter {_origin(point)} is a {type(loaded).__name__}; an entry point of the group {GROUP} "
             "names an Adapter, or a list of them"
         )
-    return list(adapters)
+    return adapters
 
 
 def _origin(point: EntryPoint) -> str:
@@ -183,7 +240,7 @@ def using(adapter: Adapter) -> Iterator[None]:
 
 
 def find_adapter(model_type: str) -> Adapter | None:
-    """The adapter for this model type; None if there is none and the generic one serves.
+    """The adapter for this model type; None if there is none.
 
     Raises:
         ConfigError: a package's adapter can't be imported, or two are for one model type.
@@ -191,36 +248,32 @@ def find_adapter(model_type: str) -> Adapter | None:
     for adapter in reversed(_USED):
         if model_type in adapter.model_types:
             return adapter
-    found = _adapters().get(model_type)
-    return found[0] if found else None
+    found = _installed().get(model_type)
+    return found[0] if found else own_adapters().get(model_type)
+
+
+def has_roles(model_type: str) -> bool:
+    """Whether an adapter gives the roles of this model type; else HF's plan does, and the rest is inferred."""
+    adapter = find_adapter(model_type)
+    return adapter is not None and adapter.roles is not None
 
 
 def adapter_origin(model_type: str) -> str:
-    """Which package has the adapter for this model type: ``gpt2 = module:NAME of megasched 0.1.0``; or empty."""
-    found = _adapters().get(model_type)
-    return _origin(found[1]) if found else ""
+    """Where the adapter with roles for this model type comes from: ``mine = module:NAME of package 1.0``; or
+    empty."""
+    found = _installed().get(model_type)
+    return found[1] if found else ""
 
 
 def roles_of(model: nn.Module) -> Roles:
-    """What is known of a definition: by its own adapter, or else by HF's plan (see ``generic.py``).
+    """What is known of a definition: by an adapter with roles, or else by HF's plan (see ``generic.py``).
 
     Raises:
         ConfigError: the adapter does not fit the definition, or HF's plan has a style that is not known.
     """
-    from megasched.model_adapters.generic import read_plan
-
-    adapter = find_adapter(getattr(model.config, "model_type", ""))
-    if adapter is not None:
-        roles = adapter.bind(model)
-    else:
-        roles = replace(
-            read_plan(model),
-            layer=block_of(model),
-            attention=attention_of(model),
-            moe=mixture_of(model),
-            mlps=mlps_of(model),
-        )
-    roles = _that_can_be_cut(model, roles)
+    model_type = getattr(model.config, "model_type", "")
+    adapter = find_adapter(model_type) or Adapter((model_type,))
+    roles = _that_can_be_cut(model, adapter.bind(model))
     experts = dict.fromkeys(find_experts(model), "moe.experts")
     origin = dict.fromkeys(experts, "has the form of HF's experts")
     whole = {path: f"has the form of HF's experts, but {why}" for path, why in not_apart(model).items()}

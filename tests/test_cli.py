@@ -98,7 +98,7 @@ def test_version(run):
 
 def test_a_script_gets_its_arguments_untouched(monkeypatch):
     calls = []
-    monkeypatch.setattr("megasched.trainer.entry.run_script", lambda *given: calls.append(given))
+    monkeypatch.setattr("megasched.cli.main.run_script", lambda *given: calls.append(given))
     flags = ["--help", "--version", "--hf-override", "a=1", "b=2", "--", "-h"]
     main.main(["pretrain_gpt.py", *flags])
     assert calls == [("pretrain_gpt.py", flags)]
@@ -276,7 +276,7 @@ def test_doctor_ends_with_1_when_nothing_can_run(run, monkeypatch):
 
         raise ConfigError("there is no Megatron")
 
-    monkeypatch.setattr("megasched.trainer.entry.find_megatron", none)
+    monkeypatch.setattr("megasched.cli.installation.find_megatron", none)
     status, out, _ = run("doctor")
     assert status == 1
     assert "problem: there is no Megatron" in out
@@ -330,7 +330,7 @@ def test_status_watched_is_no_object(run, log):
 
 def test_verify_prints_writes_and_ends_with_its_verdict(run, llama, tmp_path, monkeypatch):
     from megasched.language.parallel_dims import Layout
-    from megasched.verify.checks import Check
+    from megasched.verify.compare_step import Check
     from megasched.verify.locate.locate import Finding
     from megasched.verify.verify import Verification
 

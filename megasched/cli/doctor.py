@@ -5,15 +5,28 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from megasched.cli.apex import Apex, find_apex
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+from megasched import __version__
+from megasched.cli.apex import PARTS, Apex, find_apex
 from megasched.cli.cuda_headers import headers_problem
 from megasched.cli.installation import Package, find_packages
+from megasched.cli.output import plain_table
 from megasched.errors import ConfigError
 from megasched.patches import registry
 from megasched.trainer import seams
 
 # The one patch that emulates; entry.py applies it only in a rehearsal.
 REHEARSAL_PATCH = "host_cuda"
+APPLIED = {
+    "always": "[green]in every run here[/]",
+    "never": "not here",
+    "rehearsal": "in rehearsals only",
+    "refused": "[red]does not fit[/]",
+}
 
 
 @dataclass(frozen=True)
@@ -87,8 +100,6 @@ def diagnose() -> Diagnosis:
     Raises:
         ConfigError: megasched itself is not installed.
     """
-    from megasched import __version__
-
     packages = find_packages()
     problems = [_complaint(package) for package in packages if package.required and not package.ok]
     warnings = [_complaint(p) for p in packages if not p.required and p.found and not p.ok]
@@ -144,3 +155,67 @@ def _patch(patch: registry.Patch) -> PatchReport:
         applied, reason = "refused", str(error)
     active = patch.name in registry.active()
     return PatchReport(patch.name, patch.version_range, patch.why, patch.targets, applied, reason, active)
+
+
+def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+    """Prints a diagnosis; made for 100 columns."""
+    console.print(_packages(diagnosis))
+    console.print()
+    _print_apex(diagnosis.apex, console)
+    console.print()
+    _print_devices(diagnosis, console)
+    if diagnosis.patches:
+        console.print("\n[bold]patches[/] (changes to other people's modules while a run lasts)")
+        for patch in diagnosis.patches:
+            _print_patch(patch, console)
+    console.print()
+    for warning in diagnosis.warnings:
+        console.print(f"[yellow]warning:[/] {escape(warning)}")
+    for problem in diagnosis.problems:
+        console.print(f"[red]problem:[/] {escape(problem)}")
+    verdict = "[green]ready[/]" if diagnosis.runnable else "[red]no run can start here[/]"
+    console.print(f"megasched {diagnosis.version}: {verdict}")
+
+
+def _packages(diagnosis: Diagnosis) -> Table:
+    table = plain_table("package", "found", "supported", "", overflow="fold")
+    for package in diagnosis.packages:
+        found = f"[{'green' if package.ok else _colour(package)}]{package.found or 'none'}[/]"
+        table.add_row(package.name, found, package.supported or "any", _remark(package))
+    return table
+
+
+def _print_apex(apex: Apex, console: Console) -> None:
+    console.print("[bold]NVIDIA's apex[/] (optional; told by its compiled modules)")
+    for part, here in apex.parts.items():
+        console.print(f"  {part}  {'[green]here[/]' if here else f'none  [dim]{PARTS[part]}[/]'}")
+    if apex.problem:
+        console.print(f"  [yellow]{escape(apex.folder)} is {escape(apex.problem)}[/]")
+
+
+def _colour(package: Package) -> str:
+    return "red" if package.required else "yellow" if package.found else "default"
+
+
+def _remark(package: Package) -> str:
+    if package.ok:
+        return f"[dim]{escape(package.where)}[/]"
+    if package.required or package.found:
+        return "[red]missing[/]" if not package.found else "[red]not supported[/]"
+    return f"[dim]without: {package.cost}[/]"
+
+
+def _print_devices(diagnosis: Diagnosis, console: Console) -> None:
+    built = f"torch is built for CUDA {diagnosis.cuda}" if diagnosis.cuda else "torch is built without CUDA"
+    console.print(f"[bold]CUDA devices[/] ({built})")
+    for index, device in enumerate(diagnosis.devices):
+        console.print(f"  {index}  {device.name}, {device.memory_gib} GiB, capability {device.capability}")
+    if not diagnosis.devices:
+        console.print("  none: a run here must be a rehearsal on the CPU (--rehearse)")
+
+
+def _print_patch(patch: PatchReport, console: Console) -> None:
+    state = APPLIED[patch.applied] + (", [bold]active now[/]" if patch.active else "")
+    reason = f": {escape(patch.reason)}" if patch.reason else ""
+    console.print(f"  [bold]{patch.name}[/]  {state}{reason}  [dim]{escape(patch.versions)}[/]")
+    console.print(Padding(escape(patch.why), (0, 0, 0, 4)), style="dim")

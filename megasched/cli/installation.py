@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megasched.errors import ConfigError
+from megasched.trainer.entry import find_megatron
 
 # Optional package -> what a run does without it. Every package of the extras below has its line here.
 COSTS = {
@@ -91,8 +92,6 @@ def _package(requirement: Requirement) -> Package:
 
 def _megatron(supported: str) -> Package:
     """The Megatron that a run would import: a checkout on PYTHONPATH comes before the installed package."""
-    from megasched.trainer.entry import find_megatron
-
     installed = _installed("megatron-core")
     try:
         megatron = find_megatron()

@@ -1,15 +1,29 @@
-"""The commands that start runs, ``megasched launch slurm | torchrun | local``, and ``megasched status``."""
+"""The commands that start runs: ``megasched launch slurm | torchrun | local``."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
 from megasched.cli.options import Json
+from megasched.cli.output import format_bytes, format_count
+from megasched.errors import ConfigError
 from megasched.json_output import print_json
+from megasched.launch.jobs.checks import Checked, check, told
+from megasched.launch.jobs.job_script import environment_of
+from megasched.launch.jobs.words import refuse_unusable
+from megasched.launch.local import LocalJob, narrow, run
+from megasched.launch.run_folder import RunFolder
+from megasched.launch.slurm import start as by_slurm
+from megasched.launch.slurm.script import SlurmJob
+from megasched.launch.torchrun import start as by_torchrun
+from megasched.launch.torchrun.script import TorchrunJob, hosts_of
 
 launch = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Start a run: by Slurm, torchrun, or here.")
 
@@ -33,6 +47,23 @@ Gpu = Annotated[
 Check = Annotated[bool, typer.Option(help="Begin the run here once, up to training.")]
 MaxRestarts = Annotated[int, typer.Option(min=0, help="In a row that bring no new checkpoint.")]
 
+# Of a job of Slurm.
+Nodes = Annotated[int, typer.Option(min=1, help="Nodes of the job.")]
+Time = Annotated[str, typer.Option(metavar="D-HH:MM:SS", help="Time limit.")]
+Account = Annotated[str, typer.Option(help="Slurm's account.")]
+Partition = Annotated[str, typer.Option(help="Slurm's partition.")]
+CpusPerGpu = Annotated[int | None, typer.Option(min=1, help="Cores of each rank.")]
+Container = Annotated[str, typer.Option(metavar="IMAGE", help="Run in it, by Pyxis.")]
+ContainerMounts = Annotated[str, typer.Option(metavar="FROM:TO,...", help="As Pyxis takes them.")]
+Python = Annotated[str, typer.Option(help="On the nodes; this one by default, `python` in a container.")]
+Sbatch = Annotated[
+    list[str] | None,
+    typer.Option("--sbatch", metavar="OPTION", help="Any other, e.g. --sbatch=--qos=high; several times."),
+]
+ByTorchrun = Annotated[bool, typer.Option("--torchrun", help="One task a node that runs torchrun, not one a GPU.")]
+MinutesToSave = Annotated[int, typer.Option(min=1, help="Before the time limit the run saves and is requeued.")]
+Chain = Annotated[int, typer.Option(min=1, metavar="N", help="Submit N of it, which run one after the other.")]
+
 
 @launch.command(
     epilog="E.g. megasched launch slurm --nodes 8 --account llm --time 24:00:00 -- pretrain_gpt.py "
@@ -40,33 +71,24 @@ MaxRestarts = Annotated[int, typer.Option(min=0, help="In a row that bring no ne
 )
 def slurm(
     command: Command,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")],
+    nodes: Nodes,
     gpus_per_node: GpusPerNode = 8,
     job_name: JobName = "megasched",
     folder: Folder = None,
-    time: Annotated[str, typer.Option(metavar="D-HH:MM:SS", help="Time limit.")] = "",
-    account: Annotated[str, typer.Option(help="Slurm's account.")] = "",
-    partition: Annotated[str, typer.Option(help="Slurm's partition.")] = "",
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option("--sbatch", metavar="OPTION", help="Any other, e.g. --sbatch=--qos=high; several times."),
-    ] = None,
-    cpus_per_gpu: Annotated[int | None, typer.Option(min=1, help="Cores of each rank.")] = None,
-    container: Annotated[str, typer.Option(metavar="IMAGE", help="Run in it, by Pyxis.")] = "",
-    container_mounts: Annotated[str, typer.Option(metavar="FROM:TO,...", help="As Pyxis takes them.")] = "",
-    python: Annotated[str, typer.Option(help="On the nodes; this one by default, `python` in a container.")] = "",
+    time: Time = "",
+    account: Account = "",
+    partition: Partition = "",
+    sbatch: Sbatch = None,
+    cpus_per_gpu: CpusPerGpu = None,
+    container: Container = "",
+    container_mounts: ContainerMounts = "",
+    python: Python = "",
     interface: Interface = "",
     env: Environment = None,
-    torchrun: Annotated[
-        bool, typer.Option("--torchrun", help="One task a node that runs torchrun, not one a GPU.")
-    ] = False,
-    minutes_to_save: Annotated[
-        int, typer.Option(min=1, help="Before the time limit the run saves and is requeued.")
-    ] = 10,
+    torchrun: ByTorchrun = False,
+    minutes_to_save: MinutesToSave = 10,
     max_restarts: MaxRestarts = 3,
-    chain: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Submit N of it, which run one after the other.")
-    ] = 1,
+    chain: Chain = 1,
     gpu: Gpu = None,
     check: Check = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and submit nothing.")] = False,
@@ -76,10 +98,6 @@ def slurm(
 
     The script stays in the run's folder: edit it and submit it again as you like.
     """
-    from megasched.cli.launch_command import launch_slurm
-    from megasched.launch.jobs.job_script import environment_of
-    from megasched.launch.slurm.script import SlurmJob
-
     options = [
         *([f"--account={account}"] if account else []),
         *([f"--partition={partition}"] if partition else []),
@@ -132,10 +150,6 @@ def torchrun(
     The hosts share the folders of the run, the checkpoints and the software. Ctrl-C ends it on all of them;
     SIGUSR1 lets it save first.
     """
-    from megasched.cli.launch_command import launch_torchrun
-    from megasched.launch.jobs.job_script import environment_of
-    from megasched.launch.torchrun.script import TorchrunJob, hosts_of
-
     job = TorchrunJob(
         run_folder=_run_folder(folder, job_name),
         directory=Path.cwd(),
@@ -167,9 +181,6 @@ def local(
 
     The losses are real; times and memory say nothing about a GPU.
     """
-    from megasched.cli.launch_command import launch_local
-    from megasched.launch.local import LocalJob
-
     job = LocalJob(
         run_folder=_run_folder(folder, job_name), ranks=ranks, script=command[0], given=tuple(command[1:])
     )
@@ -180,33 +191,131 @@ def _run_folder(folder: Path | None, job_name: str) -> Path:
     return (folder or Path("runs") / job_name).absolute()
 
 
-def status(
-    target: Annotated[
-        str, typer.Argument(metavar="JOBID|DIR", help="A Slurm job, the folder of a run, or one of its logs.")
-    ],
-    watch: Annotated[bool, typer.Option("--watch", help="Look again and again until the run has ended.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Between two looks.")] = 5.0,
-    as_json: Json = False,
+def launch_slurm(
+    job: SlurmJob, *, gpu: str | None, check_run: bool, dry_run: bool, times: int, as_json: bool
 ) -> None:
-    """Print how a run is doing, by its logs and by Slurm.
+    """Checks a job, writes its script and submits it; what was found is printed.
 
-    It needs no GPU, and reads nothing but the logs.
+    Args:
+        gpu, check_run: as ``prepare`` takes them.
+        dry_run: print the script alone.
+        times: as ``enqueue`` takes it.
+
+    Raises:
+        ConfigError: whatever is wrong; nothing is written or submitted then.
     """
-    from megasched.launch.status.run_status import RunReader
-
-    if watch and as_json:
-        raise typer.BadParameter("--json prints one object, and --watch prints again and again: pass one of them")
-    reader = RunReader(target)
+    prepared = by_slurm.prepare(job, gpu=gpu, check_run=check_run, ask_slurm=not dry_run)
+    found = _found(job.script, f"{job.world_size} GPUs", prepared.checked)
+    if dry_run:
+        _print_script(prepared.text, found, as_json)
+        return
+    script = by_slurm.write(prepared)
+    jobs = by_slurm.enqueue(RunFolder(job.run_folder), times)
     if as_json:
-        print_json(reader.look().to_dict())
+        print_json({**found, "run_folder": str(job.run_folder), "script": str(script), "jobs": jobs})
         return
-    from megasched.cli import status_view
-    from megasched.cli.console import report_console
+    print(f"script: {script}")
+    print(f"submitted: {', '.join(jobs)}; `megasched status {jobs[0]} --watch` follows it")
 
-    if not watch:
-        status_view.print_status(reader.look(), report_console())
-        return
-    try:
-        status_view.watch(reader.look, report_console(), interval)
-    except KeyboardInterrupt:
-        return  # it was asked to go on until then
+
+def launch_torchrun(job: TorchrunJob, *, gpu: str | None, check_run: bool, dry_run: bool, as_json: bool) -> int:
+    """Checks a job, writes its script, and runs it to its end, restarts included; what was found is printed.
+
+    Args:
+        gpu, check_run: as ``prepare`` takes them.
+        dry_run: print the script alone.
+
+    Returns:
+        The status.
+
+    Raises:
+        ConfigError: whatever is wrong; nothing is written or started then.
+    """
+    prepared = by_torchrun.prepare(job, gpu=gpu, check_run=check_run, ask_hosts=not dry_run)
+    found = _found(job.script, f"{job.world_size} GPUs", prepared.checked)
+    if dry_run:
+        _print_script(prepared.text, found, as_json)
+        return 0
+    script = by_torchrun.write(prepared)
+    _say(f"script: {script}; `megasched status {job.run_folder} --watch` follows it")
+    supervisor = by_torchrun.Supervisor(job, say=_say, on_line=_shown(job, as_json))
+    status = supervisor.run()
+    if as_json:
+        end = {"run_folder": str(job.run_folder), "script": str(script), "starts": supervisor.starts}
+        print_json({**found, **end, "status": status})
+    return status
+
+
+def launch_local(job: LocalJob, *, check_run: bool, as_json: bool) -> int:
+    """Checks a job and rehearses it here; returns the status.
+
+    Raises:
+        ConfigError: whatever is wrong; nothing is started then.
+    """
+    refuse_unusable(job)
+    checked = check(job.script, job.flags, job.ranks) if check_run else None
+    if checked is not None and checked.problems:
+        raise ConfigError(told(checked.problems))
+    found = _found(job.script, f"{job.ranks} ranks of this machine", checked)
+    too_little = narrow(job.ranks, found["facts"])
+    for warning in too_little:
+        _say(f"  mind: {warning}")
+    logs: list[Path] = []
+
+    def on_start(log: Path) -> None:
+        logs.append(log)
+        _say(f"log: {log}; `megasched status {job.run_folder} --watch` follows it")
+
+    output = sys.stderr if as_json else sys.stdout
+    status = run(job, on_start=on_start, on_line=partial(print, file=output, flush=True))
+    if as_json:
+        found["warnings"] += too_little
+        print_json({**found, "run_folder": str(job.run_folder), "log": str(logs[0]), "status": status})
+    return status
+
+
+def _print_script(text: str, found: dict[str, Any], as_json: bool) -> None:
+    """A dry run: the script alone, or with what the check has found."""
+    if as_json:
+        print_json({**found, "script": text})
+    else:
+        print(text, end="")
+
+
+def _say(text: str) -> None:
+    """On stderr: stdout is for what was asked for."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _shown(job: TorchrunJob, as_json: bool) -> Callable[[bytes], None]:
+    """What becomes of the ranks' lines, beside their logs: those of one machine are shown, as torchrun does."""
+    output = sys.stderr.buffer if as_json else sys.stdout.buffer
+
+    def show(line: bytes) -> None:
+        output.write(line)
+        output.flush()
+
+    return (lambda line: None) if job.hosts else show
+
+
+def _found(script: str, place: str, checked: Checked | None) -> dict[str, Any]:
+    """What the check has found, for JSON; it is told as well."""
+    if checked is None:
+        return {"facts": {}, "warnings": []}
+    _tell(script, place, checked)
+    return {"facts": checked.facts, "warnings": list(checked.warnings)}
+
+
+def _tell(script: str, place: str, checked: Checked) -> None:
+    """What the check has found."""
+    facts = checked.facts
+    lines = [
+        f"megasched: {script} on {place}: {facts['layout']}, {facts['microbatches']} micro-batches, "
+        f"{format_count(facts['parameters'])} parameters"
+    ]
+    if "memory" in facts:
+        lines.append(f"  memory of the fullest rank: {format_bytes(max(facts['memory']))}")
+    if facts["save"]:
+        lines.append(f"  a checkpoint: {decimal(facts['checkpoint_bytes'])} in {facts['save']}")
+    lines += [f"  mind: {warning}" for warning in checked.warnings]
+    _say("\n".join(lines))

@@ -1,8 +1,8 @@
 """The command ``megasched``; also ``python -m megasched``.
 
 ``megasched pretrain_gpt.py ...`` runs a Megatron training script under a schedule; its arguments are Megatron's
-and never pass through the parser here. Everything else is a command of its own. Only what a command needs is
-imported, when it needs it.
+and never pass through the parser here. Everything else is a command of its own. What imports torch is imported by
+the commands that need it, when they run.
 """
 
 from __future__ import annotations
@@ -16,15 +16,20 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from megasched import __version__
 from megasched.cli.check.commands import archs, new_adapter, verify
-from megasched.cli.launch import launch, status
+from megasched.cli.doctor import diagnose, print_diagnosis
+from megasched.cli.launch import launch
 from megasched.cli.options import Json
+from megasched.cli.output import print_found, quiet_imports
 from megasched.cli.search.commands import plan, tune
 from megasched.cli.show.commands import explain, primitives, show
+from megasched.cli.status import status
 from megasched.cli.weights import export, import_, inspect
 from megasched.errors import MegaschedError
-from megasched.json_output import json_only, print_json
+from megasched.json_output import json_only
 from megasched.reading.files import printable
+from megasched.trainer.entry import run_script
 
 # Set to 1, the traceback of an error is printed too; entry.py reads it for the runs of scripts.
 TRACEBACK = "MEGASCHED_TRACEBACK"
@@ -50,8 +55,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     print_anything()
     if arguments and arguments[0].endswith(".py"):
-        from megasched.trainer.entry import run_script
-
         run_script(arguments[0], arguments[1:])
         return
     try:
@@ -92,8 +95,6 @@ def _one_value_an_option(arguments: list[str]) -> list[str]:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from megasched import __version__
-
         print(f"megasched {__version__}")
         raise typer.Exit
 
@@ -131,18 +132,9 @@ def doctor(as_json: Json = False) -> None:
 
     The exit status is 0 when a run can start here.
     """
-    from megasched.cli.console import quiet_imports, report_console
-
     with quiet_imports(), json_only(as_json):
-        from megasched.cli.doctor import diagnose
-
         diagnosis = diagnose()
-    if as_json:
-        print_json(diagnosis.to_dict())
-    else:
-        from megasched.cli.doctor_view import print_diagnosis
-
-        print_diagnosis(diagnosis, report_console())
+    print_found(diagnosis, print_diagnosis, as_json=as_json)
     raise typer.Exit(0 if diagnosis.runnable else 1)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import Layout
 
 HfModel = Annotated[str, typer.Option(metavar="DIR", help="The Hugging Face model; only its config.json is read.")]
 Tp = Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="TP ranks.")]
@@ -33,8 +32,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 def layout_of(tp: int, sp: bool, pp: int, cp: int, ep: int, *, vp: int = 1, dp: int = 1, **more: Any) -> Layout:
     """The layout that these options say; ``more`` by its own names."""
-    from megasched.language.parallel_dims import Layout
-
     return Layout(
         tensor_model_parallel_size=tp,
         sequence_parallel=sp,

@@ -7,13 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from megasched.cli.options import Json, Objective, TrustRemoteCode
+from megasched.cli.output import format_bytes, format_count, print_found, quiet_imports
 from megasched.errors import ConfigError
-from megasched.json_output import json_only, print_json
+from megasched.json_output import json_only
+from megasched.weights.progress import transfer
+from megasched.weights.source import of_passed_over
 
 if TYPE_CHECKING:
     import torch
+
+    from megasched.weights.exporting import Exported
+    from megasched.weights.importing import Imported
+    from megasched.weights.inspection import Inspection
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -36,12 +46,8 @@ def import_(
     One process, whatever the size; no GPU. A run with `--load CKPT` begins with these weights, at iteration 0 and
     at any layout.
     """
-    from megasched.cli.console import quiet_imports, report_console
-
     with quiet_imports(), json_only(as_json):
-        from megasched.cli.weights_view import print_imported
         from megasched.weights.importing import import_weights
-        from megasched.weights.progress import transfer
 
         found = import_weights(
             hf_model,
@@ -51,10 +57,7 @@ def import_(
             objective=objective,
             trust_remote_code=trust_remote_code,
         )
-    if as_json:
-        print_json(_as_dict(found))
-    else:
-        print_imported(found, report_console())
+    print_found(found, print_imported, as_json=as_json)
 
 
 def export(
@@ -77,12 +80,8 @@ def export(
     One process, whatever the size and the layout it was trained at; no GPU, and no model is built.
     `from_pretrained` loads the folder. LoRA adapters are merged, or written alone with --adapter.
     """
-    from megasched.cli.console import quiet_imports, report_console
-
     with quiet_imports(), json_only(as_json):
-        from megasched.cli.weights_view import print_exported
         from megasched.weights.exporting import export_weights
-        from megasched.weights.progress import transfer
 
         found = export_weights(
             load,
@@ -95,10 +94,7 @@ def export(
             objective=objective,
             trust_remote_code=trust_remote_code,
         )
-    if as_json:
-        print_json(_as_dict(found))
-    else:
-        print_exported(found, report_console())
+    print_found(found, print_exported, as_json=as_json)
 
 
 def inspect(
@@ -110,17 +106,11 @@ def inspect(
     Nothing in it is executed. The exit status is 0 when all of its files are there. `--json` has the arguments of
     the run that wrote it, too.
     """
-    from megasched.cli.console import quiet_imports, report_console
-
     with quiet_imports(), json_only(as_json):
-        from megasched.cli.weights_view import print_inspection
         from megasched.weights.inspection import inspect_checkpoint
 
         found = inspect_checkpoint(checkpoint)
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        print_inspection(found, report_console())
+    print_found(found, print_inspection, as_json=as_json)
     raise typer.Exit(1 if found.problems else 0)
 
 
@@ -142,5 +132,63 @@ def _bytes(text: str) -> int:
     raise ConfigError(f"--max-shard-size {text}: expected a number and KB, MB or GB (KiB, MiB, GiB), e.g. 5GB")
 
 
-def _as_dict(found: Any) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(found).items()}
+def print_imported(found: Imported, console: Console) -> None:
+    """What was written, and how a run takes it."""
+    console.print(f"{escape(str(found.checkpoint))}: {found.architecture}, {_weights(found.tensors, found.bytes)}")
+    if found.passed_over:
+        console.print(escape(of_passed_over(found.architecture, found.passed_over)), soft_wrap=True)
+    console.print(f"a run starts from it with --load {escape(str(found.checkpoint))}", soft_wrap=True)
+
+
+def print_exported(found: Exported, console: Console) -> None:
+    """What was written, of which checkpoint."""
+    kind = "LoRA adapter of " if found.adapter else ""
+    weights = f"{kind}{found.architecture} in {found.dtype}, {_weights(found.tensors, found.bytes)}"
+    console.print(f"{escape(str(found.output))}: {weights}, of iteration {found.iteration}", soft_wrap=True)
+    for count in found.absent:
+        left = f"{count} in the config is 0 in the exported one: {found.architecture} has no such layers"
+        console.print(escape(left), soft_wrap=True)
+    loader = "PeftModel.from_pretrained(model, " if found.adapter else f"{found.architecture}.from_pretrained("
+    console.print(f'{loader}"{escape(str(found.output))}") loads it', soft_wrap=True)
+
+
+def print_inspection(found: Inspection, console: Console) -> None:
+    """A checkpoint as tables."""
+    console.print(f"[bold]{escape(str(found.folder))}[/bold]", soft_wrap=True)
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_column(overflow="fold")
+    facts.add_row("iteration", str(found.iteration))
+    if found.model_type:
+        facts.add_row("model", found.model_type)
+    if found.layout:
+        facts.add_row("written at", " ".join(f"{name}{value}" for name, value in _told(found.layout)))
+    facts.add_row("weights", f"{format_count(found.parameters)} parameters, {format_bytes(found.bytes)}")
+    if found.optimizer:
+        size = format_bytes(sum(found.optimizer.values()))
+        facts.add_row("optimizer", f"{', '.join(found.optimizer)}: {size}")
+    else:
+        facts.add_row("optimizer", "none: weights alone")
+    files = f"{len(found.files)}, {format_bytes(sum(found.files.values()))}"
+    facts.add_row("files", files if not found.problems else f"{files} [bold red]incomplete[/bold red]")
+    for problem in found.problems:
+        facts.add_row("", f"[red]{escape(problem)}[/red]")
+    console.print(facts)
+    table = Table("tensor", "shape", "dtype", "count", "parameters", "size", box=None, pad_edge=False)
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for group in found.tensors:
+        shape = " x ".join(map(str, group.shape))
+        amounts = (str(group.count), format_count(group.parameters), format_bytes(group.bytes))
+        table.add_row(escape(group.name), shape, group.dtype, *amounts)
+    console.print(table)
+
+
+def _told(layout: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What of a layout is worth a word: sizes over 1, and what is on."""
+    told = {name: value for name, value in layout.items() if value is True or value not in (None, False, 1)}
+    return [(name, "" if value is True else value) for name, value in told.items()] or [("one rank", "")]
+
+
+def _weights(tensors: int, size: int) -> str:
+    return f"{tensors} tensors, {format_bytes(size)}"

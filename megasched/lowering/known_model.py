@@ -65,7 +65,7 @@ class KnownModel:
         """The adapter's roles, and what can be inferred besides; a schedule of the user's own can do without."""
         from megasched.analysis.infer import infer_roles
         from megasched.language.roles import Roles
-        from megasched.model_adapters.registry import find_adapter, roles_of
+        from megasched.model_adapters.registry import has_roles, roles_of
 
         definition = self.definition
         try:
@@ -74,7 +74,7 @@ class KnownModel:
             if self.schedule == "auto":
                 raise
             return Roles()
-        if find_adapter(definition.config.model_type) is not None:
+        if has_roles(definition.config.model_type):
             return roles
         tp = max(layout.tp, 2)
         return infer_roles(definition, roles, self.structure, tp=tp, sequence_parallel=layout.sp)

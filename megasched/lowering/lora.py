@@ -18,7 +18,7 @@ from torch import nn
 from megasched.definition.linears import is_conv1d, output_axis
 from megasched.errors import Problem, ScheduleError
 from megasched.language.lora import DROPOUT, A, B, Lora
-from megasched.weights.lora_init import initial_value
+from megasched.weights.lora import initial_value
 
 if TYPE_CHECKING:
     from megasched.language.records import Record

@@ -6,20 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
-from megasched.planner.measure.measurements import Measurements
+import torch
+
+from megasched.language.parallel_dims import Layout
+from megasched.planner.measure.parameter_counts import Count
+from megasched.planner.measure.stages import Measurements
 from megasched.planner.pipeline import order_of
+from megasched.trainer.session import Session, refuse_stages
 from megasched.trainer.stages.stage import Stage
-
-if TYPE_CHECKING:
-    import torch
-
-    from megasched.language.parallel_dims import Layout
-    from megasched.planner.measure.parameter_counts import Count
-    from megasched.planner.measure.partly_recomputed import PartlyRecomputed
-    from megasched.trainer.session import Session
-
 
 # The most that a pipeline holds in flight it holds after so many micro-batches for each of its ranks.
 FILLED = 3
@@ -62,7 +57,7 @@ class RankMemory:
         return self.parameters + self.gradients + self.optimizer + self.held + self.activations
 
 
-def chunk_memory(measured: Measurements | PartlyRecomputed, stage: Stage) -> ChunkMemory:
+def chunk_memory(measured: Measurements, stage: Stage) -> ChunkMemory:
     """Of a stage of any number of layers: one layer with what the stage has at its ends, the others alone."""
     if stage.start == stage.stop:
         raise ValueError("a stage without layers has nothing to measure by")
@@ -117,7 +112,7 @@ def static_bytes(
 
 
 def rank_memory(
-    measured: Measurements | PartlyRecomputed,
+    measured: Measurements,
     stages: Sequence[Stage],
     layout: Layout,
     rank: int,
@@ -152,8 +147,6 @@ def stages_of(session: Session, layout: Layout, sequence_length: int) -> list[St
     Raises:
         ScheduleError: more stages than layers, cuts that do not fit, or a model that can't be cut.
     """
-    from megasched.trainer.session import refuse_stages
-
     structure = session.plan.structure
     assert structure is not None
     if layout.pp > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from megasched.errors import ConfigError
 from megasched.language.parallel_dims import Fp8, Layout
 from megasched.planner.hardware.hardware import load_hardware
 from megasched.planner.search import Candidate, Job, search
+from megasched.trainer.session import Session, open_session
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class PlanReport:
         found = Counter("more memory than there is" if one.too_large else one.why_out for one in self.out)
         return found.most_common()
 
-    def as_dict(self) -> dict[str, Any]:
-        """For machines; the form that ``megasched tune --warm-start`` reads."""
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON, in the form that ``megasched tune --warm-start`` reads."""
         return {
             "model": self.hf_model,
             "gpu": self.job.hardware.name,
@@ -112,30 +113,15 @@ def plan(
     Raises:
         ConfigError: whatever can't be used as given.
     """
-    from megasched.trainer.session import Session, open_session
-
     hardware = load_hardware(gpu)
     if gpus > hardware.gpus_per_node and gpus % hardware.gpus_per_node:
         raise ConfigError(
             f"--gpus {gpus}: a node of {hardware.name} has {hardware.gpus_per_node}; give whole nodes"
         )
-
     if fp8_recipe is not None and hardware.fp8_tflops is None:
         raise ConfigError(f"--fp8-recipe {fp8_recipe}: {hardware.name} has no 8-bit matrix products (fp8_tflops)")
-    opened: dict[bool, Session] = {}
-
-    def session_for(layout: Layout) -> Session:
-        splits = layout.cp > 1
-        if splits in opened:
-            return opened[splits].with_layout(layout)
-        opened[splits] = open_session(
-            schedule, hf_model, layout, overrides=overrides or (), trust_remote_code=trust_remote_code
-        )
-        opened[splits].freeze_unreached(1, sequence_length)
-        return opened[splits]
-
     job = Job(
-        session_for,
+        _opened_sessions(hf_model, schedule, sequence_length, overrides or (), trust_remote_code),
         hardware,
         gpus,
         sequence_length,
@@ -150,9 +136,28 @@ def plan(
             f"--gpus {gpus} --global-batch-size {global_batch_size} --seq-length {sequence_length}: no layout "
             "divides the batch and the sequence evenly"
         )
-    return PlanReport(
-        job, hf_model, schedule, [c for c in found if not c.why_out], [c for c in found if c.why_out]
-    )
+    fitting, out = [c for c in found if not c.why_out], [c for c in found if c.why_out]
+    return PlanReport(job, hf_model, schedule, fitting, out)
+
+
+def _opened_sessions(
+    hf_model: str, schedule: str, sequence_length: int, overrides: Sequence[str], trust_remote_code: bool
+) -> Callable[[Layout], Session]:
+    """A function from layouts to sessions: one is opened for those with CP and one for those without, when the
+    first of them is asked for; the others share what it knows of the model."""
+    opened: dict[bool, Session] = {}
+
+    def session_for(layout: Layout) -> Session:
+        splits = layout.cp > 1
+        if splits in opened:
+            return opened[splits].with_layout(layout)
+        opened[splits] = open_session(
+            schedule, hf_model, layout, overrides=overrides, trust_remote_code=trust_remote_code
+        )
+        opened[splits].freeze_unreached(1, sequence_length)
+        return opened[splits]
+
+    return session_for
 
 
 def recompute_words(candidate: Candidate) -> list[str]:
@@ -160,30 +165,18 @@ def recompute_words(candidate: Candidate) -> list[str]:
     if candidate.recompute_granularity is None:
         return []
     count = candidate.recompute_num_layers
-    method = (
-        ["uniform", "--recompute-num-layers", "1"]
-        if count is None
-        else ["block", "--recompute-num-layers", str(count)]
-    )
-    return ["--recompute-granularity", candidate.recompute_granularity, "--recompute-method", *method]
+    method, each = ("uniform", 1) if count is None else ("block", count)
+    words = ["--recompute-granularity", candidate.recompute_granularity]
+    return [*words, "--recompute-method", method, "--recompute-num-layers", str(each)]
 
 
 def run_words(report: PlanReport, candidate: Candidate) -> list[str]:
     """The flags of a candidate, as words of a command line."""
     layout, job = candidate.layout, report.job
     words = layout.flags()
-    words += [
-        "--micro-batch-size",
-        str(layout.micro_batch_size),
-        "--global-batch-size",
-        str(job.global_batch_size),
-    ]
-    words += [
-        "--seq-length",
-        str(job.sequence_length),
-        "--bf16",
-        *recompute_words(candidate),
-    ]
+    words += ["--micro-batch-size", str(layout.micro_batch_size)]
+    words += ["--global-batch-size", str(job.global_batch_size)]
+    words += ["--seq-length", str(job.sequence_length), "--bf16", *recompute_words(candidate)]
     if layout.fp8 is not None:
         words += ["--fp8-format", "hybrid", "--fp8-recipe", layout.fp8.fp8_recipe]
     if layout.tp_comm_overlap:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megasched.language.parallel_dims import Layout
 from megasched.planner.measure.build_stage import Setting
-from megasched.planner.measure.measurements import Measurements
-from megasched.planner.measure.partly_recomputed import PartlyRecomputed
 from megasched.planner.measure.probe import fake_groups
+from megasched.planner.measure.stages import Measurements, PartlyRecomputed
 from megasched.planner.memory import FILLED, RankMemory, rank_memory
+from megasched.trainer.session import Session
 from megasched.trainer.stages.stage import Stage
-
-if TYPE_CHECKING:
-    from megasched.trainer.session import Session
 
 
 def run_memory(
@@ -37,7 +33,7 @@ def run_memory(
     full = args.recompute_granularity == "full"
     partly = full and args.recompute_method == "block"
     with fake_groups(layout):
-        measured: Any = Measurements(session, _setting(args, layout, args.recompute_granularity))
+        measured = Measurements(session, _setting(args, layout, args.recompute_granularity))
         if partly:
             plain = Measurements(session, _setting(args, layout, None), measured)
             measured = PartlyRecomputed(plain, measured, args.recompute_num_layers)

@@ -7,25 +7,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megasched.definition.experts import is_experts
 from megasched.errors import MegaschedError, Problem, ScheduleError
 from megasched.language.parallel_dims import Fp8, Layout
+from megasched.planner.hardware.hardware import Hardware
 from megasched.planner.measure.build_stage import Setting
 from megasched.planner.measure.forked import map_forked
-from megasched.planner.measure.measurements import Measurements
 from megasched.planner.measure.parameter_counts import ParameterCounts
-from megasched.planner.measure.partly_recomputed import PartlyRecomputed
 from megasched.planner.measure.probe import emulated_cuda, fake_groups
+from megasched.planner.measure.stages import Measurements, PartlyRecomputed
 from megasched.planner.memory import FILLED, RankMemory, rank_memory, stages_of, static_bytes
 from megasched.planner.step_time import StepTime, step_time
-
-if TYPE_CHECKING:
-    from megasched.planner.hardware.hardware import Hardware
-    from megasched.trainer.session import Session
-    from megasched.trainer.stages.stage import Stage
+from megasched.trainer.session import Session
+from megasched.trainer.stages.stage import Stage
 
 MICRO_BATCHES = (1, 2, 4)
 RECOMPUTE = (None, "full")
@@ -142,8 +140,6 @@ def _refuse_loops(session: Session) -> None:
 
 def _experts(session: Session) -> int:
     """Of a layer, where the model has any that can be shared out."""
-    from megasched.definition.experts import is_experts
-
     return max((m.num_experts for m in session.replaced.modules() if is_experts(m)), default=1)
 
 
@@ -271,7 +267,7 @@ def _chunks(pp: int, layers: int, microbatches: int) -> list[int]:
 
 def _candidate(
     job: Job,
-    measured: Measurements | PartlyRecomputed,
+    measured: Measurements,
     stages: Sequence[Stage],
     layout: Layout,
     microbatches: int,

@@ -8,15 +8,14 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING
 
+from megasched.language.parallel_dims import Layout
 from megasched.planner.hardware.hardware import Group, Hardware
+from megasched.planner.measure.parameter_counts import Count
 from megasched.planner.measure.work import Work
 from megasched.planner.pipeline import Chunk, simulate
 
 if TYPE_CHECKING:
-    from megasched.language.parallel_dims import Layout
-    from megasched.planner.measure.measurements import Measurements
-    from megasched.planner.measure.parameter_counts import Count
-    from megasched.planner.measure.partly_recomputed import PartlyRecomputed
+    from megasched.planner.measure.stages import Measurements
     from megasched.trainer.stages.stage import Stage
 
 # What a distributed optimizer sends and touches for each parameter that a rank holds, in bytes: gradients
@@ -61,7 +60,7 @@ class StepTime:
         return sum(self.parts.values())
 
 
-def chunk_work(measured: Measurements | PartlyRecomputed, stage: Stage) -> tuple[Work, Work]:
+def chunk_work(measured: Measurements, stage: Stage) -> tuple[Work, Work]:
     """Forward and backward of one micro-batch in a stage."""
     layers = measured.layers_of(stage)
     end, at = measured.end(stage)
@@ -93,7 +92,7 @@ def pass_seconds(work: Work, layout: Layout, hardware: Hardware, itemsize: int) 
 
 
 def step_time(
-    measured: Measurements | PartlyRecomputed,
+    measured: Measurements,
     stages: Sequence[Stage],
     layout: Layout,
     hardware: Hardware,

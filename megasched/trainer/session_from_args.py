@@ -27,9 +27,8 @@ from megasched.trainer.session import Session, open_session, set_session
 from megasched.trainer.stages.shared_parameters import refuse_overlap
 from megasched.trainer.unreached import refuse_unsure_overlap, tell_of_unreached
 from megasched.weights.hf.folder import HFFolder
-from megasched.weights.lora_init import AdaptedSource
-from megasched.weights.names import of_passed_over
-from megasched.weights.source import WeightSource
+from megasched.weights.lora import AdaptedSource
+from megasched.weights.source import WeightSource, of_passed_over
 
 # Flags by which a user cuts the pipeline; Megatron's own rules hold where one is given.
 CUT_FLAGS = (

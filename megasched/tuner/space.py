@@ -1,20 +1,36 @@
-"""What is tried: symbols with their values, the conditions between them, and all assignments that meet these."""
+"""What is tried: symbols with their values, the conditions between them, and all assignments that meet these.
+
+A user writes it as a Python file with ``def space(space)``.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 from megasched.errors import ConfigError
+from megasched.reading.files import MIB, Expected, read_bytes
 from megasched.tuner.expression import INACTIVE, Assignment, Expression
 
 # Each point is held in memory and looked at before each trial.
 MOST_POINTS = 100_000
 Memory = Literal["grows", "shrinks"]
 Words = Callable[[Any], Sequence[Any]]
+SHORT = {
+    "tp": "--tensor-model-parallel-size",
+    "sp": "--sequence-parallel",
+    "pp": "--pipeline-model-parallel-size",
+    "vp": "--num-virtual-stages-per-pipeline-rank",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+}
+SPACE = Expected("a space, a Python file with `def space(space)`", most=16 * MIB)
 
 
 class Symbol(Expression):
@@ -205,16 +221,6 @@ class Space:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-SHORT = {
-    "tp": "--tensor-model-parallel-size",
-    "sp": "--sequence-parallel",
-    "pp": "--pipeline-model-parallel-size",
-    "vp": "--num-virtual-stages-per-pipeline-rank",
-    "cp": "--context-parallel-size",
-    "ep": "--expert-model-parallel-size",
-}
-
-
 def flag_of(name: str) -> str:
     """The flag that a name stands for, e.g. ``--micro-batch-size`` for ``micro_batch_size``."""
     return SHORT.get(name, f"--{name.lstrip('-').replace('_', '-')}")
@@ -223,3 +229,36 @@ def flag_of(name: str) -> str:
 def _key(point: Assignment) -> str:
     """What a point is known by: equal for equal values, whatever their order."""
     return json.dumps(dict(point), sort_keys=True)
+
+
+def load_space(path: Path) -> Space:
+    """Runs the file's function on an empty space.
+
+    Raises:
+        ConfigError: there is no such file or function, it fails (with the line), or the space is empty.
+    """
+    text = read_bytes(path, SPACE)
+    module = ModuleType(f"megasched_space_{path.stem}")
+    module.__file__ = str(path)
+    space = Space()
+    try:
+        code = compile(text, str(path), "exec", dont_inherit=True)
+        exec(code, module.__dict__)  # the user's own file, named on the command line
+        function = getattr(module, "space", None)
+        if not callable(function):
+            raise ConfigError("the file does not define `def space(space)`")
+        function(space)
+        assert space.points  # made here, so that what its conditions can't compute names the file
+    except SyntaxError as error:
+        raise ConfigError(f"{path}:{error.lineno or 1}: syntax error: {error.msg}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{_line(error, path)}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{_line(error, path)}: {type(error).__name__}: {error}") from error
+    return space
+
+
+def _line(error: Exception, path: Path) -> str:
+    """``file:line`` of the innermost line of the file in a traceback; the file if it is not in it."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{path}:{lines[-1]}" if lines else str(path)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megasched.verify.plain_runs import Batches
+import torch
 
-if TYPE_CHECKING:
-    import torch
-
-    from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import Layout
+from megasched.verify.plain.runs import Batches
 
 STEPS = 3
 MICRO_BATCH = 2

@@ -17,20 +17,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from megasched.definition.build import cast_as_loaded
-from megasched.verify.checks import Check
 from megasched.verify.locate.locate import Finding, Locator
+from megasched.verify.numbers import Check
 from megasched.verify.plain.loading import own_experts, widen
 from megasched.verify.plain.watching import Float64
+from megasched.verify.recording import RankReport
 from megasched.verify.reference import HfStep, hf_loss, hf_model, relative
 from megasched.verify.trainer_run import gather, logits_of, losses
-
-if TYPE_CHECKING:
-    from megasched.verify.trainer_run import RankReport
 
 UNIT = 2.0**-8  # half of bf16's spacing at 1
 # Beyond what plain HF has at the same place, and beyond what one rounding more or less does.

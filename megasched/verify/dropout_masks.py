@@ -4,14 +4,12 @@ where each rank has its own part."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megasched.verify.locate.locate import Finding, Locator
-
-if TYPE_CHECKING:
-    from megasched.verify.trainer_run import RankReport
+from megasched.verify.recording import RankReport
 
 RATE = 0.25
 

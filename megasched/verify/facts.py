@@ -16,7 +16,7 @@ def facts(folder: str) -> dict[str, Any]:
     weights, and what of it is fused: ``block`` where Megatron's own layer can stand for its layers; elsewhere
     ``attention``, ``mixture`` and ``mlp`` where Megatron's can for these alone; ``joint`` where projections share
     one matrix product."""
-    from megasched.model_adapters.registry import find_adapter
+    from megasched.model_adapters.registry import has_roles
     from megasched.plan.decisions import decisions_of
     from megasched.trainer.session import open_session
 
@@ -26,7 +26,7 @@ def facts(folder: str) -> dict[str, Any]:
     return {
         "class": type(session.definition).__name__,
         "plan": any(d.decided_by.startswith("HF's plan") for d in decisions if "layers" in d.parameter),
-        "adapter": find_adapter(session.definition.config.model_type) is not None,
+        "adapter": has_roles(session.definition.config.model_type),
         "inferred": [name for name in inferred if name.endswith(".weight")],
         "tied": any(name != canonical for name, canonical in session.plan.canonical.items()),
         "fused": [*(["joint"] if session.plan.joint or session.plan.attentions else []), *_by_megatron(session)],

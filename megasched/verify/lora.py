@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
 
 from megasched.language.lora import B
-
-if TYPE_CHECKING:
-    import torch
+from megasched.lowering import lora as adapting
+from megasched.weights import lora as weights_lora
 
 SCALE = 0.1
 
@@ -18,23 +19,17 @@ SCALE = 0.1
 def telling_adapters() -> Iterator[None]:
     """Adapters that are made now draw no dropout, which no other run repeats; and ``lora_B`` starts with numbers,
     for with zeros ``lora_A`` gets no gradient."""
-    import torch
-    from torch import nn
-
-    from megasched.lowering import lora as adapting
-    from megasched.weights import lora_init
-
-    real = lora_init.initial_value, adapting.make_dropout
+    real = weights_lora.initial_value, adapting.make_dropout
 
     def value(name: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
         if not name.endswith(f".{B}.weight"):
             return real[0](name, shape, seed)
-        generator = torch.Generator().manual_seed(lora_init.parameter_seed(seed, name))
+        generator = torch.Generator().manual_seed(weights_lora.parameter_seed(seed, name))
         return SCALE * torch.randn(shape, generator=generator)
 
-    lora_init.initial_value = value
+    weights_lora.initial_value = value
     adapting.make_dropout = lambda lora: nn.Identity()
     try:
         yield
     finally:
-        lora_init.initial_value, adapting.make_dropout = real
+        weights_lora.initial_value, adapting.make_dropout = real

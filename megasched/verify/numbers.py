@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+import torch
+
+from megasched.verify.plain.runs import PlainRun
+from megasched.verify.recording import RankReport
 from megasched.verify.reference import FLOOR
 from megasched.verify.trainer_run import logits_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-
-    from megasched.verify.plain_runs import PlainRun
-    from megasched.verify.trainer_run import RankReport
-
 # What is compared; a gradient is of the step that was looked at, weights and buffers are those after the last one.
 KINDS = ("loss", "logits", "gradient", "grad_norm", "weight", "buffer")
+
+
+@dataclass
+class Check:
+    """One thing that was compared.
+
+    Attributes:
+        name: what.
+        error: the largest, relative; None where it is not a matter of size.
+        tolerance: that it had to be within.
+        worst: where it was largest.
+        equal: whether it is within the tolerance, or no further from float64 than rounding explains.
+    """
+
+    name: str
+    error: float | None
+    tolerance: float
+    worst: str = ""
+    equal: bool = True
 
 
 @dataclass(frozen=True, order=True)

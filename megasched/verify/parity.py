@@ -8,14 +8,14 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from megasched.definition.build import load_config
 from megasched.definition.small_models.shrink import TOKENS, VOCABULARY
+from megasched.trainer.flags.model_sizes import EXPERTS_PER_TOKEN
 from megasched.verify import trainer_run
-from megasched.verify.reference import HfStep, differences
-
-if TYPE_CHECKING:
-    from megasched.verify.ranks.pool import RankPool
+from megasched.verify.ranks.pool import RankError, RankPool
+from megasched.verify.reference import HfStep, differences, hf_step
 
 TOLERANCE = 1e-5
 # What is beyond the tolerance may be so many times as far from float64 as the unscheduled model in float32 is:
@@ -90,8 +90,6 @@ def check_layout(
         adapter: file with an ``ADAPTER`` that is used whatever is installed; empty for what a run would use.
         trust_remote_code: run Python code that lies in the folder.
     """
-    from megasched.verify.ranks.pool import RankError
-
     layout, started = LAYOUTS[name], time.monotonic()
     flags = [*layout.flags.split(), "--vocab-size", str(VOCABULARY)]
     flags += ["--trust-remote-code"] if trust_remote_code else []
@@ -115,9 +113,6 @@ def check_layout(
 
 def routes_to_experts(folder: str) -> bool:
     """In a rank: whether a model's tokens are routed to some of several experts, by its config."""
-    from megasched.definition.build import load_config
-    from megasched.trainer.flags.model_sizes import EXPERTS_PER_TOKEN
-
     config = load_config(folder).get_text_config(decoder=True)
     return any(getattr(config, name, None) for name in EXPERTS_PER_TOKEN)
 
@@ -132,8 +127,6 @@ def train_step(adapter: str, folder: str, flags: list[str], **options: Any) -> t
 
 def reference_step(folder: str, batches: Any, trust_remote_code: bool = False, in_float64: bool = False) -> HfStep:
     """In a rank: the batches through the unscheduled model with the folder's weights."""
-    from megasched.verify.reference import hf_step
-
     options = {"trust_remote_code": trust_remote_code, "in_float64": in_float64}
     return hf_step(folder, batches, random_init=False, **options)
 

@@ -4,16 +4,79 @@ of the data."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from megasched.verify.plain.watching import Watch
+from megasched.language.records import Record
+from megasched.verify.plain.watching import Sightings, Watch
 from megasched.verify.reference import IGNORED
 
-if TYPE_CHECKING:
-    from megasched.verify.trainer_run import RankReport
+
+@dataclass
+class RankReport:
+    """What one rank saw of a run.
+
+    Attributes:
+        losses: mean loss of each iteration (last stage only).
+        grad_norms: of each iteration.
+        gradients: HF name -> (shard of the first iteration's gradient, its placement); no copies of ties.
+        weights: HF name -> (shard after the last iteration, placement).
+        before: the same before the iteration that was looked at; ``gradients`` are of that one then.
+        buffers: after the last iteration, of a run that was looked at.
+        logits: iteration -> [b, s, v] of each micro-batch (last stage only); of the first one alone where nothing
+            was looked at.
+        cp_rank: among the ranks that share a sequence; tokens, labels and logits are of its part.
+        ep_rank, expert_dp_rank: among the ranks that share out experts, and that hold the same ones.
+        batches: (iteration, tokens, labels) of each micro-batch, where this rank has them; ``IGNORED`` of a mask.
+        samples: (iteration, whole micro-batch) of the scripts beside ``pretrain_gpt.py``.
+        sightings: what the modules here took and gave in the first micro-batch, where they were watched.
+        copies, weight_copies: HF name -> as ``gradients`` and ``weights``, of a further copy of a tied tensor.
+        facts: what was planned, where modules were watched.
+    """
+
+    tp_rank: int
+    dp_rank: int
+    pp_rank: int
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    gradients: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    weights: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    before: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    logits: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    batches: list[tuple[int, torch.Tensor | None, torch.Tensor | None]] = field(default_factory=list)
+    samples: list[tuple[int, dict[str, torch.Tensor]]] = field(default_factory=list)
+    iterations: int = 0
+    cp_rank: int = 0
+    ep_rank: int = 0
+    expert_dp_rank: int = 0
+    sightings: Sightings = field(default_factory=Sightings)
+    copies: dict[str, torch.Tensor] = field(default_factory=dict)
+    weight_copies: dict[str, torch.Tensor] = field(default_factory=dict)
+    facts: PlanFacts | None = None
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What of a plan tells where something has gone wrong.
+
+    Attributes:
+        layers: paths of the layers, as the model calls them.
+        cuts: path of a module that is cut -> how.
+        components: such a path -> sizes of the projections packed into its output.
+        dropouts: paths of ``nn.Dropout`` in the first chunk of a rank, in the order of the modules.
+        records: path, what was asked for, and the ``file:line`` that asked, of each call of the schedule.
+        adapters: its calls of ``adapt`` and ``unfreeze``.
+    """
+
+    layers: tuple[str, ...]
+    cuts: dict[str, str]
+    components: dict[str, tuple[int, ...]]
+    dropouts: tuple[str, ...]
+    records: tuple[tuple[str, str, str], ...]
+    adapters: tuple[Record, ...]
 
 
 @dataclass
@@ -21,7 +84,7 @@ class Look:
     """What a run that is verified trains on, and where its modules are watched.
 
     Attributes:
-        batches: file as ``plain_runs.Batches`` writes it; micro-batches of DP rank 0 first.
+        batches: file as ``plain.runs.Batches`` writes it; micro-batches of DP rank 0 first.
         step, micro_batch: the one that is watched, counted over all DP ranks; gradients are of that step.
         silent: dropouts off, also those that stand in the code alone.
     """

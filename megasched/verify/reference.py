@@ -6,18 +6,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megasched.definition.build import build_definition, load_config
 from megasched.definition.objectives import CAUSAL_LM, Objective
 from megasched.definition.small_models.shrink import TOKENS
 from megasched.verify.plain.loading import own_experts
 from megasched.verify.plain.loss import IGNORED, labels_of, loss_of
 from megasched.verify.plain.watching import Float64, Sightings
-
-if TYPE_CHECKING:
-    from megasched.weights.source import WeightSource
+from megasched.weights.hf.folder import HFFolder
+from megasched.weights.random_init import RandomInit
+from megasched.weights.source import WeightSource, materialize
 
 FLOOR = 1e-2
 _TAKES = "megasched_labels"  # attribute of a reference: what ``labels_of`` says of it
@@ -46,11 +47,6 @@ def hf_model(
     **changes: Any,
 ) -> Any:
     """The unscheduled HF model with the weights of the folder, or those that ``--hf-random-init`` gives it."""
-    from megasched.definition.build import build_definition, load_config
-    from megasched.weights.hf.folder import HFFolder
-    from megasched.weights.materialize import materialize
-    from megasched.weights.random_init import RandomInit
-
     config = load_config(folder, trust_remote_code=trust_remote_code)
     for name, value in changes.items():
         setattr(config, name, value)

@@ -11,17 +11,25 @@ import importlib
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megasched.definition.sequence_split import Zigzag
-from megasched.language.records import Record
+from megasched.trainer import entry
+from megasched.trainer.flags.rehearsal import rehearsal_flags
 from megasched.verify.lora import telling_adapters
-from megasched.verify.plain.watching import Sightings, Watch, silence
+from megasched.verify.plain.watching import Watch, silence
 from megasched.verify.ranks.pool import cache_folder
-from megasched.verify.recording import Look, Serving, record_batches, record_logits, record_samples
+from megasched.verify.recording import (
+    Look,
+    PlanFacts,
+    RankReport,
+    Serving,
+    record_batches,
+    record_logits,
+    record_samples,
+)
 
 VOCABULARY = 99  # divides by no TP: the embedding is padded
 SEQUENCE = 16
@@ -35,70 +43,7 @@ RUN_FLAGS = (
     "--adam-eps 1e-5"
 ).split()
 
-
-@dataclass
-class RankReport:
-    """What one rank saw of a run.
-
-    Attributes:
-        losses: mean loss of each iteration (last stage only).
-        grad_norms: of each iteration.
-        gradients: HF name -> (shard of the first iteration's gradient, its placement); no copies of ties.
-        weights: HF name -> (shard after the last iteration, placement).
-        before: the same before the iteration that was looked at; ``gradients`` are of that one then.
-        buffers: after the last iteration, of a run that was looked at.
-        logits: iteration -> [b, s, v] of each micro-batch (last stage only); of the first one alone where nothing
-            was looked at.
-        cp_rank: among the ranks that share a sequence; tokens, labels and logits are of its part.
-        ep_rank, expert_dp_rank: among the ranks that share out experts, and that hold the same ones.
-        batches: (iteration, tokens, labels) of each micro-batch, where this rank has them; ``IGNORED`` of a mask.
-        samples: (iteration, whole micro-batch) of the scripts beside ``pretrain_gpt.py``.
-        sightings: what the modules here took and gave in the first micro-batch, where they were watched.
-        copies, weight_copies: HF name -> as ``gradients`` and ``weights``, of a further copy of a tied tensor.
-        facts: what was planned, where modules were watched.
-    """
-
-    tp_rank: int
-    dp_rank: int
-    pp_rank: int
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    gradients: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
-    weights: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
-    before: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    logits: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    batches: list[tuple[int, torch.Tensor | None, torch.Tensor | None]] = field(default_factory=list)
-    samples: list[tuple[int, dict[str, torch.Tensor]]] = field(default_factory=list)
-    iterations: int = 0
-    cp_rank: int = 0
-    ep_rank: int = 0
-    expert_dp_rank: int = 0
-    sightings: Sightings = field(default_factory=Sightings)
-    copies: dict[str, torch.Tensor] = field(default_factory=dict)
-    weight_copies: dict[str, torch.Tensor] = field(default_factory=dict)
-    facts: PlanFacts | None = None
-
-
-@dataclass(frozen=True)
-class PlanFacts:
-    """What of a plan tells where something has gone wrong.
-
-    Attributes:
-        layers: paths of the layers, as the model calls them.
-        cuts: path of a module that is cut -> how.
-        components: such a path -> sizes of the projections packed into its output.
-        dropouts: paths of ``nn.Dropout`` in the first chunk of a rank, in the order of the modules.
-        records: path, what was asked for, and the ``file:line`` that asked, of each call of the schedule.
-        adapters: its calls of ``adapt`` and ``unfreeze``.
-    """
-
-    layers: tuple[str, ...]
-    cuts: dict[str, str]
-    components: dict[str, tuple[int, ...]]
-    dropouts: tuple[str, ...]
-    records: tuple[tuple[str, str, str], ...]
-    adapters: tuple[Record, ...]
+_chunks: list[Any] = []
 
 
 def train(
@@ -127,7 +72,6 @@ def train(
     from megatron.training import training
 
     from megasched.launch import pretrain_gpt, pretraining
-    from megasched.trainer import entry
 
     entry.apply_patches()  # first: they look at the functions that are recorded
     report = RankReport(-1, -1, -1)
@@ -178,9 +122,6 @@ def run_trainer(
         script: bundled entry script, without ``.py``.
         mock_data: whether batches are Megatron's mock data, or of the ``--data-path`` in ``flags``.
     """
-    from megasched.trainer import entry
-    from megasched.trainer.flags.rehearsal import rehearsal_flags
-
     entry.apply_patches()
     entry.set_builder()
     given = RUN_FLAGS if mock_data else [flag for flag in RUN_FLAGS if flag != "--mock-data"]
@@ -190,9 +131,6 @@ def run_trainer(
     module = importlib.import_module(f"megasched.launch.{script}")
     sys.argv = [f"{script}.py", *rehearsal_flags(argv).argv]
     module.main()
-
-
-_chunks: list[Any] = []
 
 
 def _record_steps(training: Any, report: RankReport, serving: Serving | None) -> Callable[[], None]:
@@ -275,7 +213,7 @@ def _shards(chunks: list[Any], take: Callable[[Any], torch.Tensor]) -> dict[str,
         for parameter, assembly in chunk.local_parameters().values():
             if getattr(parameter, "shared", False):
                 continue
-            pieces = assembly.split(take(parameter), chunk.place(assembly, 0).size)
+            pieces = assembly.split(take(parameter), chunk.shard_owner(assembly, 0).size)
             for part, piece in zip(assembly.parts, pieces, strict=True):
                 found.setdefault(part.name, ([], chunk.plan.placements[part.name]))[0].append(piece)
     # Entries of one tensor come one by one, in their order.

@@ -9,21 +9,21 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megasched.definition.build import build_definition, load_config
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import Layout
 from megasched.language.schedule_file import split_file
 from megasched.trainer.evidence.certificate import subject_of, write_certificate
-from megasched.verify.checks import Check
-from megasched.verify.steps import Steps
-from megasched.verify.subject import make_subject
-
-if TYPE_CHECKING:
-    from megasched.verify.locate.bisect import Call
-    from megasched.verify.locate.locate import Finding
-    from megasched.verify.ranks.pool import RankPool
+from megasched.verify.compare_step import StepComparison
+from megasched.verify.locate.bisect import Call, bisect_records, write_without
+from megasched.verify.locate.locate import Finding
+from megasched.verify.numbers import Check
+from megasched.verify.parity import failure
+from megasched.verify.plain.runs import PlainError
+from megasched.verify.ranks.pool import RankError, RankPool
+from megasched.verify.steps import Steps, make_subject
 
 MOST_RANKS = 16
 
@@ -103,12 +103,8 @@ def verify_schedule(
     Raises:
         ConfigError: too many ranks for one machine, or no small copy can be made.
     """
-    from megasched.verify.ranks.pool import RankPool
-
     _check_size(layout)
     started = time.monotonic()
-    file, rest = split_file(schedule)
-    path = ":".join(filter(None, [str(file.resolve()), rest])) if file is not None else schedule
     with tempfile.TemporaryDirectory(prefix="verify") as folder:
         subject = make_subject(
             hf_model,
@@ -123,11 +119,8 @@ def verify_schedule(
         found.bf16, found.notes = bf16, list(subject.notes)
         with nullcontext(ranks) if ranks is not None else RankPool(MOST_RANKS) as pool:
             steps = Steps(pool, subject, layout, bf16, timeout, progress)
-            _fill(found, steps, path, Path(folder) / "without.py")
+            _fill(found, steps, _from_anywhere(schedule), Path(folder) / "without.py")
     found.why = found.why.replace(str(Path(folder) / "model"), "DIR")
-    if found.finding is not None:
-        records, guilty = _near(found.finding.records), _near(found.finding.guilty)
-        found.finding = replace(found.finding, records=records, guilty=guilty)
     found.seconds = round(time.monotonic() - started, 1)
     return found
 
@@ -153,6 +146,12 @@ def _check_size(layout: Layout) -> None:
         )
 
 
+def _from_anywhere(schedule: str) -> str:
+    """The name of a schedule as processes in other folders find it."""
+    file, rest = split_file(schedule)
+    return ":".join(filter(None, [str(file.resolve()), rest])) if file is not None else schedule
+
+
 def _near(calls: Sequence[Call]) -> tuple[Call, ...]:
     """Files below the working directory by their names from there."""
     here = os.getcwd() + os.sep
@@ -160,17 +159,12 @@ def _near(calls: Sequence[Call]) -> tuple[Call, ...]:
 
 
 def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> None:
-    """
+    """Runs the steps, and notes the verdict, the checks, and where it goes wrong.
+
     Args:
         schedule: what the ranks find it by.
         without: file for schedules that leave calls out.
     """
-    from megasched.verify.judge import StepComparison
-    from megasched.verify.locate.bisect import bisect_records, write_without
-    from megasched.verify.parity import failure
-    from megasched.verify.plain_runs import PlainError
-    from megasched.verify.ranks.pool import RankError
-
     try:
         judge = StepComparison(steps, schedule)
     except (RankError, PlainError) as error:
@@ -180,8 +174,9 @@ def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> No
             found.why += f"; the copy has {found.layers} layers, --layers gives it more"
         return
     found.notes += judge.notes
-    found.checks, found.why, found.finding = judge.judge()
-    if all(check.equal for check in found.checks):
+    found.checks, found.why, finding = judge.judge()
+    found.finding = finding and replace(finding, records=_near(finding.records))
+    if found.finding is None and all(check.equal for check in found.checks):
         return
     found.verdict = "wrong"
     if found.finding is None:
@@ -195,4 +190,5 @@ def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> No
             return False
 
     others = [call for call in judge.facts.records if not call[1].partition(": ")[2].startswith("shard(")]
-    found.finding = replace(found.finding, guilty=bisect_records(found.finding.records, others, right_without))
+    guilty = bisect_records(found.finding.records, others, right_without)
+    found.finding = replace(found.finding, guilty=_near(guilty))

@@ -6,6 +6,7 @@ converted but what transformers itself converts when it saves. The definition is
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megasched.definition.build import build_definition, kept_in_float32, load_config
 from megasched.definition.objectives import find_objective
 from megasched.errors import CheckpointError, ConfigError
@@ -22,21 +25,18 @@ from megasched.files import check_room, whole_folder
 from megasched.language.lora import A, B, Lora
 from megasched.reading.files import MIB, Expected, is_regular
 from megasched.reading.json_file import read_json
-from megasched.weights.absent_layers import without_absent_layers
 from megasched.weights.hf.conversions import Conversions
-from megasched.weights.hf.files import config_of_export, copy_hf_files
+from megasched.weights.hf.files import config_of_export, copy_hf_files, with_nested
 from megasched.weights.hf.writer import Output, write_weights
 from megasched.weights.lazy import LazyTensor, Narrowed
 from megasched.weights.lora import CONFIG as LORA_CONFIG
 from megasched.weights.lora import WEIGHTS as LORA_WEIGHTS
 from megasched.weights.lora import merged, read_adapter_config, save_adapter
-from megasched.weights.names import canonical_names, compare_names
-from megasched.weights.padding import padded_lengths
+from megasched.weights.source import canonical_names, compare_names, padded_lengths
 from megasched.weights.torch_dist.reader import HF_FILES, TorchDist, checkpoint_folder
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 ADAPTER_CONFIG = Expected("PEFT's config of the adapters", CheckpointError, most=16 * MIB)
 ADAPTER_FORM = {
@@ -51,6 +51,13 @@ ADAPTER_FORM = {
 }
 # Told how many bytes there will be, it gives a function that is told how many more were written.
 Progress = Callable[[int], AbstractContextManager[Callable[[int], Any]]]
+COUNTS = (
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "mtp_num_hidden_layers",
+    "mtp_num_layers",
+    "num_mtp_modules",
+)
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,10 @@ class Exported:
     bytes: int
     adapter: bool = False
     absent: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON; paths as text."""
+        return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
 
 
 def export_weights(
@@ -210,8 +221,6 @@ def _kept_name(name: str, definition: PreTrainedModel) -> str:
 def _outputs(
     tensors: Mapping[str, LazyTensor], definition: PreTrainedModel, dtype: torch.dtype | None
 ) -> list[Output]:
-    import torch
-
     conversions = Conversions(definition)
     buffers = {name for name, _ in definition.named_buffers()}
     float32 = frozenset() if dtype is None else kept_in_float32(definition, dtype, tensors)
@@ -235,3 +244,33 @@ def _hf_files(checkpoint: Path, hf_model: str | Path | None) -> Path:
     if hf_model is None and not files.resolve().is_relative_to(checkpoint.resolve()):
         raise ConfigError(f"{files}: it is a link out of the checkpoint; name its HF folder with --hf-model")
     return files
+
+
+def without_absent_layers(
+    config: PretrainedConfig, definition: PreTrainedModel, build: Callable[[PretrainedConfig], PreTrainedModel]
+) -> tuple[PretrainedConfig, tuple[str, ...]]:
+    """Sets counts of layers for later tokens (multi-token prediction) to 0 that the class does not have.
+
+    transformers passes over the tensors of such layers when it loads (``_keys_to_ignore_on_load_unexpected``), so
+    no checkpoint of a run has them, and no export. A config that still counts them has other programs, and
+    transformers' own ``generate(use_mtp=True)``, look for tensors that are not there.
+
+    Where the class has other tensors without them, they are its own, and stay.
+
+    Args:
+        definition: of this config.
+        build: makes a definition of a config, on meta.
+
+    Returns:
+        The config, and what the counts were, e.g. ``num_nextn_predict_layers = 1``.
+    """
+    changed, told = copy.deepcopy(config), []
+    for part in with_nested(changed):
+        for name in COUNTS:
+            count = getattr(part, name, None)
+            if isinstance(count, int) and count > 0:
+                told.append(f"{part.attribute_map.get(name, name)} = {count}")
+                setattr(part, name, 0)
+    if not told or build(changed).state_dict().keys() != definition.state_dict().keys():
+        return config, ()
+    return changed, tuple(told)

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from megasched.definition.build import build_definition, kept_in_float32, load_config
 from megasched.definition.objectives import find_objective
 from megasched.errors import CheckpointError, ConfigError
 from megasched.files import check_room, whole_folder, write_whole
 from megasched.reading.tracker import RELEASE, TRACKER
+from megasched.weights.exporting import Progress
 from megasched.weights.hf.files import write_hf_files
 from megasched.weights.hf.folder import HFFolder
 from megasched.weights.hf.hub import local_folder
-from megasched.weights.names import canonical_names
+from megasched.weights.lazy import LazyTensor
+from megasched.weights.source import canonical_names
 from megasched.weights.torch_dist.reader import HF_FILES
 from megasched.weights.torch_dist.writer import TorchDistWriter
 
 if TYPE_CHECKING:
-    import torch
-
-    from megasched.weights.exporting import Progress
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class Imported:
     tensors: int
     bytes: int
     passed_over: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON; paths as text."""
+        return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
 
 
 def import_weights(
@@ -65,8 +72,6 @@ def import_weights(
         CheckpointError: the folder is damaged or does not fit its config.
         ConfigError: ``save`` has a checkpoint already, or can't be written.
     """
-    import torch
-
     save = Path(save)
     if (save / TRACKER).exists():
         raise ConfigError(f"{save}: it has checkpoints already ({TRACKER}); name another folder")
@@ -74,25 +79,8 @@ def import_weights(
     definition = build_definition(config, find_objective(objective), trust_remote_code=trust_remote_code)
     hf_folder = local_folder(hf_model)
     source = HFFolder(hf_folder, definition)
-    parameters = set(canonical_names(definition).values())
-    source.check(parameters)
-    state = definition.state_dict()
-    names = [name for name in state if name in parameters or name in source.buffers]
-    tensors = {name: source.tensor(name) for name in names}
-    wrong = [
-        f"    {tensor.where} has shape {list(tensor.shape)}, the definition has {list(state[name].shape)}"
-        for name, tensor in tensors.items()
-        if tensor.shape != tuple(state[name].shape)
-    ]
-    if wrong:
-        raise CheckpointError("\n".join([f"the weights in {hf_model} do not fit the definition:", *wrong]))
-    float32 = kept_in_float32(definition, dtype, parameters) if dtype else ()
-    written = {
-        name: (torch.float32 if name in float32 else dtype)
-        if dtype and name in parameters and tensor.dtype.is_floating_point
-        else tensor.dtype
-        for name, tensor in tensors.items()
-    }
+    tensors = _fitting(source, definition, hf_model)
+    written = _written_dtypes(tensors, definition, dtype)
     size = sum(prod(tensor.shape) * written[name].itemsize for name, tensor in tensors.items())
     with whole_folder(save / RELEASE) as folder:
         check_room(folder, size)
@@ -106,3 +94,37 @@ def import_weights(
     write_whole(save / TRACKER, [RELEASE])
     passed_over = tuple(source.passed_over)
     return Imported(Path(hf_model), save, type(definition).__name__, len(tensors), size, passed_over)
+
+
+def _fitting(source: HFFolder, definition: PreTrainedModel, hf_model: str | Path) -> dict[str, LazyTensor]:
+    """The parameters of a definition, and the buffers that the folder has, in the order of its state.
+
+    Raises:
+        CheckpointError: names or shapes do not fit; lists them all.
+    """
+    parameters = set(canonical_names(definition).values())
+    source.check(parameters)
+    state = definition.state_dict()
+    tensors = {name: source.tensor(name) for name in state if name in parameters or name in source.buffers}
+    wrong = [
+        f"    {tensor.where} has shape {list(tensor.shape)}, the definition has {list(state[name].shape)}"
+        for name, tensor in tensors.items()
+        if tensor.shape != tuple(state[name].shape)
+    ]
+    if wrong:
+        raise CheckpointError("\n".join([f"the weights in {hf_model} do not fit the definition:", *wrong]))
+    return tensors
+
+
+def _written_dtypes(
+    tensors: Mapping[str, LazyTensor], definition: PreTrainedModel, dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """In which dtype each tensor is written: parameters in the one that was asked for, all else as it is."""
+    parameters = set(canonical_names(definition).values())
+    float32 = kept_in_float32(definition, dtype, parameters) if dtype else ()
+    return {
+        name: (torch.float32 if name in float32 else dtype)
+        if dtype and name in parameters and tensor.dtype.is_floating_point
+        else tensor.dtype
+        for name, tensor in tensors.items()
+    }

@@ -9,14 +9,13 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from megasched.errors import CheckpointError
 from megasched.reading.safetensors_file import open_safetensors
 from megasched.weights.hf.safetensors_files import describe
-
-if TYPE_CHECKING:
-    import torch
 
 # A half-open range along each dimension.
 Box = tuple[tuple[int, int], ...]
@@ -96,8 +95,6 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     The C library's heap keeps the holes that pieces of parameters leave when they were joined: up to half as much
     again as the parameters was measured.
     """
-    import torch
-
     size = prod(shape) * dtype.itemsize
     if size < OWN_PAGES:
         return torch.zeros(shape, dtype=dtype)
@@ -156,22 +153,61 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Tied:
-    """Tensors that are stored several times, and must be the same."""
+class Composed:
+    """Base of tensors that are made of several others.
 
-    parts: Sequence[LazyTensor]
+    Attributes:
+        sources: the others.
+    """
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.parts[0].shape
+    sources: Sequence[LazyTensor]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.parts[0].dtype
+        return self.sources[0].dtype
 
     @property
     def where(self) -> str:
-        return self.parts[0].where
+        leaves = list(self.leaves())
+        return leaves[0].where + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")
+
+    def leaves(self) -> Iterator[Leaf]:
+        for source in self.sources:
+            yield from source.leaves()
+
+
+@dataclass(frozen=True)
+class View:
+    """Base of tensors that show another one in another way.
+
+    Attributes:
+        base: the other one.
+    """
+
+    base: LazyTensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def where(self) -> str:
+        return self.base.where
+
+    def leaves(self) -> Iterator[Leaf]:
+        return self.base.leaves()
+
+
+class Tied(Composed):
+    """Tensors that are stored several times, and must be the same."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.sources[0].shape
+
+    @property
+    def where(self) -> str:
+        return self.sources[0].where
 
     def read(self, box: Box) -> torch.Tensor:
         """See ``LazyTensor.read``.
@@ -179,101 +215,64 @@ class Tied:
         Raises:
             CheckpointError: they differ.
         """
-        import torch
-
-        first = self.parts[0].read(box)
-        for part in self.parts[1:]:
-            if part.shape != self.shape or not torch.equal(first, part.read(box)):
+        first = self.sources[0].read(box)
+        for other in self.sources[1:]:
+            if other.shape != self.shape or not torch.equal(first, other.read(box)):
                 raise CheckpointError(
-                    f"{self.where} and {part.where} are one parameter of the definition but differ; "
+                    f"{self.where} and {other.where} are one parameter of the definition but differ; "
                     "if they should not be tied, set tie_word_embeddings=false in the config"
                 )
         return first
 
-    def leaves(self) -> Iterator[Leaf]:
-        for part in self.parts:
-            yield from part.leaves()
-
 
 @dataclass(frozen=True)
-class Stacked:
+class Stacked(Composed):
     """Tensors of one shape along a new dimension, as ``torch.stack`` has it."""
 
-    parts: Sequence[LazyTensor]
     dim: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        first = self.parts[0].shape
-        return (*first[: self.dim], len(self.parts), *first[self.dim :])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.parts[0].dtype
-
-    @property
-    def where(self) -> str:
-        return _joint(self.parts)
+        first = self.sources[0].shape
+        return (*first[: self.dim], len(self.sources), *first[self.dim :])
 
     def read(self, box: Box) -> torch.Tensor:
-        import torch
-
         start, stop = box[self.dim]
         rest = (*box[: self.dim], *box[self.dim + 1 :])
         if start == stop:  # a rank whose range lies in the padding alone
             return torch.empty([stop - start for start, stop in box], dtype=self.dtype)
-        return torch.stack([part.read(rest) for part in self.parts[start:stop]], dim=self.dim)
-
-    def leaves(self) -> Iterator[Leaf]:
-        for part in self.parts:
-            yield from part.leaves()
+        return torch.stack([source.read(rest) for source in self.sources[start:stop]], dim=self.dim)
 
 
 @dataclass(frozen=True)
-class Concatenated:
+class Concatenated(Composed):
     """Tensors one after the other, as ``torch.cat`` has it."""
 
-    parts: Sequence[LazyTensor]
     dim: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shapes = [part.shape for part in self.parts]
+        shapes = [source.shape for source in self.sources]
         length = sum(shape[self.dim] for shape in shapes)
         return (*shapes[0][: self.dim], length, *shapes[0][self.dim + 1 :])
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.parts[0].dtype
-
-    @property
-    def where(self) -> str:
-        return _joint(self.parts)
-
     def read(self, box: Box) -> torch.Tensor:
-        import torch
-
-        lengths = [part.shape[self.dim] for part in self.parts]
+        lengths = [source.shape[self.dim] for source in self.sources]
         start, stop = box[self.dim]
         pieces = []
-        for part, length, end in zip(self.parts, lengths, accumulate(lengths), strict=True):
+        for source, length, end in zip(self.sources, lengths, accumulate(lengths), strict=True):
             first, last = max(start - (end - length), 0), min(stop - (end - length), length)
             if first < last:
-                pieces.append(part.read((*box[: self.dim], (first, last), *box[self.dim + 1 :])))
+                pieces.append(source.read((*box[: self.dim], (first, last), *box[self.dim + 1 :])))
         if not pieces:  # a rank whose range lies in the padding alone
-            pieces = [self.parts[0].read((*box[: self.dim], (0, 0), *box[self.dim + 1 :]))]
+            pieces = [self.sources[0].read((*box[: self.dim], (0, 0), *box[self.dim + 1 :]))]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.dim)
-
-    def leaves(self) -> Iterator[Leaf]:
-        for part in self.parts:
-            yield from part.leaves()
 
 
 @dataclass(frozen=True)
-class Narrowed:
+class Narrowed(View):
     """A range of another tensor along one dimension, as ``torch.narrow`` has it."""
 
-    base: LazyTensor
     dim: int
     start: int
     length: int
@@ -282,54 +281,30 @@ class Narrowed:
     def shape(self) -> tuple[int, ...]:
         return (*self.base.shape[: self.dim], self.length, *self.base.shape[self.dim + 1 :])
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.base.dtype
-
-    @property
-    def where(self) -> str:
-        return self.base.where
-
     def read(self, box: Box) -> torch.Tensor:
         start, stop = box[self.dim]
         moved = (start + self.start, stop + self.start)
         return self.base.read((*box[: self.dim], moved, *box[self.dim + 1 :]))
 
-    def leaves(self) -> Iterator[Leaf]:
-        return self.base.leaves()
-
 
 @dataclass(frozen=True)
-class Squeezed:
+class Squeezed(View):
     """Another tensor without one dimension, which is of size 1 there."""
 
-    base: LazyTensor
     dim: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.base.shape[: self.dim], *self.base.shape[self.dim + 1 :])
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.base.dtype
-
-    @property
-    def where(self) -> str:
-        return self.base.where
-
     def read(self, box: Box) -> torch.Tensor:
         return self.base.read((*box[: self.dim], (0, 1), *box[self.dim :])).squeeze(self.dim)
 
-    def leaves(self) -> Iterator[Leaf]:
-        return self.base.leaves()
-
 
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(View):
     """Another tensor with two dimensions exchanged."""
 
-    base: LazyTensor
     dim0: int
     dim1: int
 
@@ -342,52 +317,26 @@ class Transposed:
     def shape(self) -> tuple[int, ...]:
         return self._exchange(self.base.shape)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.base.dtype
-
-    @property
-    def where(self) -> str:
-        return self.base.where
-
     def read(self, box: Box) -> torch.Tensor:
         return self.base.read(self._exchange(box)).transpose(self.dim0, self.dim1)
 
-    def leaves(self) -> Iterator[Leaf]:
-        return self.base.leaves()
-
 
 @dataclass(frozen=True)
-class Computed:
+class Computed(Composed):
     """What a function makes of whole tensors: an operation that can't be done box by box.
 
     Attributes:
         compute: gives the tensor; it reads everything it needs, each time.
-        sources: what it reads.
     """
 
     compute: Callable[[], torch.Tensor]
-    sources: Sequence[LazyTensor]
     shape: tuple[int, ...]
 
     @cached_property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         return self.compute().dtype
-
-    @property
-    def where(self) -> str:
-        return _joint(self.sources)
 
     def read(self, box: Box) -> torch.Tensor:
         values = self.compute()
         part = values[tuple(slice(start, stop) for start, stop in box)]
         return part if part.shape == values.shape else part.clone()  # a view would hold the whole
-
-    def leaves(self) -> Iterator[Leaf]:
-        for source in self.sources:
-            yield from source.leaves()
-
-
-def _joint(parts: Sequence[LazyTensor]) -> str:
-    leaves = [leaf for part in parts for leaf in part.leaves()]
-    return leaves[0].where + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")

@@ -1,4 +1,4 @@
-"""LoRA after the training: merged into the weights, or a folder as PEFT writes and reads it.
+"""The weights of LoRA: how adapters start, how they are merged, and the folder that PEFT reads.
 
 All is by HF's names, of whole HF tensors: a checkpoint holds ``PATH.weight`` as it was, ``PATH.lora_A.weight``
 [r, in] and ``PATH.lora_B.weight`` [out, r]. How they are to be added is said in PEFT's ``adapter_config.json``.
@@ -7,19 +7,23 @@ All is by HF's names, of whole HF tensors: a checkpoint holds ``PATH.weight`` as
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from megasched.definition.linears import is_conv1d
+from megasched.definition.objectives import objective_of
 from megasched.errors import CheckpointError
 from megasched.language.lora import A, B, Lora, adapted, adapter_names
-from megasched.weights.lazy import Box, LazyTensor, Leaf, whole
-
-if TYPE_CHECKING:
-    import torch
-
-    from megasched.language.schedule import Schedule
+from megasched.language.schedule import Schedule
+from megasched.plan.placement import Placement
+from megasched.weights.lazy import Box, Composed, LazyTensor, whole
+from megasched.weights.random_init import parameter_seed
+from megasched.weights.source import WeightSource
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # PEFT's own modules around the model
@@ -34,9 +38,6 @@ def adapter_config(schedule: Schedule, base_model: str) -> dict[str, Any] | None
         schedule: that has been checked; a PEFT adapter has one dropout and one scaling rule for all.
         base_model: folder or hub id of the model that is adapted (``--hf-model``).
     """
-    from megasched.definition.linears import is_conv1d
-    from megasched.definition.objectives import objective_of
-
     calls = adapted(schedule.records)
     if not calls:
         return None
@@ -87,38 +88,24 @@ def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: Lora) ->
 
 
 @dataclass(frozen=True)
-class Merged:
-    """The weight of an adapted linear with its adapter merged, as a ``LazyTensor``.
+class Merged(Composed):
+    """The weight of an adapted linear with its adapter merged; the sources are what ``merge`` takes."""
 
-    Attributes:
-        weight, a, b: as ``merge`` takes them.
-    """
-
-    weight: LazyTensor
-    a: LazyTensor
-    b: LazyTensor
     lora: Lora
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
+        return self.sources[0].shape
 
     @property
     def where(self) -> str:
-        return self.weight.where
+        return self.sources[0].where
 
     def read(self, box: Box) -> torch.Tensor:
         outputs, inputs = reversed(box) if self.lora.fan_in_fan_out else box
+        weight, a, b = self.sources
         every = (0, self.lora.rank)
-        return merge(self.weight.read(box), self.a.read((every, inputs)), self.b.read((outputs, every)), self.lora)
-
-    def leaves(self) -> Iterator[Leaf]:
-        for part in (self.weight, self.a, self.b):
-            yield from part.leaves()
+        return merge(weight.read(box), a.read((every, inputs)), b.read((outputs, every)), self.lora)
 
 
 def merged(tensors: Mapping[str, LazyTensor], adapters: Mapping[str, Lora]) -> dict[str, LazyTensor]:
@@ -135,8 +122,8 @@ def merged(tensors: Mapping[str, LazyTensor], adapters: Mapping[str, Lora]) -> d
     theirs = set(adapter_names(adapters))
     found = {name: tensor for name, tensor in tensors.items() if name not in theirs}
     for path, lora in adapters.items():
-        weight, a, b = (tensors[f"{path}{part}.weight"] for part in ("", f".{A}", f".{B}"))
-        found[f"{path}.weight"] = Merged(weight, a, b, lora)
+        sources = tuple(tensors[f"{path}{part}.weight"] for part in ("", f".{A}", f".{B}"))
+        found[f"{path}.weight"] = Merged(sources, lora)
     return found
 
 
@@ -177,3 +164,44 @@ def _check_adapters(names: Collection[str], adapters: Mapping[str, Lora]) -> Non
             f"the checkpoint has no {missing[0]} (of {len(missing)} that are missing): it was not written by a "
             "run whose schedule adapts these linears"
         )
+
+
+def initial_value(name: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """The whole parameter of that name as PEFT starts it, by its name alone, so the same at every layout.
+
+    Returns:
+        float32, CPU: Kaiming's uniform for ``lora_A``, zeros for ``lora_B``.
+    """
+    value = torch.zeros(shape)
+    if name.endswith(f".{A}.weight"):
+        generator = torch.Generator().manual_seed(parameter_seed(seed, name))
+        torch.nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+    return value
+
+
+class AdaptedSource:
+    """A weight source for a model with adapters: theirs are initialised, all others come from another source.
+
+    Args:
+        base: where the weights of the model come from.
+        names: of the adapters' parameters.
+        seed: Megatron's ``--seed``.
+    """
+
+    def __init__(self, base: WeightSource, names: Collection[str], seed: int) -> None:
+        self._base, self._names, self._seed = base, frozenset(names), seed
+
+    def local(self, placement: Placement, rank: int, size: int) -> torch.Tensor:
+        """See ``WeightSource.local``."""
+        if placement.name not in self._names:
+            return self._base.local(placement, rank, size)
+        piece = placement.shard(initial_value(placement.name, placement.shape, self._seed), rank, size)
+        return piece.clone()
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """See ``WeightSource.buffer``."""
+        return self._base.buffer(name)
+
+    def check(self, names: Collection[str]) -> None:
+        """See ``WeightSource.check``; adapters are missing nowhere."""
+        self._base.check(set(names) - self._names)

@@ -1,10 +1,12 @@
-"""How far a transfer of bytes has come: a bar on a terminal, a line now and then in a log."""
+"""Transfers of bytes: how far one has come, and reading its next part while the last one is written."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +16,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 # Between two lines in a log.
 SECONDS = 10.0
+# Results that wait to be taken, beside the one that is being made.
+DEPTH = 2
 
 
 @contextmanager
@@ -51,3 +55,22 @@ class _Lines:
             done, total = decimal(self._done), decimal(self._total)
             share = f"{100 * self._done // self._total} %"
             print(f"megasched: {self._title}: {share}, {done} of {total}, {rate}/s", file=sys.stderr, flush=True)
+
+
+def ahead[T](calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """What the calls give, in their order; a thread makes the next ones while the caller is at work.
+
+    What a call raises is raised here, when its turn has come; later ones are not begun then.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="ahead") as pool:
+        waiting: deque[Future[T]] = deque()
+        try:
+            for call in calls:
+                waiting.append(pool.submit(call))
+                if len(waiting) > DEPTH:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -7,14 +7,15 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
+
+from megasched.definition.module_copy import copy_module
 from megasched.errors import CheckpointError, ConfigError
-from megasched.weights.names import canonical_names, compare_names
+from megasched.plan.placement import Placement
+from megasched.weights.source import canonical_names, compare_names
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
-
-    from megasched.plan.placement import Placement
 
 # transformers.initialization passes over tensors that carry this flag.
 INITIALIZED = "_is_hf_initialized"
@@ -43,8 +44,6 @@ class RandomInit:
     """
 
     def __init__(self, definition: PreTrainedModel, seed: int) -> None:
-        from megasched.definition.module_copy import copy_module
-
         for name, param in definition.named_parameters():
             if not param.is_meta:
                 raise ConfigError(
@@ -67,8 +66,6 @@ class RandomInit:
             CheckpointError: the definition has no parameter of that name, or it has another shape.
             ConfigError: the HF class leaves the parameter uninitialised.
         """
-        import torch
-
         if placement.name not in self._sources:
             raise CheckpointError(f"{placement.name}: {type(self._skeleton).__name__} has no such parameter")
         shape = tuple(self._skeleton.get_parameter(placement.name).shape)
@@ -119,8 +116,6 @@ class RandomInit:
 
     def _initialised(self, name: str) -> torch.Tensor:
         """The full parameter of that canonical name; float32, CPU."""
-        import torch
-
         source = self._sources[name]
         with self._made_real(source) as real, torch.random.fork_rng(devices=[]), torch.no_grad():
             # torch.manual_seed would seed the GPUs as well, which fork_rng does not bring back here.
@@ -143,8 +138,6 @@ class RandomInit:
     @contextmanager
     def _made_real(self, name: str) -> Iterator[torch.nn.Parameter]:
         """The parameter in its place in the skeleton, real and full of NaN; meta again afterwards."""
-        import torch
-
         path, _, leaf = name.rpartition(".")
         slots = self._skeleton.get_submodule(path)._parameters
         empty = slots[leaf]

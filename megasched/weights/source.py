@@ -1,14 +1,20 @@
-"""What every source of weights answers: a rank's piece of one HF parameter."""
+"""What every source of weights answers, by which names, and how a whole definition is filled from one."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megasched.errors import CheckpointError, some_of
+from megasched.plan.placement import Placement
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+    from transformers import PreTrainedModel
 
-    from megasched.plan.placement import Placement
+    from megasched.weights.source import WeightSource
 
 
 class WeightSource(Protocol):
@@ -41,3 +47,128 @@ class WeightSource(Protocol):
             CheckpointError: lists every missing and every unexpected name.
         """
         ...
+
+
+def canonical_names(definition: torch.nn.Module) -> dict[str, str]:
+    """Every parameter name of the definition, mapped to the first name of the same (tied) parameter.
+
+    The values are the canonical names, in the order of ``named_parameters()``; an untied parameter maps
+    to itself.
+    """
+    first: dict[int, str] = {}
+    every = definition.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(param), name) for name, param in every}
+
+
+def compare_names(holder: str, missing: Collection[str], unexpected: Collection[str]) -> None:
+    """Raises CheckpointError with every missing and every unexpected name, or returns when there is none.
+
+    Args:
+        holder: what lacks or has them, for the message, e.g. ``weights in /models/llama``.
+        missing: names that the definition has and the holder lacks.
+        unexpected: names that the holder has and the definition lacks.
+    """
+    if not missing and not unexpected:
+        return
+    lines = [f"{holder} do not fit the definition"]
+    for title, names in (("missing", missing), ("unexpected", unexpected)):
+        if names:
+            lines += [f"  {title} ({len(names)}):", *(f"    {name}" for name in sorted(names))]
+    lines.append("  remedy: the config and the weights must be of the same model, under the definition's names")
+    raise CheckpointError("\n".join(lines))
+
+
+def of_passed_over(architecture: str, names: Sequence[str]) -> str:
+    """A line that says which stored tensors are left aside.
+
+    Args:
+        architecture: the class that leaves them aside.
+        names: one at least.
+    """
+    return (
+        f"not taken, as {architecture} does not take them: {some_of(names)}; no "
+        "checkpoint of a run has them, and no export"
+    )
+
+
+def padded_lengths(length: int, args: Any) -> set[int]:
+    """How long an embedding or head over a vocabulary may be in a checkpoint.
+
+    Args:
+        length: of the vocabulary.
+        args: Megatron's, of the run that wrote the checkpoint; None of weights that were imported.
+    """
+    divisor, tp = (
+        getattr(args, name, None) for name in ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
+    )
+    multiple = divisor * tp if divisor and tp else 1
+    return {length, -(-length // multiple) * multiple}
+
+
+def materialize(
+    definition: PreTrainedModel, source: WeightSource, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """Gives every parameter of the definition a real CPU tensor from the source, in place.
+
+    Tied parameters stay one parameter, ``requires_grad`` and attributes of parameters are kept, persistent
+    buffers that the source has are filled.
+
+    Args:
+        definition: unscheduled, e.g. from ``build_definition``.
+        source: where the values come from.
+        dtype: of the parameters; float32 when not given. Buffers keep theirs.
+
+    Returns:
+        The definition itself.
+
+    Raises:
+        CheckpointError: the source does not fit the definition.
+    """
+    import torch
+
+    canonical = canonical_names(definition)
+    source.check(set(canonical.values()))
+    filled: dict[str, torch.nn.Parameter] = {}
+    for name, first in canonical.items():
+        path, _, leaf = name.rpartition(".")
+        slots = definition.get_submodule(path)._parameters
+        empty = slots[leaf]
+        assert empty is not None
+        if first not in filled:
+            value = source.local(Placement(first, tuple(empty.shape)), 0, 1)
+            filled[first] = torch.nn.Parameter(value.to(dtype or torch.float32), requires_grad=empty.requires_grad)
+            filled[first].__dict__.update(empty.__dict__)
+        slots[leaf] = filled[first]
+    persistent = definition.state_dict()
+    fill_buffers(definition, source, [name for name, _ in definition.named_buffers() if name in persistent])
+    return definition
+
+
+def fill_buffers(
+    definition: nn.Module,
+    source: WeightSource,
+    names: Iterable[str],
+    renamed: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Gives buffers what the source has; the others are as the class made them.
+
+    Args:
+        names: of persistent buffers, before the definition was lowered.
+        renamed: name in the lowered definition -> name before, where it differs.
+
+    Raises:
+        CheckpointError: the class made a buffer of weights, which had no values, and the source has none.
+    """
+    values = {name: value for name in names if (value := source.buffer(name)) is not None}
+    for path, module in definition.named_modules():
+        for name, buffer in module._buffers.items():
+            full = f"{path}.{name}" if path else name
+            value = values.get(renamed.get(full, full))
+            if buffer is None or (value is None and not buffer.is_meta):
+                continue
+            if value is None:
+                raise CheckpointError(
+                    f"{renamed.get(full, full)} is a buffer that the class makes of its weights, and none of the "
+                    "weights to start from has it: start from weights that do, without --hf-random-init"
+                )
+            module._buffers[name] = value.to(buffer.dtype) if buffer.is_meta else buffer.copy_(value)

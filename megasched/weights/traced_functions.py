@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -15,19 +15,16 @@ from torch.overrides import TorchFunctionMode
 from megasched.errors import CheckpointError
 from megasched.weights.lazy import (
     Box,
+    Composed,
     Computed,
     Concatenated,
     LazyTensor,
-    Leaf,
     Narrowed,
     Squeezed,
     Stacked,
     Transposed,
     whole,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 # Of tensors that do not fit their like, so many are named.
 NAMED = 3
@@ -58,7 +55,7 @@ def noted(function: Function, tensors: Mapping[str, LazyTensor]) -> dict[str, La
         made = notes.of(stand_in)
         if made is None:
             compute = partial(_compute, function, tensors, name)
-            made = Computed(compute, tuple(tensors.values()), tuple(stand_in.shape))
+            made = Computed(tuple(tensors.values()), compute, tuple(stand_in.shape))
         result[name] = made
     return result
 
@@ -69,16 +66,11 @@ def noted_once(function: Function, tensors: Mapping[str, LazyTensor]) -> Callabl
 
 
 @dataclass(frozen=True)
-class Deferred:
-    """One of the results of ``noted_once``.
-
-    Attributes:
-        sources: what all results are made of.
-    """
+class Deferred(Composed):
+    """One of the results of ``noted_once``; the sources are what all of its results are made of."""
 
     found: Callable[[], dict[str, LazyTensor]]
     name: str
-    sources: Sequence[LazyTensor]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,19 +87,14 @@ class Deferred:
     def read(self, box: Box) -> torch.Tensor:
         return self.found()[self.name].read(box)
 
-    def leaves(self) -> Iterator[Leaf]:
-        for source in self.sources:
-            yield from source.leaves()
-
 
 class _Notes(TorchFunctionMode):
     """Keeps, for each tensor that comes of a stand-in, what it is made of."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[
-            int, tuple[torch.Tensor, LazyTensor]
-        ] = {}  # with the tensor, so that its id stays its own
+        # With the tensor, so that its id stays its own.
+        self._made: dict[int, tuple[torch.Tensor, LazyTensor]] = {}
 
     def stand_in(self, tensor: LazyTensor) -> torch.Tensor:
         """A tensor without values in its place."""

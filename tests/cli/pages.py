@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from megasched.cli.page.page import Page, build_page
 from megasched.cli.show.modules import ModuleReport, ParameterReport
-from megasched.cli.show.report import ShowReport
-from megasched.cli.show.stages import StageReport
+from megasched.cli.show.report import ShowReport, StageReport
 from megasched.language.parallel_dims import Layout
 from megasched.trace.timeline import Span
 

@@ -9,7 +9,6 @@ import torch
 from megasched.cli import main
 from megasched.cli.search import calibrate as command
 from megasched.errors import ConfigError
-from megasched.planner.hardware import calibrate as measuring
 from megasched.planner.hardware.calibrate import Gpu
 from megasched.planner.hardware.calibrate_links import World
 from megasched.planner.hardware.hardware import load_hardware
@@ -36,9 +35,9 @@ def run(capsys, tmp_path, monkeypatch):
 def machine(monkeypatch):
     """This processor is a GPU that takes planted seconds."""
     monkeypatch.setattr(command, "own_gpu", lambda world: CPU)
-    monkeypatch.setattr(measuring, "read_gpu", lambda device: GPU)
-    monkeypatch.setattr(measuring, "Sizes", lambda: SIZES)
-    monkeypatch.setattr(measuring, "CudaTimer", lambda: replay(planted(TRUTH, SIZES)))
+    monkeypatch.setattr(command, "read_gpu", lambda device: GPU)
+    monkeypatch.setattr(command, "Sizes", lambda: SIZES)
+    monkeypatch.setattr(command, "CudaTimer", lambda: replay(planted(TRUTH, SIZES)))
 
 
 @pytest.mark.usefixtures("machine")
@@ -83,9 +82,7 @@ def test_json_and_any_order_of_options(words, run):
 def test_without_a_type_the_gpu_tells(run, monkeypatch, tmp_path):
     status, _, err = run("--calibrate", "mine.toml")
     assert (status, "no known type is Test 80GB with 79.5 GiB" in err) == (1, True)
-    monkeypatch.setattr(
-        measuring, "read_gpu", lambda device: dataclasses.replace(GPU, name="NVIDIA H100 80GB HBM3")
-    )
+    monkeypatch.setattr(command, "read_gpu", lambda device: dataclasses.replace(GPU, name="NVIDIA H100 80GB HBM3"))
     assert run("--calibrate", "mine.toml")[0] == 0
     assert "# of h100-80gb" in (tmp_path / "mine.toml").read_text()
 
@@ -110,12 +107,12 @@ def test_what_is_there_is_replaced_whole_or_not_at_all(run, tmp_path, monkeypatc
         patched.setattr("os.replace", fail)
         status, _, err = run("--calibrate", "mine.toml", "--gpu", "h100-80gb")
     assert (status, "mine.toml: it can't be written: No space left on device" in err) == (1, True)
-    monkeypatch.setattr(measuring, "CudaTimer", lambda: lambda run: 0.0)
+    monkeypatch.setattr(command, "CudaTimer", lambda: lambda run: 0.0)
     status, _, err = run("--calibrate", "mine.toml", "--gpu", "h100-80gb")
     assert (status, "nothing is faster than its peak" in err) == (1, True)
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine.toml"]
     assert path.read_text() == "old"
-    monkeypatch.setattr(measuring, "CudaTimer", lambda: replay(planted(TRUTH, SIZES)))
+    monkeypatch.setattr(command, "CudaTimer", lambda: replay(planted(TRUTH, SIZES)))
     assert run("--calibrate", "mine.toml", "--gpu", "h100-80gb")[0] == 0
     assert load_hardware(str(path)) == TRUTH
 

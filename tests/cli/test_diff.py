@@ -2,8 +2,7 @@
 
 from rich.console import Console
 
-from megasched.cli.show.diff import Change, compare_reports
-from megasched.cli.show.diff_view import print_diff
+from megasched.cli.show.diff import Change, compare_reports, print_diff
 
 
 def test_schedules_that_do_the_same_differ_in_nothing(inspect):

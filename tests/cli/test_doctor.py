@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megasched.cli import cuda_headers, doctor, installation
 from megasched.cli.apex import PARTS, Apex
-from megasched.cli.doctor_view import print_diagnosis
+from megasched.cli.doctor import print_diagnosis
 from megasched.errors import ConfigError
 from megasched.patches import registry
 from megasched.trainer import seams
@@ -94,7 +94,7 @@ def test_two_megatrons_are_a_problem(monkeypatch):
     def mixed():
         raise ConfigError("two Megatrons are mixed")
 
-    monkeypatch.setattr("megasched.trainer.entry.find_megatron", mixed)
+    monkeypatch.setattr("megasched.cli.installation.find_megatron", mixed)
     assert doctor.diagnose().problems == ["two Megatrons are mixed"]
 
 

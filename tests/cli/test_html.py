@@ -8,7 +8,7 @@ import re
 import html5lib
 import pytest
 
-from megasched.cli.amounts import format_bytes
+from megasched.cli.output import format_bytes
 from megasched.cli.page.html import render, write_page
 from megasched.cli.page.page import build_page
 from megasched.errors import ConfigError

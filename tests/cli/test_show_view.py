@@ -5,8 +5,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from megasched.cli.amounts import format_bytes, format_count
-from megasched.cli.show.show_view import print_report
+from megasched.cli.output import format_bytes, format_count
+from megasched.cli.show.report_view import print_report
 
 
 def printed(report):

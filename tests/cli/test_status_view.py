@@ -8,8 +8,8 @@ from datetime import datetime, timedelta
 import pytest
 from rich.console import Console
 
-from megasched.cli import status_view
-from megasched.cli.status_view import print_status, span, summary, watch
+from megasched.cli import status
+from megasched.cli.status import print_status, span, summary, watch_run
 from megasched.launch.status.run_status import RunStatus
 from megasched.launch.status.slurm_job import SlurmJob
 from megasched.launch.status.training_log import Checkpoint, RankTimes
@@ -145,7 +145,7 @@ def test_one_line():
 def looks(monkeypatch):
     """A function that gives one status after the other, and the pauses between them."""
     pauses = []
-    monkeypatch.setattr(status_view.time, "sleep", pauses.append)
+    monkeypatch.setattr(status.time, "sleep", pauses.append)
 
     def make(*found):
         it = iter(found)
@@ -158,7 +158,7 @@ def test_a_log_gets_a_line_for_each_change(looks):
     look, pauses = looks(
         RUN, RUN, replace(RUN, time=NOW, iteration=42), replace(RUN, state="finished", slurm=None)
     )
-    lines = printed(lambda console: watch(look, console, 3.0)).splitlines()
+    lines = printed(lambda console: watch_run(look, console, 3.0)).splitlines()
     assert [line.split("  ")[1].split(", loss")[0] for line in lines] == [
         "training, iteration 40 of 60",
         "training, iteration 42 of 60",
@@ -171,6 +171,6 @@ def test_a_terminal_gets_the_screen_again_until_slurm_has_ended_the_job(looks):
     ending = replace(RUN, state="finished", slurm=replace(JOB, state="COMPLETING"))
     ended = replace(RUN, state="finished", slurm=replace(JOB, state="COMPLETED"))
     look, pauses = looks(RUN, ending, ended)
-    text = printed(lambda console: watch(look, console, 3.0), terminal=True)
+    text = printed(lambda console: watch_run(look, console, 3.0), terminal=True)
     assert 0 < text.index(": RUNNING") < text.index(": COMPLETING") < text.index(": COMPLETED")
     assert pauses == [3.0, 3.0]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from py_mini_racer import MiniRacer
 
 import megasched.cli.page
-from megasched.cli.page.timeline_data import TICKS, timeline_data
+from megasched.cli.page.page import TICKS, timeline_data
 from megasched.planner.pipeline import Chunk, simulate
 from megasched.trace.timeline import Span
 

@@ -5,11 +5,10 @@ import io
 import pytest
 from rich.console import Console
 
-from megasched.cli.search.tune_view import print_winner, table, watch
+from megasched.cli.search.tune import print_winner, table, watch
 from megasched.tuner.outcome import Result
 from megasched.tuner.space import Space
-from megasched.tuner.study import Trial
-from megasched.tuner.tune import Tuning
+from megasched.tuner.study import Trial, Tuning
 
 
 @pytest.fixture

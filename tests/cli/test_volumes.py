@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from megasched.cli.page.volumes import Volume, describe_volumes
 from megasched.cli.show.report import inspect_schedule
-from megasched.cli.show.volumes import Volume, describe_volumes
 from megasched.definition.small_models.small_models import small_config
 from megasched.language.parallel_dims import Layout
 

@@ -8,8 +8,9 @@ import pytest
 from transformers import AutoConfig
 
 from megasched.definition.objectives import Objective
+from megasched.verify.recording import RankReport
 from megasched.verify.reference import HfStep, hf_objective_step, relative
-from megasched.verify.trainer_run import RankReport, gather, losses, samples_of, train
+from megasched.verify.trainer_run import gather, losses, samples_of, train
 
 LAYOUTS: dict[str, tuple[int, int, str]] = {
     "one": (1, 1, ""),

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from megasched.verify.ranks.pool import RankError, RankPool
-from megasched.verify.trainer_run import RUN_FLAGS, RankReport, train
+from megasched.verify.recording import RankReport
+from megasched.verify.trainer_run import RUN_FLAGS, train
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]

@@ -159,7 +159,7 @@ def _status(folder: Path) -> None:
 
     from rich.console import Console
 
-    from megasched.cli.status_view import print_status, summary
+    from megasched.cli.status import print_status, summary
     from megasched.launch.status.run_status import RunReader
 
     found = RunReader(str(folder)).look()
@@ -183,7 +183,7 @@ def _idx(folder: Path) -> None:
 
 
 def _space(folder: Path) -> None:
-    from megasched.tuner.space_file import load_space
+    from megasched.tuner.space import load_space
 
     load_space(folder / "space.py")
 

@@ -64,7 +64,33 @@ MOST = {"lines of a file": 400, "lines of a function": 60, "files of a folder": 
 
 # "path: target" of an import inside of a function -> why it can't stand at the top of its file. Only two reasons
 # count: what is imported is heavy and most who import the file never need it, or it is data that names it.
-LATE: dict[str, str] = {}
+_COMMAND = "heavy: torch, Megatron or Optuna, for this command alone; `megasched --help` starts without"
+_IN_A_RANK = (
+    "heavy: Megatron, which only a rank imports, once its CUDA is emulated; the process beside has the name"
+)
+LATE: dict[str, str] = {
+    "megasched/cli/check/commands.py: megasched/cli/check/archs.py": _COMMAND,
+    "megasched/cli/check/commands.py: megasched/cli/check/new_adapter.py": _COMMAND,
+    "megasched/cli/check/commands.py: megasched/cli/check/verify.py": _COMMAND,
+    "megasched/cli/check/commands.py: megasched/verify/matrix.py": _COMMAND,
+    "megasched/cli/check/commands.py: megasched/verify/new_adapter/new_adapter.py": _COMMAND,
+    "megasched/cli/check/commands.py: megasched/verify/verify.py": _COMMAND,
+    "megasched/cli/search/commands.py: megasched/cli/search/calibrate.py": _COMMAND,
+    "megasched/cli/search/commands.py: megasched/cli/search/plan.py": _COMMAND,
+    "megasched/cli/search/commands.py: megasched/cli/search/tune.py": _COMMAND,
+    "megasched/cli/show/commands.py: megasched/cli/show/explain.py": _COMMAND,
+    "megasched/cli/show/commands.py: megasched/cli/show/report_view.py": _COMMAND,
+    "megasched/cli/weights.py: megasched/weights/exporting.py": _COMMAND,
+    "megasched/cli/weights.py: megasched/weights/importing.py": _COMMAND,
+    "megasched/cli/weights.py: megasched/weights/inspection.py": _COMMAND,
+    "megasched/verify/facts.py: megasched/plan/decisions.py": _IN_A_RANK,
+    "megasched/verify/facts.py: megasched/trainer/session.py": _IN_A_RANK,
+    "megasched/verify/recording.py: megasched/trainer/losses/loss.py": _IN_A_RANK,
+    "megasched/verify/recording.py: megasched/trainer/losses/definition_loss.py": _IN_A_RANK,
+    "megasched/planner/measure/build_stage.py: megasched/trainer/scheduled_model.py": (
+        "heavy: Megatron's layers, for who builds a stage; who only names a setting does without"
+    ),
+}
 
 # Prefix of a path -> floor; the longest counts. Folders are called as their floors are.
 FLOOR_OF = {

@@ -16,17 +16,15 @@ from megasched.language.parallel_dims import Layout
 from megasched.layers.megatron import trial
 from megasched.layers.megatron.trial import why_another
 from megasched.layers.megatron.trials import Subject, Trials
-from megasched.model_adapters.attentions import ATTENTIONS
-from megasched.model_adapters.blocks import LAYERS
 from megasched.model_adapters.default_schedule import schedule as default_schedule
-from megasched.model_adapters.mixtures import KINDS
 from megasched.model_adapters.registry import roles_of
 from megasched.plan.make import make_plan
+from tests.model_adapters.facts import facts_of
 from tests.parity.cases import case
 
 LAYER = "model.layers.1"
 # One has no attention or layers at its defaults (soft caps); they are in tests/parity.
-TYPES = sorted({*ATTENTIONS, *LAYERS, *KINDS} - {"gemma2", "vaultgemma"})
+TYPES = sorted({*facts_of("attention"), *facts_of("layer"), *facts_of("moe")} - {"gemma2", "vaultgemma"})
 FAST = ("deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "nemotron_h", "phi3", "qwen3_next")
 
 

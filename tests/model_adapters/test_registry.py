@@ -1,5 +1,6 @@
 """Adapters: found by model type, refused when the definition has moved on or when there are two."""
 
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -7,10 +8,10 @@ from torch import nn
 
 from megasched.definition.build import build_definition
 from megasched.errors import ConfigError
-from megasched.language.module_specs import AttentionSpec, MlpSpec
+from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.roles import Roles
 from megasched.model_adapters import generic, registry
-from megasched.model_adapters.registry import Adapter, find_adapter, roles_of
+from megasched.model_adapters.registry import Adapter, AttentionFacts, find_adapter, has_roles, roles_of
 from tests import tiny
 
 MINE = Adapter(
@@ -18,7 +19,7 @@ MINE = Adapter(
     roles={"model.layers.*.mlp.up_proj": "mlp.up", "model.layers.*.self_attn.q_proj": "qkv.q"},
     packed={"mlp.up": lambda config: (config.intermediate_size,)},
     local_attributes={"model.layers.*.mlp": ("intermediate_size",)},
-    block=lambda model: "not tried",
+    layer=lambda model: "not tried",
 )
 MORE = [Adapter(model_types=("other",), roles={"*": "norm"})]
 
@@ -30,10 +31,10 @@ def points(monkeypatch):
     def install(*values):
         found = [EntryPoint(f"point{i}", value, registry.GROUP) for i, value in enumerate(values)]
         monkeypatch.setattr(registry, "entry_points", lambda group: found if group == registry.GROUP else [])
-        registry._adapters.cache_clear()
+        registry._installed.cache_clear()
 
     yield install
-    registry._adapters.cache_clear()
+    registry._installed.cache_clear()
 
 
 @pytest.fixture
@@ -45,7 +46,14 @@ def test_an_installed_adapter_comes_before_hfs_plan(points, llama):
     points(f"{__name__}:MINE", f"{__name__}:MORE")
     assert find_adapter("mine") is find_adapter("llama") is MINE
     assert find_adapter("other") is MORE[0]
-    assert find_adapter("qwen3") is None
+    assert find_adapter("nobodys") is None
+    assert [has_roles(one) for one in ("mine", "other", "qwen3", "gpt2", "nobodys")] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
     assert roles_of(llama) == Roles(
         role={
             "model.layers.0.mlp.up_proj": "mlp.up",
@@ -82,6 +90,46 @@ def test_a_glob_that_matches_nothing(llama, kind):
 def test_a_role_that_does_not_exist(llama):
     with pytest.raises(ValueError, match=r"model\.norm: unknown role 'norm\.last'; roles are embed\.tokens"):
         Adapter(model_types=("llama",), roles={"model.norm": "norm.last"}).bind(llama)
+
+
+def test_packed_sizes_without_roles_are_of_nothing():
+    with pytest.raises(ValueError, match="packed and local_attributes go with roles"):
+        Adapter(("llama",), packed={"mlp.up": lambda config: (1,)})
+
+
+def test_without_roles_hfs_plan_gives_them(llama):
+    facts = AttentionFacts({"out": "self_attn.dense"})
+    bound, plain = Adapter(("llama",), attention=facts).bind(llama), roles_of(llama)
+    assert bound.attention == "no layer has self_attn.dense"
+    assert replace(bound, attention=plain.attention, layer=plain.layer) == plain
+    assert isinstance(plain.layer, LayerSpec)
+
+
+SPECS = {
+    "layer": LayerSpec(AttentionSpec(heads=1, kv_heads=1, head_dim=1)),
+    "attention": AttentionSpec(heads=1, kv_heads=1, head_dim=1),
+    "moe": MoeSpec(router="a", experts="b", top_k=1, normalized=True),
+    "mlps": {"a": MlpSpec()},
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_function_of_the_definition_stands_for_facts(llama, name):
+    seen = []
+
+    def say(model):
+        seen.append(model)
+        return SPECS[name]
+
+    assert getattr(Adapter(("llama",), {}, **{name: say}).bind(llama), name) is SPECS[name]
+    assert seen == [llama]
+
+
+@pytest.mark.parametrize(("old", "new"), [("block", "layer"), ("mixture", "moe")])
+def test_names_of_earlier_releases_are_taken_with_a_warning(llama, old, new):
+    with pytest.warns(DeprecationWarning, match=rf"Adapter\({old}=\.\.\.\) is called Adapter\({new}=\.\.\.\)"):
+        adapter = Adapter(("llama",), {}, **{old: lambda model: SPECS[new]})
+    assert getattr(adapter.bind(llama), new) is SPECS[new]
 
 
 class Planned(nn.Module):

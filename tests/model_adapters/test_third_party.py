@@ -6,7 +6,14 @@ import pytest
 
 from megasched.errors import ConfigError
 from megasched.model_adapters import registry
-from megasched.model_adapters.registry import Adapter, adapter_origin, find_adapter, load_adapter, using
+from megasched.model_adapters.registry import (
+    Adapter,
+    adapter_origin,
+    find_adapter,
+    load_adapter,
+    own_adapters,
+    using,
+)
 
 FIRST = Adapter(model_types=("mine", "ours"), roles={"*": "norm"})
 SECOND = [Adapter(model_types=("theirs",), roles={}), Adapter(model_types=("ours",), roles={})]
@@ -39,10 +46,10 @@ def installed(monkeypatch):
 
     def install(*points):
         monkeypatch.setattr(registry, "entry_points", lambda group: points if group == registry.GROUP else ())
-        registry._adapters.cache_clear()
+        registry._installed.cache_clear()
 
     yield install
-    registry._adapters.cache_clear()
+    registry._installed.cache_clear()
 
 
 def refusal():
@@ -91,7 +98,24 @@ def test_where_an_adapter_comes_from(installed):
 
 
 def test_our_own_adapters_are_those_of_megasched():
-    assert adapter_origin("gpt2") == "gpt2 = megasched.model_adapters.gpt2:ADAPTER of megasched 0.1.0"
+    assert adapter_origin("gpt2") == "gpt2 = megasched.model_adapters.families.gpt2:ADAPTER of megasched 0.1.0"
+
+
+THEIRS = Adapter(model_types=("gpt2",), roles={})
+
+
+def test_roles_of_our_own_are_not_overruled(installed):
+    installed(entry("theirs", f"{__name__}:THEIRS", "acme-models", "1.2.0"))
+    assert refusal() == (
+        "two adapters for model type 'gpt2': gpt2 = megasched.model_adapters.families.gpt2:ADAPTER of megasched "
+        f"0.1.0 and theirs = {__name__}:THEIRS of acme-models 1.2.0; uninstall one of the two packages, or take "
+        "the model type out of one"
+    )
+
+
+def test_entry_points_of_an_older_installation_of_ours_are_passed_over(installed):
+    installed(entry("gpt2", "megasched.model_adapters.gone:ADAPTER", "megasched", "0.1.0"))
+    assert find_adapter("gpt2") is own_adapters()["gpt2"]
 
 
 def test_an_adapter_in_use_stands_before_the_installed_ones(installed):

@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
-from megasched.model_adapters.attentions import ATTENTIONS
 from megasched.trainer.evidence.compatibility import load_matrix
 from megasched.verify.parity import LAYOUTS as CHECKED
+from tests.model_adapters.facts import facts_of
 from tests.parity.cases import slow, spread
 from tests.parity.mixtures import LAYOUTS as OF_MIXTURES
 from tests.parity.mixtures import small_model
@@ -88,7 +88,7 @@ def test_selective_recompute(ranks, small_models, attention_alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted(ATTENTIONS))
+@pytest.mark.parametrize("model_type", sorted(facts_of("attention")))
 def test_every_architecture_with_such_attention(ranks, small_models, attention_alone, tmp_path, model_type):
     split = MATRIX[model_type]["tp2-sp"]["verdict"] == "equal"
     folder = folder_of(ranks, small_models, tmp_path, model_type)

@@ -8,7 +8,7 @@ import torch
 from megasched.verify.lora import telling_adapters
 from megasched.verify.reference import hf_loss, hf_model, relative
 from megasched.verify.trainer_run import batches_of, gather, logits_of, losses, train
-from megasched.weights import lora_init
+from megasched.weights import lora as weights_lora
 from tests import tiny
 from tests.parity.cases import case, slow, spread
 from tests.parity.test_resume import SAVE, keys_of
@@ -91,7 +91,7 @@ def with_adapters(model, **settings):
     with telling_adapters(), torch.no_grad():
         for name, parameter in made.named_parameters():
             if "lora_" in name:
-                parameter.copy_(lora_init.initial_value(hf_name(name), tuple(parameter.shape), SEED))
+                parameter.copy_(weights_lora.initial_value(hf_name(name), tuple(parameter.shape), SEED))
     return made.train()
 
 

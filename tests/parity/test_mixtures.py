@@ -6,8 +6,7 @@ from functools import partial
 
 import pytest
 
-from megasched.model_adapters.blocks import LAYERS
-from megasched.model_adapters.mixtures import KINDS
+from tests.model_adapters.facts import facts_of
 from tests.parity.cases import case, spread
 from tests.parity.mixtures import LAYOUTS, mixtures_of_run
 from tests.parity.steps import (
@@ -17,9 +16,10 @@ from tests.parity.steps import (
 )
 
 # Types whose whole layers are Megatron's are in test_mixture_blocks.py and test_layer_kinds.py, but for gpt-oss.
-TYPES = sorted(set(KINDS) - set(LAYERS))
+FACTS = facts_of("moe")
+TYPES = sorted(set(FACTS) - set(facts_of("layer")))
 # They come to `make test`.
-ONE_OF_EACH_KIND = {repr(KINDS[model_type]): model_type for model_type in TYPES}.values()
+ONE_OF_EACH_KIND = {repr(FACTS[model_type]): model_type for model_type in TYPES}.values()
 # What these compute besides is further than 1e-5 from HF in float32 at some layouts, with HF's mixtures too: by
 # rounding, as float64 tells. The last has no sequence parallelism.
 ROUNDED = ("lara_mini", "qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text")

@@ -8,9 +8,8 @@ import torch
 
 from megasched.language.parallel_dims import Layout
 from megasched.planner.measure.build_stage import Setting
-from megasched.planner.measure.measurements import Measurements
-from megasched.planner.measure.partly_recomputed import PartlyRecomputed
 from megasched.planner.measure.probe import fake_groups
+from megasched.planner.measure.stages import Measurements, PartlyRecomputed
 from megasched.planner.memory import RankMemory, rank_memory, stages_of
 from megasched.trainer.session import open_session
 from tests.planner.configs import VOCABULARY

@@ -156,7 +156,7 @@ def test_the_command_has_megatrons_flags(planned):
 
 def test_the_tuner_begins_with_what_was_planned(planned, tmp_path):
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(planned[1].as_dict()))
+    path.write_text(json.dumps(planned[1].to_dict()))
     space = Space()
     space.choice("tp", [1, 2])
     space.choice("micro_batch_size", [1, 2, 4])

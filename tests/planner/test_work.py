@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 from megasched.language.parallel_dims import Layout
 from megasched.planner.measure.build_stage import Setting
-from megasched.planner.measure.measurements import Measurements
 from megasched.planner.measure.probe import fake_groups
+from megasched.planner.measure.stages import Measurements
 from megasched.planner.measure.work import CountWork, Product
 from megasched.planner.step_time import chunk_work
 from megasched.trainer.session import open_session

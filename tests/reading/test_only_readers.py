@@ -21,7 +21,7 @@ READING = {
 NO_FILES_OF_OTHERS = {
     ("megasched/trainer/evidence/certificate.py", "read_bytes"),
     *(("megasched/verify/plain/reference.py", call) for call in ("json.loads", "read_text")),
-    *(("megasched/verify/plain_runs.py", call) for call in ("json.loads", "read_text")),
+    *(("megasched/verify/plain/runs.py", call) for call in ("json.loads", "read_text")),
     ("launch/torchrun/nodes.py", "open"),
     ("megasched/trainer/checkpoint/one_writer.py", "open"),
     ("megasched/verify/ranks/pool.py", "pickle.loads"),

@@ -86,7 +86,7 @@ MUTATIONS = {
     ),
     "buffer": Mutation(
         "a persistent buffer that is not read from the folder",
-        "megasched/weights/materialize.py",
+        "megasched/weights/source.py",
         "if buffer.is_meta else buffer.copy_(value)\n",
         "if buffer.is_meta else buffer.zero_()\n",
         ("tests/parity/test_mixture_blocks.py", "tests/parity/test_weights.py"),

@@ -60,7 +60,7 @@ def compare(
         config: more of Megatron's.
         distributed_optimizer: Megatron's buffers are laid out for it.
     """
-    from megasched.weights.materialize import materialize
+    from megasched.weights.source import materialize
 
     model, definition, source = build(family, fp8, changes or {}, sequence_parallel, calls, config or {})
     chunk = in_buffers(model, distributed_optimizer)

@@ -3,7 +3,7 @@
 import pytest
 
 from megasched.errors import ConfigError
-from megasched.tuner.command_line import check_command, point_words
+from megasched.tuner.runner import check_command, point_words
 from megasched.tuner.space import Space
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasched.tuner.encoding import Encoding
+from megasched.tuner.samplers import Encoding
 from megasched.tuner.space import Space
 
 

@@ -4,12 +4,10 @@ import itertools
 
 import pytest
 
-from megasched.tuner.encoding import Encoding
 from megasched.tuner.outcome import Result
-from megasched.tuner.samplers import SAMPLERS
+from megasched.tuner.samplers import SAMPLERS, Encoding
 from megasched.tuner.space import Space
-from megasched.tuner.study import open_study
-from megasched.tuner.tune import tune
+from megasched.tuner.study import open_study, tune
 
 SCORE = {"a": 1.0, "b": 1.2}
 

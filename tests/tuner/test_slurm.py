@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from megasched.errors import ConfigError
-from megasched.tuner.slurm import SlurmRunner
+from megasched.tuner.runner import SlurmRunner
 from megasched.tuner.space import Space
 
 TRAINER = Path(__file__).with_name("trainer.py")
@@ -102,7 +102,7 @@ def test_ctrl_c_cancels_the_job(slurm, monkeypatch):
         raise KeyboardInterrupt
 
     # Of that file alone: subprocess sleeps, too, while it waits for Slurm's programs.
-    monkeypatch.setattr("megasched.tuner.slurm.time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
+    monkeypatch.setattr("megasched.tuner.runner.time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
     with pytest.raises(KeyboardInterrupt):
         run(slurm, 1)
     assert (slurm / "cancelled").read_text() == "42\n"

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from megasched.errors import ConfigError
 from megasched.tuner.expression import INACTIVE
-from megasched.tuner.space import Space, flag_of
-from megasched.tuner.space_file import load_space
+from megasched.tuner.space import Space, flag_of, load_space
 
 
 def layouts(gpus=8):

@@ -4,12 +4,10 @@ import optuna
 import pytest
 
 from megasched.errors import ConfigError
-from megasched.tuner.encoding import Encoding
 from megasched.tuner.outcome import Result
-from megasched.tuner.samplers import SAMPLERS, distributions
+from megasched.tuner.samplers import SAMPLERS, Encoding, distributions
 from megasched.tuner.space import Space
-from megasched.tuner.study import begin_trial, ended_trials, open_study
-from megasched.tuner.tune import default_trials, tune
+from megasched.tuner.study import begin_trial, default_trials, ended_trials, open_study, tune
 
 COMMAND = ["torchrun", "pretrain_gpt.py"]
 

@@ -6,9 +6,8 @@ import pytest
 
 from megasched.definition.small_models.small_models import small_config
 from megasched.language.parallel_dims import Layout
-from megasched.verify.judge import StepComparison
-from megasched.verify.steps import Steps
-from megasched.verify.subject import make_subject
+from megasched.verify.compare_step import StepComparison
+from megasched.verify.steps import Steps, make_subject
 
 FAULTS = Path(__file__).with_name("faults_of_code.py")
 TP2 = Layout(tensor_model_parallel_size=2)

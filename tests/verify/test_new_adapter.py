@@ -67,7 +67,7 @@ def test_the_module_for_gpt2(tmp_path):
         48,
         0,
     )
-    assert found.installed == "gpt2 = megasched.model_adapters.gpt2:ADAPTER of megasched 0.1.0"
+    assert found.installed == "gpt2 = megasched.model_adapters.families.gpt2:ADAPTER of megasched 0.1.0"
     told = "packed gives qkv.packed the sizes of this config, (768, 768, 768): write them as fields of the config"
     assert (found.still_open, found.outcomes) == ([told], {})
     assert found.right

@@ -8,7 +8,7 @@ from transformers import GPT2Config, MistralConfig
 from megasched.definition.small_models.small_models import small_config, write_model, write_small_model
 from megasched.language.parallel_dims import Layout
 from megasched.verify.batches import IGNORED, unreached_windows
-from megasched.verify.plain_runs import Batches, PlainModel
+from megasched.verify.plain.runs import Batches, PlainModel
 from megasched.verify.verify import verify_schedule
 
 TP2 = Layout(tensor_model_parallel_size=2)

@@ -6,8 +6,8 @@ import torch
 from megasched.definition.small_models.small_models import write_small_model
 from megasched.plan.placement import Placement
 from megasched.verify.parity import compare, failure
+from megasched.verify.recording import RankReport
 from megasched.verify.reference import IGNORED, Float64, HfStep, differences, hf_step
-from megasched.verify.trainer_run import RankReport
 
 WEIGHT = torch.tensor([1.0, 0.5])
 DECAY = torch.tensor([2e-2, -1e-2])

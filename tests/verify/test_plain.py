@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from megasched.definition.small_models.small_models import small_config, write_small_model
 from megasched.language.parallel_dims import Layout
 from megasched.verify.batches import IGNORED, make_batches
-from megasched.verify.plain_runs import OPTIMIZER, PlainError, PlainModel
+from megasched.verify.plain.runs import OPTIMIZER, PlainError, PlainModel
 
 ONE = Layout()
 

@@ -1,6 +1,7 @@
 """``megasched verify``: what is equal is found equal, and each planted mistake is caught and located."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +9,7 @@ from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import Layout
 from megasched.verify.locate.locate import Finding
+from megasched.verify.numbers import Check
 from megasched.verify.verify import verify_schedule
 
 FAULTS = Path(__file__).with_name("faults.py")
@@ -50,6 +52,24 @@ def test_what_is_right_is_found_equal(ranks, tmp_path, model_type, layout):
     assert found.layers == max(4, layout.pp * layout.vpp)
     if model_type == "gpt2":  # the one with dropouts that are modules
         assert found.checks[-1].name == "dropout masks"
+
+
+def test_what_one_side_alone_has_is_wrong_though_all_else_is_equal(monkeypatch, tmp_path):
+    finding = Finding("backward", "decay", "it is not on both sides and", (0,), 1.0, "", "")
+
+    class Compared:
+        notes, facts = [], SimpleNamespace(records=())
+
+        def __init__(self, *given):
+            pass
+
+        def judge(self):
+            return [Check("gradients", 0.0, 1e-5)], "not on both sides: decay", finding
+
+    monkeypatch.setattr("megasched.verify.verify.StepComparison", Compared)
+    ranks = SimpleNamespace()
+    found = verify_schedule("auto", save("gpt2", tmp_path), TP2, ranks=ranks)
+    assert (found.verdict, found.right, found.finding) == ("wrong", False, finding)
 
 
 ADAPTED = """

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from megasched.weights.ahead import DEPTH, ahead
+from megasched.weights.progress import DEPTH, ahead
 from tests.waiting import until
 
 

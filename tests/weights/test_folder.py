@@ -13,8 +13,7 @@ from megasched.definition.build import build_definition
 from megasched.errors import CheckpointError
 from megasched.plan.placement import Placement
 from megasched.weights.hf.folder import HFFolder, has_weights
-from megasched.weights.materialize import materialize
-from megasched.weights.names import canonical_names
+from megasched.weights.source import canonical_names, materialize
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 

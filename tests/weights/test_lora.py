@@ -15,13 +15,14 @@ from megasched.weights.lazy import blocks
 from megasched.weights.lora import (
     CONFIG,
     WEIGHTS,
+    AdaptedSource,
     adapter_config,
+    initial_value,
     merge,
     merged,
     read_adapter_config,
     save_adapter,
 )
-from megasched.weights.lora_init import AdaptedSource, initial_value
 from tests.lowering.models import randomize, tiny_model, token_ids
 from tests.weights.test_traced_functions import InMemory
 

@@ -4,8 +4,8 @@ import torch
 from megasched.definition.build import build_definition
 from megasched.errors import CheckpointError
 from megasched.weights.hf.folder import HFFolder
-from megasched.weights.materialize import materialize
 from megasched.weights.random_init import RandomInit
+from megasched.weights.source import materialize
 
 
 def test_from_a_folder_computes_what_the_saved_model_does(config, definition, trained, tmp_path):

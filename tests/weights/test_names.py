@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megasched.errors import CheckpointError
-from megasched.weights.names import canonical_names, compare_names
+from megasched.weights.source import canonical_names, compare_names
 
 
 class Tied(torch.nn.Module):

@@ -14,8 +14,8 @@ from transformers.initialization import no_tie_weights
 from megasched.definition.build import build_definition
 from megasched.errors import CheckpointError, ConfigError
 from megasched.plan.placement import Placement
-from megasched.weights.names import canonical_names
 from megasched.weights.random_init import RandomInit
+from megasched.weights.source import canonical_names
 
 SEED = 1234
 

@@ -19,12 +19,11 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megasched.cli.weights_view import print_exported, print_imported
+from megasched.cli.weights import print_exported, print_imported
 from megasched.errors import CheckpointError, ConfigError
 from megasched.language.parallel_dims import Layout
 from megasched.reading.tracker import RELEASE, TRACKER
-from megasched.weights.absent_layers import without_absent_layers
-from megasched.weights.exporting import export_weights
+from megasched.weights.exporting import export_weights, without_absent_layers
 from megasched.weights.hf import files as hf_files
 from megasched.weights.hf.files import config_of_export, copy_hf_files
 from megasched.weights.hf.folder import HFFolder

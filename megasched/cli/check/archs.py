@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from megasched.cli.output import plain_table
 from megasched.errors import ConfigError
 from megasched.trainer.evidence.compatibility import load_matrix
 from megasched.verify.matrix import LAYOUT_NAMES
@@ -27,9 +27,7 @@ COMMAND = "megasched archs --markdown > docs/architectures.md"
 def print_matrix(console: Console) -> None:
     """A row for each architecture, a column for each layout."""
     matrix = load_matrix()
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("architecture", *LAYOUT_NAMES, *FACTS):
-        table.add_column(name)
+    table = plain_table("architecture", *LAYOUT_NAMES, *FACTS)
     for model_type, results in matrix["types"].items():
         table.add_row(model_type, *(_cell(results, name) for name in LAYOUT_NAMES), *_facts(results))
     console.print(table)

@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from megasched.cli.options import Cp, Dp, Ep, HfModel, HfOverride, Json, Pp, Sp, Tp, TrustRemoteCode, Vp, layout_of
+from megasched.cli.output import print_found, quiet_imports, report_console
 from megasched.json_output import json_only, print_json
+from megasched.trainer.evidence.compatibility import load_matrix
 
 
 def verify(
@@ -38,8 +40,6 @@ def verify(
     random weights: loss, logits, hidden states, every gradient, the gradient norm and the optimizer's step are
     compared with plain Hugging Face in one process. The exit status is 0 when all are equal.
     """
-    from megasched.cli.console import quiet_imports, report_console
-
     layout = layout_of(tp, sp, pp, cp, ep, vp=vp, dp=dp)
     with quiet_imports():
         from megasched.cli.check.verify import print_verification
@@ -59,10 +59,7 @@ def verify(
         )
         if certificate is not None:
             certify(found, certificate, overrides=hf_override or (), trust_remote_code=trust_remote_code)
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        print_verification(found, report_console())
+    print_found(found, print_verification, as_json=as_json)
     raise typer.Exit(0 if found.right else 1)
 
 
@@ -81,8 +78,6 @@ def new_adapter(
     The copy has random weights; it runs one step of Megatron's trainer at TP2, TP2 with SP, and PP2, and is
     compared with the plain Hugging Face model. The exit status is 0 when all are equal, or nothing was checked.
     """
-    from megasched.cli.console import quiet_imports, report_console
-
     with quiet_imports():
         from megasched.cli.check.new_adapter import print_new_adapter
         from megasched.verify.new_adapter import new_adapter as proposing
@@ -112,11 +107,8 @@ def archs(
     as_json: Json = False,
 ) -> None:
     """Print which architectures are known to compute what HF computes, at which layouts."""
-    from megasched.cli.console import quiet_imports, report_console
-
     with quiet_imports():
         from megasched.cli.check import archs as report
-        from megasched.trainer.evidence.compatibility import load_matrix
         from megasched.verify.matrix import check_here
 
     if run and name is None:

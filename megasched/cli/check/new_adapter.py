@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from megasched.cli.output import plain_table
 from megasched.verify.new_adapter.new_adapter import NewAdapter
 from megasched.verify.parity import TOLERANCE, Outcome
 
@@ -53,9 +54,7 @@ def _need(found: NewAdapter) -> str:
 
 
 def _verdicts(outcomes: dict[str, Outcome]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("layout", "verdict", "loss", "logits", "gradient", "norm", ""):
-        table.add_column(name, overflow="fold")
+    table = plain_table("layout", "verdict", "loss", "logits", "gradient", "norm", "", overflow="fold")
     for layout, outcome in outcomes.items():
         numbers = [outcome.errors.get(name) for name in ("loss", "logits", "gradient", "grad_norm")]
         words = ["" if number is None else f"{number:.0e}" for number in numbers]

@@ -10,9 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 
 from megasched.cli.check.new_adapter import VERDICTS
-from megasched.verify.checks import Check
+from megasched.cli.output import plain_table
 from megasched.verify.locate.bisect import Call
 from megasched.verify.locate.locate import Finding
+from megasched.verify.numbers import Check
 from megasched.verify.verify import Verification
 
 
@@ -35,10 +36,8 @@ def print_verification(found: Verification, console: Console) -> None:
 
 
 def _table(checks: list[Check]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    columns = {"compared": "left", "error": "right", "tolerance": "right", "verdict": "left", "largest at": "left"}
-    for name, justify in columns.items():
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    table = plain_table("compared", "error", "tolerance", "verdict", "largest at", overflow="fold")
+    table.columns[1].justify = table.columns[2].justify = "right"
     for check in checks:
         error = "" if check.error is None else f"{check.error:.1e}"
         tolerance = f"{check.tolerance:.1e}" if check.tolerance else ""

@@ -10,24 +10,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megasched.cli.console import quiet_imports, report_console
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megasched.cli.output import report_console
 from megasched.errors import ConfigError
 from megasched.files import write_whole
 from megasched.json_output import print_json
-
-if TYPE_CHECKING:
-    import torch
-
-    from megasched.planner.hardware.calibrate import Gpu, Sizes, Timer
-    from megasched.planner.hardware.calibrate_links import World
-    from megasched.planner.hardware.hardware import Hardware
+from megasched.planner.hardware.calibrate import CudaTimer, Gpu, Sizes, Timer, matching_type, measure_gpu, read_gpu
+from megasched.planner.hardware.calibrate_links import World, measure_links, read_world, slowest
+from megasched.planner.hardware.hardware import Hardware, load_hardware
+from megasched.planner.hardware.hardware_file import hardware_text
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """
+    """What was measured of a machine, beside what a known type says.
+
     Attributes:
         base: the type or file that gives what was not measured.
         before: what it says.
@@ -52,10 +54,6 @@ def calibrate_command(path: Path, gpu: str | None, *, as_json: bool) -> None:
         ConfigError: there is no GPU, something is faster than its peak, or a file can't be used.
     """
     check_path(path)
-    with quiet_imports():
-        from megasched.planner.hardware.calibrate import CudaTimer, Sizes, matching_type, read_gpu
-        from megasched.planner.hardware.calibrate_links import read_world
-
     world = read_world(os.environ)
     device = own_gpu(world)
     found_gpu = read_gpu(device)
@@ -86,8 +84,6 @@ def own_gpu(world: World) -> torch.device:
     Raises:
         ConfigError: there is none.
     """
-    import torch
-
     if not torch.cuda.is_available():
         raise ConfigError("--calibrate measures a GPU, and there is none here")
     if world.local_rank >= torch.cuda.device_count():
@@ -118,10 +114,6 @@ def calibrate(
     Raises:
         ConfigError: something is faster than its peak, or there is no such type.
     """
-    from megasched.planner.hardware.calibrate import measure_gpu
-    from megasched.planner.hardware.calibrate_links import measure_links, slowest
-    from megasched.planner.hardware.hardware import load_hardware
-
     before = load_hardware(base)
     if world.size > 1:
         timer = slowest(timer, device)
@@ -136,12 +128,11 @@ def calibrate(
 
 
 def write_calibration(found: Calibration, path: Path, world: World) -> None:
-    """
+    """Writes what ``--gpu`` reads.
+
     Raises:
         ConfigError: it can't be written there; what was there stays.
     """
-    from megasched.planner.hardware.hardware_file import hardware_text
-
     text = hardware_text(found.hardware, found.measured, found.base, _head(found, world))
     try:
         write_whole(path, [text])
@@ -150,8 +141,6 @@ def write_calibration(found: Calibration, path: Path, world: World) -> None:
 
 
 def _head(found: Calibration, world: World) -> list[str]:
-    import torch
-
     ranks = "1 process" if world.size == 1 else f"{world.size} ranks, {world.local_size} on a node"
     head = [
         f"By megasched plan --calibrate, {datetime.date.today()}, torch {torch.__version__}, {ranks}.",
@@ -166,8 +155,6 @@ def _head(found: Calibration, world: World) -> list[str]:
 @contextmanager
 def _joined(world: World, device: torch.device) -> Iterator[None]:
     """The process group of all ranks, where there are several."""
-    import torch
-
     if world.size == 1:
         yield
         return
@@ -179,8 +166,6 @@ def _joined(world: World, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _progress(world: World) -> Iterator[Callable[[str], None]]:
-    from rich.console import Console
-
     if world.rank != 0:
         yield lambda name: None
         return
@@ -199,8 +184,6 @@ def _print(found: Calibration, path: Path, as_json: bool) -> None:
 
 def print_calibration(found: Calibration) -> None:
     """What was measured, beside what the base says."""
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False)
     for heading in (found.hardware.name, "measured", found.base):
         table.add_column(heading, justify="left" if heading == found.hardware.name else "right")

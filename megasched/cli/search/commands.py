@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from megasched.cli.options import HfModel, HfOverride, Json, TrustRemoteCode
+from megasched.cli.output import quiet_imports
+from megasched.errors import ConfigError
 
 
 def _calibrate(context: typer.Context, path: Path | None) -> None:
@@ -18,7 +21,8 @@ def _calibrate(context: typer.Context, path: Path | None) -> None:
     """
     if path is None:
         return
-    from megasched.cli.search.calibrate import calibrate_command
+    with quiet_imports():
+        from megasched.cli.search.calibrate import calibrate_command
 
     source = context.get_parameter_source("gpu")
     named = source is not None and source.name != "DEFAULT"
@@ -62,7 +66,8 @@ def plan(
 
     Exit status 1 if none fits.
     """
-    from megasched.cli.search.plan import plan_command
+    with quiet_imports():
+        from megasched.cli.search.plan import plan_command
 
     found = plan_command(
         hf_model,
@@ -107,6 +112,9 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Find the flags and schedule options that train fastest, by short runs of the trainer."""
+    missing = [name for name in ("optuna", "sqlalchemy", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} is missing: pip install 'megasched[tune]'")
     from megasched.cli.search.tune import Settings, tune_command
 
     settings = Settings(sampler, trials, iterations, timeout, warm_start, slurm, seed, folder)

@@ -1,19 +1,32 @@
-"""What the command ``megasched plan`` does around the search: progress, output, silence of imports."""
+"""``megasched plan``: the search of the planner, its progress, and how what it found looks in a terminal."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megasched.cli.console import quiet_imports, report_console
-from megasched.json_output import json_only, print_json
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from megasched.planner.plan import PlanReport
+from megasched.cli.output import print_found
+from megasched.cli.page.html import write_page
+from megasched.cli.page.page import build_page
+from megasched.cli.show.report import inspect_schedule
+from megasched.json_output import json_only
+from megasched.planner.hardware.hardware import GIB
+from megasched.planner.memory import RankMemory
+from megasched.planner.pipeline import simulate
+from megasched.planner.plan import PlanReport, plan, run_words, slurm_words
+from megasched.planner.search import Candidate
+
+_PARTS = ("parameters", "gradients", "optimizer", "held", "activations")
 
 
 def plan_command(hf_model: str, *, as_json: bool, top: int, html: Path | None = None, **options: Any) -> bool:
@@ -26,35 +39,19 @@ def plan_command(hf_model: str, *, as_json: bool, top: int, html: Path | None = 
     Raises:
         ConfigError: whatever can't be used as given.
     """
-    from rich.console import Console
-
-    with quiet_imports():
-        from megasched.planner.plan import plan
-
     status = Console(stderr=True).status("planning")
     with status, warnings.catch_warnings(), json_only(as_json):
         warnings.simplefilter("ignore")
         report = plan(hf_model, on_group=lambda layout: status.update(f"planning {layout}"), **options)
-    if as_json:
-        print_json(report.as_dict())
-    else:
-        from megasched.cli.search.plan_view import print_plan
-
-        print_plan(report, report_console(), top)
+    print_found(report, partial(print_plan, top=top), as_json=as_json)
     if html is not None and report.fitting:
-        with quiet_imports():
-            _write_page(report, html, options)
+        _write_page(report, html, options)
         print(f"wrote {html}", file=sys.stderr)
     return bool(report.fitting)
 
 
 def _write_page(report: PlanReport, path: Path, options: Mapping[str, Any]) -> None:
     """Of the fastest layout, with its predicted memory and its step in seconds."""
-    from megasched.cli.page.html import write_page
-    from megasched.cli.page.page import build_page
-    from megasched.cli.show.report import inspect_schedule
-    from megasched.planner.pipeline import simulate
-
     best = report.fitting[0]
     assert best.time is not None
     shown = inspect_schedule(
@@ -72,3 +69,62 @@ def _write_page(report: PlanReport, path: Path, options: Mapping[str, Any]) -> N
         predicted=simulate(best.time.chunks, best.microbatches),
     )
     write_page(page, path)
+
+
+def print_plan(report: PlanReport, console: Console, top: int) -> None:
+    """Prints the fastest layouts, the best one's memory and command, and why others are out."""
+    job = report.job
+    bits = "bf16" if job.fp8 is None else f"8 bits ({job.fp8.fp8_recipe})"
+    console.print(
+        f"{job.gpus} x {job.hardware.name}, {bits}, {job.sequence_length:,} tokens in a sequence, "
+        f"{job.global_batch_size:,} sequences in a step; tensors may take "
+        f"{job.hardware.usable_bytes / GIB:.1f} GiB of a GPU",
+        soft_wrap=True,
+    )
+    if report.fitting:
+        console.print(_table(report, top))
+        best = report.fitting[0]
+        console.print(Text("\nmemory of the first one, on its fullest pipeline rank", "bold"))
+        console.print(_memory(best.fullest))
+        console.print(Text("\nits flags", "bold"))
+        console.print(shlex.join(run_words(report, best)), soft_wrap=True)
+        console.print(Text("\nby Slurm, with your data, learning rate and --save", "bold"))
+        console.print(shlex.join(slurm_words(report, best)), soft_wrap=True)
+    console.print(Text(f"\n{len(report.out)} layouts are out", "bold"))
+    for reason, count in report.reasons():
+        console.print(f"  {count}: {reason}", soft_wrap=True, markup=False)
+
+
+def _table(report: PlanReport, top: int) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("layout")
+    for heading in ("micro-batch", "recompute", "GiB", "step", "tokens/s/GPU", "waiting", "sending"):
+        table.add_column(heading, justify="right")
+    for candidate in report.ranked()[:top]:
+        table.add_row(*_row(report, candidate))
+    return table
+
+
+def _row(report: PlanReport, candidate: Candidate) -> list[str]:
+    time = candidate.time
+    assert time is not None
+    return [
+        str(replace(candidate.layout, fp8=None)),  # which is the same for all
+        str(candidate.layout.micro_batch_size),
+        _recompute(candidate),
+        f"{candidate.fullest.total / GIB:.2f}",
+        f"{time.total:.2f} s" if time.total >= 1 else f"{1e3 * time.total:.2f} ms",
+        f"{report.tokens_per_second(candidate):,.0f}",
+        f"{time.waiting / time.total:.0%}",
+        f"{(time.sending + time.gradients) / time.total:.0%}",
+    ]
+
+
+def _recompute(candidate: Candidate) -> str:
+    count = candidate.recompute_num_layers
+    return (candidate.recompute_granularity or "") if count is None else f"{count} a stage"
+
+
+def _memory(memory: RankMemory) -> str:
+    parts = ", ".join(f"{name} {getattr(memory, name) / GIB:.2f}" for name in _PARTS)
+    return f"{memory.total / GIB:.2f} GiB: {parts}"

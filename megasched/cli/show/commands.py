@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -22,37 +22,64 @@ from megasched.cli.options import (
     Vp,
     layout_of,
 )
+from megasched.cli.output import print_found, quiet_imports, report_console
+from megasched.cli.show.primitives import (
+    describe_primitive,
+    describe_primitives,
+    print_primitives,
+)
 from megasched.json_output import json_only, print_json
+from megasched.language.parallel_dims import Fp8
 
-if TYPE_CHECKING:
-    from megasched.cli.show.report import ShowReport
+Schedule = Annotated[
+    str, typer.Argument(help="`auto`, a schedule file, FILE:name, or the name of a registered schedule.")
+]
+Fp8Recipe = Annotated[
+    str | None, typer.Option(metavar="RECIPE", help="8-bit training: delayed, tensorwise, blockwise, mxfp8.")
+]
+SeqLength = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Tokens in a sequence; weighs attention's FLOPs. By default 4096, or the model's positions.",
+        show_default=False,
+    ),
+]
+VocabMultiple = Annotated[int, typer.Option(help="The vocabulary is padded to a multiple of this times TP.")]
+Diff = Annotated[
+    str | None, typer.Option(metavar="SCHEDULE", help="Print what this schedule does otherwise instead.")
+]
+Records = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Save the schedule's calls, to compare or replay them.")
+]
+Html = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write a page with all of it and a step in time instead.")
+]
+GlobalBatchSize = Annotated[
+    int | None, typer.Option(min=1, help="Sequences in a step; for --html.", show_default=False)
+]
+TraceFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Of --megasched-trace of a run; for --html, laid over it.")
+]
 
 
 def primitives(
     name: Annotated[str | None, typer.Argument(help="Print all about this one.")] = None, as_json: Json = False
 ) -> None:
     """Print what a schedule can be made of."""
-    from megasched.cli.console import report_console
-    from megasched.cli.show.primitives import describe_primitive, describe_primitives
-
     with json_only(as_json):
         found = describe_primitives() if name is None else [describe_primitive(name)]
     if as_json:
         rows = [primitive.to_dict() for primitive in found]
         print_json({"primitives": rows} if name is None else rows[0])
+    elif name is None:
+        print_primitives(found, report_console())
     else:
-        from megasched.cli.show.primitives_view import print_primitive, print_primitives
-
-        if name is None:
-            print_primitives(found, report_console())
-        else:
-            print_primitive(found[0])
+        print(found[0].documentation)
 
 
 def show(
-    schedule: Annotated[
-        str, typer.Argument(help="`auto`, a schedule file, FILE:name, or the name of a registered schedule.")
-    ],
+    schedule: Schedule,
     hf_model: HfModel,
     tp: Tp = 1,
     sp: Sp = False,
@@ -62,47 +89,23 @@ def show(
     ep: Ep = 1,
     dp: Dp = 1,
     micro_batch_size: Annotated[int, typer.Option(help="Sequences in one forward.")] = 1,
-    fp8_recipe: Annotated[
-        str | None, typer.Option(metavar="RECIPE", help="8-bit training: delayed, tensorwise, blockwise, mxfp8.")
-    ] = None,
-    seq_length: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens in a sequence; weighs attention's FLOPs. By default 4096, or the model's positions.",
-            show_default=False,
-        ),
-    ] = None,
-    make_vocab_size_divisible_by: Annotated[
-        int, typer.Option(help="The vocabulary is padded to a multiple of this times TP.")
-    ] = 128,
+    fp8_recipe: Fp8Recipe = None,
+    seq_length: SeqLength = None,
+    make_vocab_size_divisible_by: VocabMultiple = 128,
     hf_override: HfOverride = None,
     trust_remote_code: TrustRemoteCode = False,
     objective: Objective = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, layers unfolded.")] = False,
-    diff: Annotated[
-        str | None, typer.Option(metavar="SCHEDULE", help="Print what this schedule does otherwise instead.")
-    ] = None,
-    records: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Save the schedule's calls, to compare or replay them.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page with all of it and a step in time instead.")
-    ] = None,
-    global_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Sequences in a step; for --html.", show_default=False)
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of --megasched-trace of a run; for --html, laid over it.")
-    ] = None,
+    diff: Diff = None,
+    records: Records = None,
+    html: Html = None,
+    global_batch_size: GlobalBatchSize = None,
+    trace: TraceFile = None,
 ) -> None:
     """Print what a schedule does to a model.
 
     No GPU, no process group and no weights are needed.
     """
-    from megasched.cli.console import quiet_imports, report_console
-    from megasched.language.parallel_dims import Fp8
-
     if html is None and (trace is not None or global_batch_size is not None):
         raise typer.BadParameter("--trace and --global-batch-size are for --html")
     if html is not None and (as_json or diff is not None):
@@ -110,47 +113,24 @@ def show(
     fp8 = Fp8(fp8_recipe=fp8_recipe) if fp8_recipe is not None else None
     layout = layout_of(tp, sp, pp, cp, ep, vp=vp, dp=dp, micro_batch_size=micro_batch_size, fp8=fp8)
     with quiet_imports():
-        from megasched.cli.show.report import inspect_schedule
-        from megasched.cli.show.show_view import print_report
+        from megasched.cli.show.report_view import show_schedule
 
-    def inspect(name: str) -> ShowReport:
-        return inspect_schedule(
-            name,
-            hf_model,
-            layout,
-            sequence_length=seq_length,
-            overrides=hf_override or (),
-            trust_remote_code=trust_remote_code,
-            objective=objective,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-        )
-
-    with json_only(as_json):
-        report = inspect(schedule)
-        other = inspect(diff) if diff is not None else None
-    if records is not None:
-        from megasched.language.records import save_records
-
-        save_records(report.records, records)
-    if html is not None:
-        from megasched.cli.page.html import write_page
-        from megasched.cli.page.page import build_page
-
-        write_page(build_page(report, global_batch_size=global_batch_size, trace=trace), html)
-        print(f"wrote {html}")
-    elif other is not None:
-        from megasched.cli.show.diff import compare_reports
-        from megasched.cli.show.diff_view import print_diff
-
-        found = compare_reports(report, other)
-        if as_json:
-            print_json(found.to_dict())
-        else:
-            print_diff(found, report_console())
-    elif as_json:
-        print_json(report.to_dict())
-    else:
-        print_report(report, report_console())
+    show_schedule(
+        schedule,
+        hf_model,
+        layout,
+        sequence_length=seq_length,
+        overrides=hf_override or (),
+        trust_remote_code=trust_remote_code,
+        objective=objective,
+        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+        as_json=as_json,
+        diff=diff,
+        records=records,
+        html=html,
+        global_batch_size=global_batch_size,
+        trace=trace,
+    )
 
 
 def explain(
@@ -176,11 +156,9 @@ def explain(
 
     No GPU, no process group and no weights are needed.
     """
-    from megasched.cli.console import quiet_imports, report_console
-
     layout = layout_of(tp, sp, pp, cp, ep)
     with quiet_imports():
-        from megasched.cli.show.explain import explain_schedule
+        from megasched.cli.show.explain import explain_schedule, print_explanation
 
     with json_only(as_json):
         explanation = explain_schedule(
@@ -192,9 +170,4 @@ def explain(
             trust_remote_code=trust_remote_code,
             objective=objective,
         )
-    if as_json:
-        print_json(explanation.to_dict())
-    else:
-        from megasched.cli.show.explain_view import print_explanation
-
-        print_explanation(explanation, report_console())
+    print_found(explanation, print_explanation, as_json=as_json)

@@ -1,4 +1,4 @@
-"""``megasched show --diff``: what one schedule does to a model otherwise than another."""
+"""``megasched show --diff``: what one schedule does to a model otherwise than another, and how it is printed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from megasched.cli.show.communication import Transfer
 from megasched.cli.show.modules import CUT, ModuleReport, ParameterReport
@@ -137,3 +140,31 @@ def _folded(paths: list[str]) -> str:
     if len(paths) == 1 or len(indices) != len(paths):
         return paths[0]
     return _INDEX.sub(f".{fold_indices(sorted(set(indices)))}", paths[0], count=1)
+
+
+def print_diff(diff: ShowDiff, console: Console) -> None:
+    """Prints what the second schedule does otherwise than the first, as ``-`` and ``+``; made for 100 columns."""
+    console.print(Text.assemble(("- ", "red"), diff.first, "\n", ("+ ", "green"), diff.second))
+    if diff.calls_of_first or diff.calls_of_second:
+        console.print(Text("\ncalls that only one makes", "bold"))
+    for call in diff.calls_of_first:
+        console.print(Text(f"  - {call}", "red"))
+    for call in diff.calls_of_second:
+        console.print(Text(f"  + {call}", "green"))
+    if diff.changes:
+        console.print(Text("\nmodules that come out otherwise", "bold"))
+    for change in diff.changes:
+        console.print(_change(change))
+    if diff.stages:
+        console.print(Text("\npipeline stages", "bold"))
+    for change in diff.stages:
+        console.print(_change(change))
+    if diff.same:
+        console.print("\nboth do the same to every module")
+
+
+def _change(change: Change) -> Text:
+    text = Text.assemble(f"  {change.paths}  ", (change.what, "dim"))
+    for sign, words, colour in (("-", change.first, "red"), ("+", change.second, "green")):
+        text.append(f"\n    {sign} {words or 'nothing'}", colour)
+    return text

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from megasched.cli.show.report import AUTO
 from megasched.language.parallel_dims import Layout
 from megasched.plan.decisions import Decision, decisions_of, fold_paths, without_rule
 from megasched.plan.plan import Plan
-from megasched.trainer.evidence.compatibility import unchecked_options, verify_command
+from megasched.trainer.evidence.compatibility import of_unchecked_options, unchecked_options, verify_command
 from megasched.trainer.losses.definition_loss import loss_lines
 from megasched.trainer.session import open_session
 
@@ -103,3 +106,28 @@ def context_lines(plan: Plan) -> tuple[str, ...]:
     if plan.sequence.regions:
         lines.append(f"run on whole sequences by each CP rank: {', '.join(fold_paths(plan.sequence.regions))}")
     return tuple(lines)
+
+
+def print_explanation(explanation: Explanation, console: Console) -> None:
+    """Prints a few lines a parameter; made for 100 columns."""
+    console.print(Text.assemble((explanation.model, "bold"), f" on {explanation.layout}\n"))
+    told = [*explanation.context, *explanation.without_rule, *explanation.loss]
+    if explanation.unchecked_options:
+        told.append(of_unchecked_options(list(explanation.unchecked_options), explanation.check))
+    for line in told:
+        console.print(Text(line))
+    if told:
+        console.print()
+    for decision in explanation.decisions:
+        console.print(_lines(decision))
+
+
+def _lines(decision: Decision) -> Text:
+    text = Text.assemble((decision.parameter, "bold"), f"  {list(decision.shape)}")
+    if decision.local_shape != decision.shape:
+        text.append(f" → {list(decision.local_shape)}")
+    text.append(f"\n  {decision.placement}; gradient {decision.gradient}")
+    text.append(f"\n  {decision.decided_by}", "cyan")
+    if decision.declined:
+        text.append(f"\n  not done: {decision.declined}", "yellow")
+    return text

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
+from megasched.cli.output import plain_table
 from megasched.errors import ConfigError
 from megasched.language.registry import call_of, document, get_primitive, has_primitive, list_primitives
 
@@ -54,3 +59,14 @@ def describe_primitive(name: str) -> PrimitiveReport:
     primitive = get_primitive(name)
     summary = (inspect.getdoc(primitive) or "").partition("\n")[0]
     return PrimitiveReport(primitive.name, primitive.aliases, call_of(primitive), summary, document(primitive))
+
+
+def print_primitives(primitives: Sequence[PrimitiveReport], console: Console) -> None:
+    """A table: names and what each is for."""
+    table = plain_table("primitive", "what it does")
+    table.columns[0].no_wrap = True
+    for primitive in primitives:
+        also = f" (also {', '.join(primitive.aliases)})" if primitive.aliases else ""
+        table.add_row(Text(primitive.name, "bold"), Text(primitive.summary + also))
+    console.print(table)
+    console.print("\nall about one: megasched primitives NAME", style="dim")

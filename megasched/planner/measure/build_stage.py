@@ -10,13 +10,14 @@ import torch
 
 from megasched.definition.module_copy import copy_module
 from megasched.errors import ConfigError
+from megasched.language.parallel_dims import Layout
+from megasched.plan.placement import Placement
 from megasched.planner.stand_ins import kernels
+from megasched.trainer.flags.model_shape import one_head_for_tp, sizes_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megasched.language.parallel_dims import Layout
-    from megasched.plan.placement import Placement
     from megasched.trainer.scheduled_model import ScheduledModel
     from megasched.trainer.session import Session
     from megasched.trainer.stages.stage import Stage
@@ -96,8 +97,6 @@ def _cast_buffers(model: ScheduledModel, dtype: torch.dtype) -> None:
 
 def transformer_config(session: Session, setting: Setting) -> TransformerConfig:
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megasched.trainer.flags.model_shape import one_head_for_tp, sizes_of
 
     layout = session.plan.layout
     sizes = one_head_for_tp(sizes_of(session.definition), layout.tp)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -22,20 +22,19 @@ from torch._subclasses.fake_tensor import (
 
 from megasched.analysis.meta_call import ScalarAnswers, tensors_in
 from megasched.errors import ConfigError, MegaschedError
+from megasched.language.parallel_dims import Layout
 from megasched.layers import experts
+from megasched.patches import active, apply, undo
 from megasched.patches.attributes import set_attribute
 from megasched.planner.measure.build_stage import Setting, build_stage, copy_with_layers
 from megasched.planner.measure.fake_results import FakeResults
 from megasched.planner.measure.live_bytes import LiveBytes
 from megasched.planner.measure.work import CountWork, Work
 from megasched.planner.stand_ins import even_routing, expert_kernels, kernels
-
-if TYPE_CHECKING:
-    from megasched.language.parallel_dims import Layout
-    from megasched.trainer.scheduled_model import ScheduledModel
-    from megasched.trainer.session import Session
-    from megasched.trainer.stages.stage import Stage
-    from megasched.trainer.stages.stage_transfer import BoundaryCodec
+from megasched.trainer.scheduled_model import ScheduledModel
+from megasched.trainer.session import Session
+from megasched.trainer.stages.stage import Stage
+from megasched.trainer.stages.stage_transfer import BoundaryCodec
 
 
 @dataclass(frozen=True)
@@ -121,16 +120,14 @@ def fake_groups(layout: Layout) -> Iterator[None]:
 @contextmanager
 def emulated_cuda() -> Iterator[None]:
     """Megatron's layers ask for CUDA; a real one is not touched. Who measures often enters it once around all."""
-    from megasched import patches
-
-    if "host_cuda" in patches.active():
+    if "host_cuda" in active():
         yield
         return
-    patches.apply("host_cuda", force=True, quiet=True)
+    apply("host_cuda", force=True, quiet=True)
     try:
         yield
     finally:
-        patches.undo("host_cuda")
+        undo("host_cuda")
 
 
 def measure(session: Session, stage: Stage, setting: Setting) -> Measured:

@@ -10,8 +10,7 @@ from torch import nn
 
 from megasched.plan.plan import Plan
 from megasched.trainer.stages.stage import Stage
-from megasched.weights.materialize import fill_buffers
-from megasched.weights.source import WeightSource
+from megasched.weights.source import WeightSource, fill_buffers
 
 
 def persistent_buffers(definition: nn.Module) -> dict[str, torch.Size]:

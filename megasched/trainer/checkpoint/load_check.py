@@ -25,7 +25,7 @@ from megasched.trainer.checkpoint.buffers import persistent_buffers
 from megasched.trainer.checkpoint.config_differences import refuse_another_config, tell_of_another_config
 from megasched.trainer.checkpoint.source import loaded_folder
 from megasched.trainer.session import Session
-from megasched.weights.padding import padded_lengths
+from megasched.weights.source import padded_lengths
 from megasched.weights.torch_dist.reader import TorchDist, checkpoint_folder
 
 # Adapters: a checkpoint of the model alone has none, and they begin as their initialisation says.

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from megasched.verify.locate.matching import COPIES, DISAGREE, FACTOR, REORDERED, ROUNDED, SAME_VECTOR, SUMMED
-
-if TYPE_CHECKING:
-    from megasched.verify.trainer_run import PlanFacts
+from megasched.verify.recording import PlanFacts
 
 
 def likely_cause(

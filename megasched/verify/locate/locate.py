@@ -17,8 +17,9 @@ from megasched.verify.locate.diagnosis import likely_cause
 from megasched.verify.locate.matching import COPIES, Match, match, relation
 from megasched.verify.numbers import difference, replicas
 from megasched.verify.plain.watching import Event
+from megasched.verify.recording import PlanFacts, RankReport
 from megasched.verify.reference import FLOOR, HfStep, relative
-from megasched.verify.trainer_run import PlanFacts, RankReport, gather
+from megasched.verify.trainer_run import gather
 
 # Beyond rounding, which grows from module to module; a fault is far beyond it.
 NOTICED = 5e-5

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megasched.definition.linears import output_axis
 from megasched.language.roles import ROLES, Roles
-from megasched.model_adapters.registry import head_counts
+from megasched.model_adapters.generic import head_counts
 
 if TYPE_CHECKING:
     from torch import nn

@@ -31,11 +31,12 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megasched.reading.log_lines import read_log
-from megasched.verify.plain_runs import PlainProcess
+from megasched.verify.plain.runs import PlainProcess
 
 if TYPE_CHECKING:
-    import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 WORKER = "megasched.verify.ranks.worker"

@@ -23,6 +23,7 @@ from multiprocessing.reduction import recv_handle
 from typing import Any, NamedTuple
 
 from megasched.imports import without_collections
+from megasched.trainer.flags.rehearsal import without_kernel_packages
 from megasched.verify.ranks.pool import rebuild_tensor
 
 # What the pool applies in every rank; what a case adds is taken back after it.
@@ -96,7 +97,6 @@ def prepare() -> None:
     import torch
 
     from megasched.patches import apply, host_cuda
-    from megasched.trainer.flags.rehearsal import without_kernel_packages
 
     without_kernel_packages()
     torch.set_num_threads(1)

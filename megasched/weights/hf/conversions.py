@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megasched.weights.lazy import LazyTensor
 from megasched.weights.traced_functions import Deferred, noted, noted_once
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 
@@ -47,7 +48,7 @@ class Merge:
         """Definition name -> tensor; what it is made of is found out when it is first asked."""
         sources = {key: lazy[key] for keys in self.stored.values() for key in keys}
         found = noted_once(partial(self._convert, definition), sources)
-        return {name: Deferred(found, name, tuple(sources.values())) for name in self.targets.values()}
+        return {name: Deferred(tuple(sources.values()), found, name) for name in self.targets.values()}
 
     def _convert(self, definition: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What transformers makes of the stored tensors."""
@@ -133,8 +134,6 @@ class Conversions:
 
     def stored_names(self, merge: Merge) -> set[str]:
         """The names under which ``save_pretrained`` writes what the merge gives."""
-        import torch
-
         targets = merge.targets.values()
         return set(self._revert({name: torch.empty_like(self._known[name], device="meta") for name in targets}))
 

@@ -7,16 +7,17 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from megasched.errors import CheckpointError
 from megasched.plan.placement import Placement
 from megasched.weights.hf.conversions import Conversions
 from megasched.weights.hf.quantized import dequantized
 from megasched.weights.hf.safetensors_files import has_weights, list_tensors
 from megasched.weights.lazy import Box, LazyTensor, Stored, Tied, blocks, whole, zeros
-from megasched.weights.names import canonical_names, compare_names
+from megasched.weights.source import canonical_names, compare_names
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 __all__ = ["HFFolder", "has_weights"]

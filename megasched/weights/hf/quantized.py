@@ -7,16 +7,17 @@ does it for its own part alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megasched.errors import CheckpointError
-from megasched.weights.lazy import Box, LazyTensor, Leaf, Transposed, refuse_nan, whole
+from megasched.weights.lazy import Box, LazyTensor, Transposed, View, refuse_nan, whole
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PretrainedConfig
 
 # Of the stored names: what is behind that of a weight.
@@ -96,33 +97,30 @@ def _from_mxfp4(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     return found
 
 
+class InBfloat16(View):
+    """Base of stored tensors that are read as bfloat16."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+
 @dataclass(frozen=True)
-class Fp8:
+class Fp8(InBfloat16):
     """8-bit floats and a factor for each block of rows and columns; the last blocks may be smaller.
 
     Attributes:
-        weight: [..., rows, columns].
+        base: [..., rows, columns].
         scale: [..., blocks of rows, blocks of columns], or one value for all.
         block: rows and columns of a block; None where there is one value for all.
     """
 
-    weight: LazyTensor
     scale: LazyTensor
     block: tuple[int, int] | None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        import torch
-
-        return torch.bfloat16
-
-    @property
-    def where(self) -> str:
-        return self.weight.where
+        return self.base.shape
 
     def read(self, box: Box) -> torch.Tensor:
         """See ``LazyTensor.read``.
@@ -130,9 +128,7 @@ class Fp8:
         Raises:
             CheckpointError: the weight is not in 8-bit floats, or the scales are not one for each block.
         """
-        import torch
-
-        values = self.weight.read(box)
+        values = self.base.read(box)
         if not values.is_floating_point() or values.itemsize != 1:
             raise CheckpointError(
                 f"{self.where} has scales and is in {values.dtype}; 8-bit floats are read, as the config's "
@@ -173,36 +169,22 @@ class Fp8:
             )
         return block
 
-    def leaves(self) -> Iterator[Leaf]:
-        return self.weight.leaves()
-
 
 @dataclass(frozen=True)
-class Mxfp4:
+class Mxfp4(InBfloat16):
     """Pairs of 4-bit floats, and an exponent for each group of them (OCP Microscaling Formats).
 
     Attributes:
-        packed: [..., rows, groups, bytes of a group]; the lower half of a byte comes first.
+        base: [..., rows, groups, bytes of a group]; the lower half of a byte comes first.
         scales: [..., rows, groups].
     """
 
-    packed: LazyTensor
     scales: LazyTensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        *rows, groups, size = self.packed.shape
+        *rows, groups, size = self.base.shape
         return (*rows, groups * size * 2)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        import torch
-
-        return torch.bfloat16
-
-    @property
-    def where(self) -> str:
-        return self.packed.where
 
     def read(self, box: Box) -> torch.Tensor:
         """See ``LazyTensor.read``.
@@ -210,17 +192,15 @@ class Mxfp4:
         Raises:
             CheckpointError: there is not one scale for each group.
         """
-        import torch
-
-        if self.scales.shape != self.packed.shape[:-1]:
+        if self.scales.shape != self.base.shape[:-1]:
             raise CheckpointError(
                 f"{self.scales.where} has shape {list(self.scales.shape)}; groups of "
-                f"{list(self.packed.shape)} need {list(self.packed.shape[:-1])}"
+                f"{list(self.base.shape)} need {list(self.base.shape[:-1])}"
             )
-        size = 2 * self.packed.shape[-1]
+        size = 2 * self.base.shape[-1]
         start, stop = box[-1]
         groups = (start // size, -(-stop // size))
-        packed = self.packed.read((*box[:-1], groups, (0, size // 2)))
+        packed = self.base.read((*box[:-1], groups, (0, size // 2)))
         table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.bfloat16)
         halves = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
         values = table[halves.int()]
@@ -229,14 +209,9 @@ class Mxfp4:
         result = torch.ldexp(values, exponents.int().sub(E8M0_BIAS).unsqueeze(-1)).to(torch.bfloat16).flatten(-2)
         return result.narrow(-1, start - groups[0] * size, stop - start)
 
-    def leaves(self) -> Iterator[Leaf]:
-        return self.packed.leaves()
-
 
 def _factor(scale: torch.Tensor, where: str) -> torch.Tensor:
     """float32. Scales in bytes are exponents of 2."""
-    import torch
-
     if scale.dtype == torch.uint8:
         _refuse_no_number(scale, where)
         return (scale.float() - E8M0_BIAS).exp2()

@@ -6,15 +6,13 @@ import os
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from megasched.errors import CheckpointError
 from megasched.reading.files import Expected, is_regular, open_regular
 from megasched.reading.json_file import read_json
 from megasched.reading.safetensors_file import SAFETENSORS, open_safetensors
-
-if TYPE_CHECKING:
-    import torch
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -53,8 +51,6 @@ def list_tensors(folder: str | Path) -> dict[str, Path]:
 
 def dtype_names() -> dict[torch.dtype, str]:
     """What safetensors calls torch's dtypes."""
-    import torch
-
     return {
         torch.float64: "F64",
         torch.float32: "F32",

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from megasched.weights.ahead import ahead
 from megasched.weights.hf.safetensors_files import INDEX, SINGLE, dtype_names
 from megasched.weights.lazy import Box, LazyTensor, blocks
+from megasched.weights.progress import ahead
 
 
 @dataclass(frozen=True)

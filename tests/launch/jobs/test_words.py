@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megasched.cli.launch_command import launch_local
+from megasched.cli.launch import launch_local
 from megasched.errors import ConfigError
 from megasched.launch.jobs.words import LONGEST, refuse_unusable
 from megasched.launch.local import LocalJob

@@ -1,7 +1,7 @@
 "use strict";
 // What of the timeline needs no page: which spans are seen, what is drawn for them, and which one lies under a pointer.
 const Timeline = (() => {
-  const FIELDS = 6; // kind, micro-batch, chunk, gap, length, name: see megasched/cli/page/timeline_data.py
+  const FIELDS = 6; // kind, micro-batch, chunk, gap, length, name: see megasched/cli/page/page.py
   const SMALL = 3; // pixels; what is narrower is drawn together with its neighbours
   const BIN = 4; // pixels of a column of such a drawing
 

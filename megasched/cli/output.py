@@ -1,0 +1,83 @@
+"""How commands print what they have found out: where, as JSON or for a reader, and amounts in few characters."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rich.console import Console, OverflowMethod
+from rich.table import Table
+
+from megasched.json_output import print_json
+
+# Columns of a report that goes to a file or a pipe.
+PIPE_WIDTH = 100
+# Of a value in the arithmetic that training runs in.
+BYTES_16_BITS = 2
+
+
+def report_console() -> Console:
+    """Standard output; in colours and at its own width when it is a terminal."""
+    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
+    return Console(highlight=False, width=width)
+
+
+class Report(Protocol):
+    """What a command has found out."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON."""
+        ...
+
+
+def print_found[R: Report](found: R, view: Callable[[R, Console], None], *, as_json: bool) -> None:
+    """Prints what a command has found out: as JSON, or as ``view`` shows it in a terminal."""
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        view(found, report_console())
+
+
+def plain_table(*headings: str, overflow: OverflowMethod = "ellipsis") -> Table:
+    """Makes a table without lines, with these columns; ``overflow`` as rich takes it for each of them."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in headings:
+        table.add_column(heading, overflow=overflow)
+    return table
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Megatron and torch say while they are imported which kernels they lack; ``megasched doctor`` says it."""
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def format_count(count: int) -> str:
+    """``8.03 B``, ``124.4 M``, ``61,440``."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if count >= size:
+            value = count / size
+            return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}"
+    return f"{count:,}"
+
+
+def format_bytes(count: float) -> str:
+    """``1.50 GiB``, ``12.0 MiB``, ``512 B``."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            value = count / size
+            return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,282 @@
+"""How ``megasched show`` looks in a terminal: a head line, then the tree of modules, by stage if there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from megasched.cli.output import BYTES_16_BITS, format_bytes, format_count, plain_table, print_found
+from megasched.cli.page.html import write_page
+from megasched.cli.page.page import build_page
+from megasched.cli.show.diff import compare_reports, print_diff
+from megasched.cli.show.fold import Node, fold
+from megasched.cli.show.module_view import ModuleLines, lines, places
+from megasched.cli.show.report import AUTO, ShowReport, StageReport, inspect_schedule
+from megasched.json_output import json_only
+from megasched.language.parallel_dims import Layout
+from megasched.language.records import save_records
+from megasched.trainer.evidence.compatibility import of_unchecked_options
+
+
+def show_schedule(
+    schedule: str,
+    hf_model: str,
+    layout: Layout,
+    *,
+    as_json: bool,
+    diff: str | None,
+    records: Path | None,
+    html: Path | None,
+    global_batch_size: int | None,
+    trace: Path | None,
+    **options: Any,
+) -> None:
+    """Carries out the command: plans one schedule or two, and prints or writes what was asked for.
+
+    Args:
+        diff: another schedule, to be compared with.
+        records: file for the schedule's calls.
+        html: file for a page.
+        global_batch_size, trace: as ``build_page`` takes them.
+        options: of ``inspect_schedule``.
+
+    Raises:
+        ConfigError, ScheduleError: whatever a run would refuse about model, schedule and layout.
+    """
+    with json_only(as_json):
+        report = inspect_schedule(schedule, hf_model, layout, **options)
+        other = inspect_schedule(diff, hf_model, layout, **options) if diff is not None else None
+    if records is not None:
+        save_records(report.records, records)
+    if html is not None:
+        write_page(build_page(report, global_batch_size=global_batch_size, trace=trace), html)
+        print(f"wrote {html}")
+    elif other is not None:
+        print_found(compare_reports(report, other), print_diff, as_json=as_json)
+    else:
+        print_found(report, print_report, as_json=as_json)
+
+
+def print_report(report: ShowReport, console: Console) -> None:
+    """Prints a report; made for 100 columns."""
+    lines = ModuleLines(show_sources=report.schedule != AUTO)
+    console.print(_head(report))
+    if len(report.stages) > 1:
+        console.print(stage_tree(report, lines))
+        console.print()
+        if report.layout.vpp > 1:
+            console.print(stage_table(report))
+        console.print(stage_legend(report))
+    else:
+        console.print(_tree(report, lines))
+        console.print()
+        console.print(_on_one_rank(report))
+    for doubt in report.unverified:
+        console.print(Text(f"not known to be right, a run would need --allow-unverified: {doubt}", "yellow"))
+    if report.unchecked_options:
+        console.print(Text(of_unchecked_options(report.unchecked_options, report.check), "yellow"))
+
+
+def _head(report: ShowReport) -> Text:
+    text = Text(report.model, "bold")
+    trained = f" ({format_count(report.trained)} trained)" if report.trained < report.parameters else ""
+    text.append(f"  {format_count(report.parameters)} parameters{trained}  on {report.layout}", "default not bold")
+    text.append(f"\nmodel {report.hf_model}, schedule {report.schedule}\n", "dim not bold")
+    return text
+
+
+def _tree(report: ShowReport, lines: ModuleLines) -> Tree:
+    root = fold(report.modules)
+    tree = Tree(lines.label(root, "", 0), guide_style="dim")
+    lines.add_children(tree, root, 1)
+    return tree
+
+
+def _on_one_rank(report: ShowReport) -> Text:
+    (stage,) = report.stages
+    amount = f"{format_count(stage.parameters)} parameters, {format_bytes(stage.parameter_bytes)} at 16 bits each"
+    return Text(f"on one rank: {amount}", "dim")
+
+
+@dataclass
+class Item:
+    """A line below a stage.
+
+    Attributes:
+        node: the module, or a fold of layers.
+        name: its path, or the last part of it for what lies between layers.
+        beside: name of the list that a fold of layers is of; empty for everything else.
+        around: a module around the layers; what is in it has lines of its own.
+        notes: of that list, to be told once.
+    """
+
+    node: Node
+    name: str
+    beside: str = ""
+    around: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class StageLine:
+    """One stage, or several in a row that hold as many of the same layers and nothing else.
+
+    Attributes:
+        stages: in their order.
+        items: of the first of them.
+    """
+
+    stages: list[StageReport]
+    items: list[Item] = field(default_factory=list)
+
+
+def stage_tree(report: ShowReport, writer: ModuleLines) -> Tree:
+    """The tree: a line for each stage, and below it what it holds."""
+    cut = any(stage.cut_at for stage in report.stages)
+    how = "cut by the schedule" if cut else "layers balanced by cost"
+    text = Text.assemble((report.model, "bold"), f"  in {len(report.stages)} stages, {how}")
+    tree = Tree(text, guide_style="dim")
+    for line in _stage_lines(report):
+        branch = tree.add(_label(report, line))
+        if not _all_as_before(line.items) or len(line.items) > 1:
+            for item in line.items:
+                _add_item(branch, item, line, writer)
+    return tree
+
+
+def stage_table(report: ShowReport) -> Table:
+    """What each pipeline rank has, all of its chunks together."""
+    table = plain_table("pp rank", "layers, chunk by chunk", "parameters", "bytes", "FLOPs")
+    table.columns[1].overflow = "fold"
+    for column in (table.columns[0], *table.columns[2:]):
+        column.justify = "right"
+    for rank in range(report.layout.pp):
+        stages = [stage for stage in report.stages if stage.pp_rank == rank]
+        table.add_row(
+            str(rank),
+            ", ".join(_layers(stage.start, stage.stop) for stage in stages),
+            format_count(sum(stage.parameters for stage in stages)),
+            format_bytes(sum(stage.parameter_bytes for stage in stages)),
+            f"{100 * sum(stage.flops_share for stage in stages):.1f} %",
+        )
+    return table
+
+
+def stage_legend(report: ShowReport) -> Text:
+    """What the numbers are."""
+    flops = f"FLOPs: share of the forward pass at {report.sequence_length} tokens"
+    return Text(f"parameters: on one rank, of {8 * BYTES_16_BITS} bits; {flops}", "dim")
+
+
+# ---- what is in a stage -----------------------------------------------------------------------------
+
+
+def _stage_lines(report: ShowReport) -> list[StageLine]:
+    root = fold(report.modules, by_stage=True)
+    found: list[StageLine] = []
+    for stage in report.stages:
+        line = StageLine([stage], _in_order(stage, list(_items(report, root, stage.stage))))
+        if found and _alike(found[-1], line):
+            found[-1].stages.append(stage)
+        else:
+            found.append(line)
+    return found
+
+
+def _items(report: ShowReport, node: Node, stage: int, prefix: str = "") -> Iterator[Item]:
+    """What of a node's children is on a stage; modules around the layers are taken apart."""
+    path = node.reports[0].path
+    for child in node.children:
+        first = child.reports[0]
+        name = f"{prefix}{child.name}"
+        if path == report.layers:
+            if stage in first.stages:
+                notes = node.reports[0].notes if child is node.children[0] else ()
+                yield Item(child, name, beside=node.name, notes=notes)
+        elif f"{report.layers}.".startswith(f"{first.path}.") or _is_spread(child):
+            if stage == first.stages[0] and lines(first) and first.path != report.layers:
+                yield Item(child, name, around=True)
+            yield from _items(report, child, stage, f"{name}.")
+        elif stage in first.stages:
+            yield Item(child, name)
+
+
+def _is_spread(node: Node) -> bool:
+    """Whether what is in a module lives on other stages than the module itself."""
+    stages = node.reports[0].stages
+    return any(child.reports[0].stages != stages or _is_spread(child) for child in node.children)
+
+
+def _in_order(stage: StageReport, items: list[Item]) -> list[Item]:
+    """What the first stage has beside layers comes before them, what others have, after them."""
+    return sorted(items, key=lambda item: bool(item.beside) == (stage.stage == 0))
+
+
+def _all_as_before(items: list[Item]) -> bool:
+    return all(item.beside and item.node.like for item in items)
+
+
+def _alike(line: StageLine, other: StageLine) -> bool:
+    """Whether two stages hold as many layers of the same kinds, known from earlier stages, and nothing else."""
+    if not _all_as_before(line.items) or not _all_as_before(other.items):
+        return False
+    return _kinds(line) == _kinds(other)
+
+
+def _kinds(line: StageLine) -> tuple[object, ...]:
+    stage = line.stages[0]
+    layers = tuple((item.node.like, item.node.members) for item in line.items)
+    return layers, stage.parameters, _share(stage), stage.cut_at
+
+
+# ---- how it looks -----------------------------------------------------------------------------------
+
+
+def _label(report: ShowReport, line: StageLine) -> Text:
+    first, last, count = line.stages[0], line.stages[-1], len(line.stages)
+    layers = _layers(first.start, last.stop)
+    if count == 1:
+        text = Text(f"stage {first.stage}  ", "bold")
+        chunk = f", chunk {first.vp_stage}" if report.layout.vpp > 1 else ""
+        text.append(f"pp rank {first.pp_rank}{chunk}", "not bold")
+        each = f"layers {layers}" if first.stop - first.start > 1 else f"layer {layers}"
+        text.append(f"  {each if first.stop > first.start else 'no layers'}", "not bold")
+    else:
+        text = Text(f"stages {first.stage}-{last.stage}  ", "bold")
+        text.append(f"×{count}  ", "bold yellow")
+        text.append("" if report.layout.vpp > 1 else f"pp ranks {first.pp_rank}-{last.pp_rank}  ", "not bold")
+        each = f", {first.stop - first.start} each" if first.stop > first.start else ""
+        text.append(f"layers {layers}{each}" if each else "no layers", "not bold")
+    if len(line.items) == 1 and _all_as_before(line.items):
+        text.append(f", as {line.items[0].beside}.{line.items[0].node.like}", "dim not bold")
+    amount = f"{format_count(first.parameters)} parameters, {format_bytes(first.parameter_bytes)}"
+    end = f"; ends at {places([first.cut_at])}" if first.cut_at else ""
+    return text.append(f"\n  {amount}; {_share(first)} of the FLOPs{' each' * (count > 1)}{end}", "not bold")
+
+
+def _add_item(tree: Tree, item: Item, line: StageLine, writer: ModuleLines) -> None:
+    stage, first_stage = line.stages[0].stage, item.node.reports[0].stages[0]
+    if item.around:
+        tree.add(writer.label(item.node, item.name, 2))
+    elif first_stage < stage:
+        tree.add(Text.assemble((item.name, "bold"), (f"  as on stage {first_stage}", "dim")))
+    elif len(line.stages) > 1:  # the indices of one of them would say nothing of the others
+        tree.add(Text(f"{item.node.members} each as {item.beside}.{item.node.like}", "dim"))
+    else:
+        writer.add(tree, item.node, item.name, 2, beside=item.beside, notes=item.notes)
+
+
+def _share(stage: StageReport) -> str:
+    return f"{100 * stage.flops_share:.1f} %"
+
+
+def _layers(start: int, stop: int) -> str:
+    """``4-7``, ``4``, or ``–`` for none."""
+    return f"{start}-{stop - 1}" if stop - start > 1 else str(start) if stop > start else "–"

@@ -1,0 +1,235 @@
+"""What the numbers of a scheduled run say, held against plain transformers'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megasched.verify import bfloat16, parity
+from megasched.verify.dropout_masks import wrong_masks
+from megasched.verify.locate.locate import Finding, Locator
+from megasched.verify.locate.place import first_weight, first_wrong, of_loss, of_norm, place_of
+from megasched.verify.numbers import Check, Errors, Number, difference, errors_of, own_errors
+from megasched.verify.plain.runs import PlainRun
+from megasched.verify.recording import PlanFacts, RankReport
+from megasched.verify.reference import HfStep
+from megasched.verify.steps import FIRST, Look, Steps
+
+# Of the largest change of a weight. float32 rounds a weight of size 1 by 6e-8, which is 6e-5 of a change by the
+# learning rate of the check, 1e-3.
+STEP_TOLERANCE = 1e-3
+# Weights and buffers may be so far from float64 by rounding: steps of Adam make small gradients large.
+MOST_ROUNDING_OF_STEPS = 1e-2
+NAMED = 4
+_ROWS = {
+    "loss": "loss",
+    "logits": "logits",
+    "gradient": "gradients",
+    "grad_norm": "gradient norm",
+    "weight": "weights",
+    "buffer": "buffers",
+}
+Judgement = tuple[list[Check], str, Finding | None]
+
+
+class StepComparison:
+    """One scheduled run, and the references that it is held against.
+
+    Attributes:
+        facts: of its plan.
+        notes: what the reference has to say.
+    """
+
+    def __init__(self, steps: Steps, schedule: str) -> None:
+        """Runs the steps.
+
+        Raises:
+            RankError: the scheduled ones were refused, or failed.
+            PlainError: the plain ones failed.
+        """
+        steps.progress(f"{steps.batches.steps} steps of Megatron's trainer at {steps.layout}")
+        self.steps, self.schedule = steps, schedule
+        self.reports = steps.scheduled(schedule)
+        self.facts: PlanFacts = next(report.facts for report in self.reports if report.facts is not None)
+        self._of_dropouts = False
+        steps.progress("the same steps of the unscheduled model")
+        dtype = "bfloat16" if steps.bf16 else "float32"
+        self.plain = steps.reference(FIRST, dtype, rounded=steps.bf16)
+        self.exact = steps.reference(FIRST, "float64", rounded=True) if steps.bf16 else None
+        self.notes = _notes(self.plain)
+
+    def judge(self) -> Judgement:
+        """Every check, what is to be said of them, and where it goes wrong first, if it does."""
+        return self._judge_bf16() if self.steps.bf16 else self._judge_float32()
+
+    def is_right(self, schedule: str) -> bool:
+        """Whether another schedule is equal in what this one was found wrong in: the dropouts, or the numbers.
+
+        Raises:
+            RankError: it is refused, or fails.
+        """
+        tp = self.steps.layout.tp
+        if self._of_dropouts:
+            return self._wrong_masks(schedule) is None
+        reports = self.steps.scheduled(schedule)
+        if self.exact is not None:
+            checks = bfloat16.compare_bf16(reports, first_step(self.plain), first_step(self.exact), tp)
+            return all(check.equal for check in checks)
+        errors = errors_of(reports, self.plain, tp)
+        return not errors.missing and not self._wrong(errors, reports)
+
+    def _judge_bf16(self) -> Judgement:
+        assert self.exact is not None
+        plain, exact = first_step(self.plain), first_step(self.exact)
+        checks = bfloat16.compare_bf16(self.reports, plain, exact, self.steps.layout.tp)
+        wrong = [check.name for check in checks if not check.equal]
+        if not wrong:
+            return checks, "", None
+        why = f"{', '.join(wrong)}: further from float64 than rounding to bf16 explains"
+        return checks, why, bfloat16.first_beyond(self._locator(self.reports, exact, FIRST), plain)
+
+    def _judge_float32(self) -> Judgement:
+        steps, tp = self.steps, self.steps.layout.tp
+        errors = errors_of(self.reports, self.plain, tp)
+        states = self._locator(self.reports, first_step(self.plain), FIRST).hidden_states()
+        wrong, note = self._explained(errors, self.reports)
+        wrong_states = self._wrong_states(states)
+        checks = [_check(kind, errors, wrong) for kind in _ROWS if errors.of(kind)]
+        checks.insert(2, _check_of_states(states, wrong_states))
+        if errors.missing:
+            few = ", ".join(errors.missing[:NAMED])
+            return checks, f"not on both sides: {few}", self._missing(errors.missing[0])
+        if wrong or wrong_states:
+            finding = self._find(errors, wrong, bool(wrong_states))
+            return checks, _why(wrong, wrong_states), finding
+        if tp == 1 or not self.facts.dropouts or not steps.can_drop_out():
+            return checks, note, None
+        steps.progress("a step with dropout, to see which numbers the ranks draw")
+        finding = self._wrong_masks(self.schedule)
+        checks.append(Check("dropout masks", None, 0.0, finding.where if finding else "", finding is None))
+        self._of_dropouts = finding is not None
+        return checks, "dropouts draw the wrong random numbers" if finding else note, finding
+
+    # what is wrong ----------------------------------------------------------------------------------
+
+    def _wrong(self, errors: Errors, reports: list[RankReport]) -> dict[Number, float]:
+        return self._explained(errors, reports)[0]
+
+    def _explained(self, errors: Errors, reports: list[RankReport]) -> tuple[dict[Number, float], str]:
+        """What rounding does not explain; and a note on what it does."""
+        beyond = {n: error for n, error in errors.largest.items() if not error <= _tolerance(n)}
+        if not beyond:
+            return {}, ""
+        self.steps.progress("the same in float64, to tell rounding from mistakes")
+        exact = self.steps.reference(FIRST, "float64")
+        ours, theirs = errors_of(reports, exact, self.steps.layout.tp), own_errors(self.plain, exact)
+        wrong = {
+            number: error
+            for number, error in beyond.items()
+            if not _is_rounding(number, ours.largest[number], theirs.largest[number])
+        }
+        most = max(beyond, key=lambda number: beyond[number])
+        note = f"{most.name or most.kind} differs by {beyond[most]:.1e}; from float64 it is "
+        note += f"{ours.largest[most]:.1e}, and the unscheduled model's {theirs.largest[most]:.1e}"
+        return wrong, note
+
+    def _wrong_states(self, states: dict[Any, float]) -> dict[Any, float]:
+        """At the boundaries of layers: errors that rounding does not explain."""
+        beyond = {place: error for place, error in states.items() if not error <= parity.TOLERANCE}
+        if not beyond:
+            return {}
+        exact = self._locator(self.reports, first_step(self.steps.reference(FIRST, "float64")), FIRST)
+        plain, ours = self._locator(self.reports, first_step(self.plain), FIRST), exact.hidden_states()
+        theirs = {place: difference(plain.wanted(*place), exact.wanted(*place)) for place in beyond}
+        return {place: e for place, e in beyond.items() if not parity.is_rounding(ours[place], theirs[place])}
+
+    # where ------------------------------------------------------------------------------------------
+
+    def _find(self, errors: Errors, wrong: dict[Number, float], states: bool) -> Finding | None:
+        """Where it goes wrong first; the steps are run again, looked at there, where that is not in the first
+        micro-batch."""
+        look = first_wrong(wrong, states)
+        if look is None:
+            locator = self._locator(self.reports, first_step(self.plain), FIRST)
+            return first_weight(locator, errors, wrong, self.plain)
+        reports, plain = self.reports, self.plain
+        if look != FIRST:
+            self.steps.progress(f"again, to look at micro-batch {look[1] + 1} of step {look[0] + 1}")
+            reports, plain = self.steps.scheduled(self.schedule, look), self.steps.reference(look)
+        locator = self._locator(reports, step_of(plain, look), look)
+        found = of_loss(locator, wrong, look[0]) or place_of(locator, plain, look)
+        return found or of_norm(locator, errors, wrong)
+
+    def _missing(self, name: str) -> Finding | None:
+        what, ranks = "it is not on both sides and", tuple(range(len(self.reports)))
+        return self._locator(self.reports, first_step(self.plain), FIRST).finding_at(name, what, ranks, "", "")
+
+    def _locator(self, reports: list[RankReport], expected: HfStep, look: Look) -> Locator:
+        layout = self.steps.layout
+        dp = layout.data_parallel_size
+        replica = look[1] * dp // self.steps.batches.tokens.shape[1]
+        return Locator(reports, expected, layout.tp, layout.cp, dp, self.facts, replica)
+
+    def _wrong_masks(self, schedule: str) -> Finding | None:
+        locator = self._locator(self.reports, first_step(self.plain), FIRST)
+        return wrong_masks(locator, self.steps.with_dropout(schedule))
+
+
+def step_of(run: PlainRun, look: Look) -> HfStep:
+    """The step that was looked at."""
+    step = look[0]
+    return HfStep(run.losses[step], run.logits[step], run.gradients, run.grad_norms[step], run.sightings)
+
+
+def first_step(run: PlainRun) -> HfStep:
+    """The first one, if that was looked at."""
+    return step_of(run, FIRST)
+
+
+def _tolerance(number: Number) -> float:
+    return STEP_TOLERANCE if number.kind == "weight" else parity.TOLERANCE
+
+
+def _is_rounding(number: Number, ours: float, theirs: float) -> bool:
+    most = parity.MOST_ROUNDING if number.step == 0 else MOST_ROUNDING_OF_STEPS
+    return ours <= min(parity.ROUNDING * theirs, most)
+
+
+def _check(kind: str, errors: Errors, wrong: dict[Number, float]) -> Check:
+    held = errors.of(kind)
+    counted = {number: error for number, error in wrong.items() if number.kind == kind} or held
+    most = max(counted, key=lambda number: counted[number])
+    where = most.name if kind in ("gradient", "weight", "buffer") else ""
+    where = f"step {most.step + 1}" if not where and counted is not held else where
+    return Check(_ROWS[kind], counted[most], _tolerance(most), where, counted is held)
+
+
+def _check_of_states(states: dict[Any, float], wrong: dict[Any, float]) -> Check:
+    counted = wrong or states
+    if not counted:
+        return Check("hidden states", None, parity.TOLERANCE)
+    (path, _), gradient = worst = max(counted, key=lambda place: counted[place])
+    return Check(
+        "hidden states", counted[worst], parity.TOLERANCE, f"gradient at {path}" if gradient else path, not wrong
+    )
+
+
+def _why(wrong: dict[Number, float], states: dict[Any, float]) -> str:
+    kinds = [words for kind, words in _ROWS.items() if any(number.kind == kind for number in wrong)]
+    kinds += ["hidden states"] if states and not kinds else []
+    why = f"{', '.join(kinds)}: beyond the tolerance"
+    names = sorted({number.name for number in wrong if number.kind == "gradient"})
+    few = f"{', '.join(names[:NAMED])}{' ...' if len(names) > NAMED else ''}"
+    why += f"; gradients of {few}" if names else ""
+    later = [number.step for number in wrong if number.step >= 0]
+    return why + (f"; from step {min(later) + 1} on" if later and min(later) > 0 else "")
+
+
+def _notes(plain: PlainRun) -> list[str]:
+    found = []
+    for what, names in (
+        ("no gradient reached", plain.unreached),
+        ("dropouts that stand in the code are off on both sides:", plain.silenced),
+    ):
+        few = f"{', '.join(names[:NAMED])}{f' and {len(names) - NAMED} more' if len(names) > NAMED else ''}"
+        found += [f"{what} {few}"] if names else []
+    return found

@@ -1,0 +1,9 @@
+"""Helium: Llama, but that neighbours are rotated together."""
+
+from megasched.model_adapters.registry import Adapter, AttentionFacts, LayerFacts
+
+ADAPTER = Adapter(
+    model_types=("helium",),
+    attention=AttentionFacts({"interleaved": True}),
+    layer=LayerFacts(),
+)

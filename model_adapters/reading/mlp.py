@@ -1,0 +1,135 @@
+"""MLPs that Megatron's own ``MLP`` can compute: known by the numbers that a small copy of them computes, not by
+the names of architectures."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from megasched.definition.instances import computes, tree_state, tried_once
+from megasched.definition.linears import is_linear, output_axis
+from megasched.definition.undisturbed import undisturbed
+from megasched.language.module_specs import ACTIVATIONS, MlpSpec
+
+# Sizes of the copy: of the hidden state, and inside.
+_HIDDEN, _INSIDE = 6, 10
+
+
+def read_mlps(model: nn.Module) -> dict[str, MlpSpec | str]:
+    """Path of each module in a list of layers that is made of two or three linears and no other parameters, as an
+    MLP is -> how Megatron's can stand for it, or why it can't."""
+    found: dict[str, MlpSpec | str] = {}
+    known: dict[Any, MlpSpec | str] = {}
+    for path, module in model.named_modules():
+        name = _name_in_layer(path)
+        linears = _linears(module) if name else {}
+        if not linears:
+            continue
+        mlp = tried_once(known, tree_state(module), partial(_tried, module, linears))
+        found[path] = mlp if isinstance(mlp, str) else _under(name, mlp)
+    return found
+
+
+def _name_in_layer(path: str) -> str:
+    """What comes after the number of a layer; empty where nothing does, or where it is in a list of its own, as
+    experts are that each see some of the tokens."""
+    parts = path.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[numbers[0] + 1 :]) if len(numbers) == 1 else ""
+
+
+def _linears(module: nn.Module) -> dict[str, nn.Module]:
+    """By their names, where a module is made of two or three of them and has no other parameters; else none."""
+    found = {name: child for name, child in module.named_children() if is_linear(child)}
+    inside = {id(parameter) for linear in found.values() for parameter in linear.parameters()}
+    others = any(id(parameter) not in inside for parameter in module.parameters())
+    return found if len(found) in (2, 3) and not others else {}
+
+
+def _tried(module: nn.Module, linears: Mapping[str, nn.Module]) -> MlpSpec | str:
+    """How an MLP is put together, in names relative to it."""
+    if any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()):
+        return "it drops out in training, and Megatron's does not"
+    reason = "it computes something else than Megatron's"
+    with undisturbed(module), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        for mlp in _forms(linears):
+            small = _small(module, linears, mlp)
+            x = torch.randn(2, 3, _HIDDEN, dtype=torch.float64)
+            try:
+                output = small(x)
+            except Exception as error:  # whatever the definition's code raises
+                reason = f"a small copy of it can't be tried: {type(error).__name__}: {error}"
+                continue
+            if not isinstance(output, torch.Tensor) or output.shape != x.shape:
+                reason = "it returns something else than a hidden state"
+                continue
+            for activation in ACTIVATIONS:
+                form = replace(mlp, activation=activation)
+                if computes(small, partial(_computed, small, form), _HIDDEN):
+                    return form
+    return reason
+
+
+def _forms(linears: Mapping[str, nn.Module]) -> Iterator[MlpSpec]:
+    """The ways in which the sizes of linears fit together."""
+    for *inputs, down in permutations(linears):
+        (hidden, inside), ends = _sizes(linears[inputs[0]]), _sizes(linears[down])
+        if len(inputs) == 2 and ends == (inside, hidden) and _sizes(linears[inputs[1]]) == (hidden, inside):
+            yield MlpSpec(inputs[0], inputs[1], down)
+        if len(inputs) == 1 and ends == (inside, hidden):
+            yield MlpSpec("", inputs[0], down)
+        if len(inputs) == 1 and (2 * ends[0], ends[1]) == (inside, hidden):
+            yield MlpSpec("", "", down, inputs[0])
+
+
+def _sizes(linear: Any) -> tuple[int, int]:
+    """Features of input and output."""
+    outputs = output_axis(linear)
+    return linear.weight.shape[1 - outputs], linear.weight.shape[outputs]
+
+
+def _small(module: nn.Module, linears: Mapping[str, nn.Module], mlp: MlpSpec) -> Any:
+    """A copy with small linears, in training."""
+    small = copy.copy(module)
+    small.__dict__ = {**vars(module), "_modules": dict(module._modules), "training": True}
+    inside = 2 * _INSIDE if mlp.gate_up else _INSIDE
+    sizes = dict.fromkeys(mlp.inputs, (_HIDDEN, inside)) | {mlp.down: (_INSIDE, _HIDDEN)}
+    for name, (inputs, outputs) in sizes.items():
+        plain = nn.Linear(inputs, outputs, bias=linears[name].bias is not None, dtype=torch.float64)
+        small._modules[name] = plain
+    return small
+
+
+def _computed(small: Any, mlp: MlpSpec, x: torch.Tensor) -> torch.Tensor:
+    """By Megatron's formula."""
+    functions = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
+        "relu": F.relu,
+        "squared_relu": lambda gate: F.relu(gate).square(),
+    }
+    act = functions[mlp.activation]
+    modules = small._modules
+    if mlp.gate_up:
+        gate, up = modules[mlp.gate_up](x).chunk(2, dim=-1)
+        inside = act(gate) * up
+    elif mlp.gate:
+        inside = act(modules[mlp.gate](x)) * modules[mlp.up](x)
+    else:
+        inside = act(modules[mlp.up](x))
+    return modules[mlp.down](inside)
+
+
+def _under(path: str, mlp: MlpSpec) -> MlpSpec:
+    """The same in names relative to the layer."""
+    names = {field: getattr(mlp, field) for field in ("gate", "up", "down", "gate_up")}
+    return replace(mlp, **{field: name and f"{path}.{name}" for field, name in names.items()})

@@ -1,0 +1,157 @@
+"""Mixtures of experts as a definition has them: what Megatron's needs to stand for them, or why it can't."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Literal
+
+from torch import nn
+
+from megasched.definition.build import text_config
+from megasched.definition.experts import find_experts
+from megasched.language.module_specs import ExpertSpec, MoeSpec
+from megasched.model_adapters.reading.stock import why_altered
+
+# How HF spells the activations of experts with gates and without.
+ACTIVATIONS = {"swiglu": ("SiLUActivation", "SiLU", "silu"), "squared_relu": ("ReLUSquaredActivation",)}
+_ALPHA = 1.702  # of Megatron's quick_gelu (megatron/core/fusions/fused_bias_geglu.py)
+
+
+@dataclass(frozen=True)
+class MoeFacts:
+    """What of a family's mixtures of experts can't be read off its definition: names in the module that is the
+    mixture, and how its router chooses. By default they are as in Qwen3-MoE.
+
+    Each family's facts are proven in tests/parity: by test_mixtures.py or test_mixture_blocks.py.
+
+    Attributes:
+        router: the module that chooses; it has ``top_k`` and, where that is a choice, ``norm_topk_prob``,
+            ``num_group`` and ``topk_group``.
+        linear: the module with its weight, where that is another.
+        normalized: whether the weights of a token's experts add up to one; None: as ``norm_topk_prob`` says.
+        scale: attribute that the weights are multiplied with; empty for none.
+        best_of_group: groups are chosen by the sum of so many of their best scores; 0: in a way of their own.
+
+    The others are those of ``MoeSpec``.
+    """
+
+    router: str = "gate"
+    linear: str = ""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    float32: bool = False
+    normalized: bool | None = None
+    correction: str = ""
+    scale: str = ""
+    best_of_group: int = 2
+    shared: str = ""
+    shared_gate: str = ""
+    with_scores: bool = False
+
+
+def read_moe(model: nn.Module, facts: MoeFacts) -> MoeSpec | str:
+    """How the mixtures of a definition are put together, or why Megatron's can't stand for them."""
+    config: Any = text_config(model.config)
+    paths = [experts.rpartition(".")[0] for experts in find_experts(model)]
+    if not paths:
+        return "the model has no experts of the form that HF gives them"
+    if reason := why_altered(model, paths):
+        return reason
+    routers: list[Any] = [model.get_submodule(f"{path}.{facts.router}") for path in paths]
+    if len({router.top_k for router in routers}) > 1:
+        return "layers choose different numbers of experts"
+    path, router = paths[0], routers[0]
+    name, module = path.rpartition(".")[2], model.get_submodule(path)
+    shared = facts.shared if hasattr(module, facts.shared) else ""
+    grouped = _groups(router, config)
+    if reason := _why_not(module, shared, config) or _why_not_routed(facts, router, grouped):
+        return reason
+    # What there is under these names.
+    own = {"correction": facts.correction, "shared": shared, "shared_gate": facts.shared_gate}
+    return MoeSpec(
+        router=f"{name}.{facts.linear or facts.router}",
+        experts=f"{name}.experts",
+        top_k=router.top_k,
+        normalized=_normalized(facts, router),
+        scores=_scores(facts, router),
+        float32=facts.float32,
+        expert_groups=grouped[0],
+        group_top_k=grouped[1],
+        expert=_expert(module.experts),
+        with_scores=facts.with_scores,
+        scale=reduce(getattr, facts.scale.split("."), module) if facts.scale else 1.0,
+        **{field: f"{name}.{value}" for field, value in own.items() if value and _has(module, value)},
+    )
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    """Whether there is such a module or buffer."""
+    parent, _, name = path.rpartition(".")
+    return hasattr(module.get_submodule(parent), name)
+
+
+def _expert(experts: Any) -> ExpertSpec:
+    form = {"biased": experts.has_bias, "transposed": experts.is_transposed}
+    form["interleaved"] = experts.has_gate and not experts.is_concatenated
+    if hasattr(experts, "alpha"):  # gpt-oss has no function of its own for it
+        return ExpertSpec("quick_geglu", **form, limit=experts.limit, offset=1.0)
+    return ExpertSpec("swiglu" if experts.has_gate else "squared_relu", **form)
+
+
+def _scores(facts: MoeFacts, router: Any) -> Any:
+    return getattr(router, "expert_selection_fn", facts.scores)
+
+
+def _normalized(facts: MoeFacts, router: Any) -> bool:
+    return router.norm_topk_prob if facts.normalized is None else facts.normalized
+
+
+def _groups(router: Any, config: Any) -> tuple[int, int]:
+    """Groups of experts, and how many of them are chosen; 1 and 1 where all are."""
+    groups, chosen = getattr(router, "num_group", None) or 1, getattr(router, "topk_group", None) or 1
+    limited = getattr(config, "topk_method", "group_limited_greedy") == "group_limited_greedy"
+    return (groups, chosen) if chosen < groups and limited else (1, 1)
+
+
+def _why_not(module: Any, shared: str, config: Any) -> str:
+    reason = _why_not_activated(module.experts, getattr(module, shared) if shared else None)
+    if reason:
+        return reason
+    if shared and getattr(config, "shared_expert_combination_strategy", "sum") != "sum":
+        return "shared experts are averaged with the others, and Megatron adds them"
+    if getattr(config, "output_router_logits", False):
+        return "output_router_logits adds a loss of HF's routers, which are gone then"
+    if getattr(config, "router_jitter_noise", 0.0):
+        return "router_jitter_noise changes what HF's routers see"
+    return ""
+
+
+def _why_not_activated(experts: Any, shared: Any) -> str:
+    activation = _expert(experts).activation
+    known = ACTIVATIONS.get(activation, ())
+    if activation == "quick_geglu" and experts.alpha != _ALPHA:
+        return f"its activation has {experts.alpha} (swiglu_alpha), and Megatron's {_ALPHA}"
+    for part in (*([experts] if known else []), *([shared] if shared is not None else [])):
+        name = getattr(part.act_fn, "__name__", type(part.act_fn).__name__)
+        if name not in known:
+            return f"its activation is {name}, and Megatron's experts are given {known[0]}"
+    return ""
+
+
+def _why_not_routed(facts: MoeFacts, router: Any, grouped: tuple[int, int]) -> str:
+    """What of routers Megatron's does otherwise (``topk_routing_with_score_function`` and ``group_limited_topk``
+    in megatron/core/transformer/moe/moe_utils.py)."""
+    chosen, normalized = router.top_k, _normalized(facts, router)
+    if _scores(facts, router) == "sigmoid" and normalized != (chosen > 1):
+        adds = "add up to one" if normalized else "are the scores themselves"
+        return f"the weights of a token's {chosen} experts {adds} (norm_topk_prob), and not in Megatron's router"
+    groups, chosen_groups = grouped
+    if groups == 1:
+        return ""
+    if not facts.best_of_group:
+        return "HF's router scores experts of groups that are not chosen with 0, Megatron's leaves them out"
+    each = chosen // chosen_groups
+    if each != facts.best_of_group:
+        best = facts.best_of_group
+        return f"HF's router finds groups by the best {best} scores in each, Megatron's by the best {each}"
+    return ""
