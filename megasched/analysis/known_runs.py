@@ -108,6 +108,10 @@ class KnownRuns:
             )
         return self._tapes[way]
 
+    def let_go(self) -> None:
+        """Holds no tapes any more: what was found is there, and a run that trains has no other use for them."""
+        self._tapes.clear()
+
     def ways(self, model: nn.Module, inputs: Mapping[str, Any], structure: LayerStack | None) -> Ways:
         """As ``find_ways`` does; without its runs where those before have shown that there is one way alone."""
         if self._ways is None:
