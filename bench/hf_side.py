@@ -61,7 +61,7 @@ class HFModelBuilder(GPTModelBuilder):
 
     def build_model(self, pg_collection: Any, *args: Any, **kwargs: Any) -> Any:
         from megasched.definition.build import build_definition
-        from megasched.trainer.session import get_session
+        from megasched.trainer.current_session import get_session
         from megasched.weights.random_init import RandomInit
         from megasched.weights.source import materialize
 

@@ -121,7 +121,7 @@ def native_args(args: Any) -> Any:
     megasched refuses these flags (HF's router decides), so they are no part of the command line. The softmax is
     over the chosen experts, no token is dropped, and there is no auxiliary loss.
     """
-    from megasched.trainer.session import get_session
+    from megasched.trainer.current_session import get_session
 
     config = get_session().definition.config
     if config.model_type != "mixtral":

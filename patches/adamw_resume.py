@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megasched.patches.attributes import Undo, set_attribute, undo_all
+from megasched.patches.attributes import Undo, set_attribute
 from megasched.patches.registry import Patch
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def _unneeded() -> str | None:
     return "Transformer Engine or NVIDIA apex provides Adam" if distrib_optimizer.HAVE_APEX_OR_TE else None
 
 
-def _change() -> Undo:
+def _change() -> list[Undo]:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     init = DistributedOptimizer.__init__
@@ -65,16 +65,12 @@ def _change() -> Undo:
         # Whatever is no tensor is left as it is: `step` was already set from the parameter groups.
         set_state(self, model_param, {**tensors, "step": None})
 
-    return _undo_together(
+    return [
         set_attribute(_INIT, patched_init),
         set_attribute(_STATE_DICT, patched_state_dict),
         set_attribute(_LOAD, patched_load_state_dict),
         set_attribute(_SET_STATE, patched_set_state),
-    )
-
-
-def _undo_together(*undos: Undo) -> Undo:
-    return lambda: undo_all(undos)
+    ]
 
 
 def _is_empty(optimizer: Any) -> bool:
@@ -110,7 +106,6 @@ def _start_state(optimizer: Any) -> None:
 PATCH = Patch(
     name="adamw_resume",
     targets=(_INIT, _STATE_DICT, _LOAD, _SET_STATE),
-    versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "with torch's AdamW the distributed optimizer can't resume: "
         "megatron/core/optimizer/distrib_optimizer.py:838 asserts a step on a fresh optimizer, "

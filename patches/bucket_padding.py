@@ -86,7 +86,6 @@ def written_of_a_second_bucket() -> float:
 PATCH = Patch(
     name="bucket_padding",
     targets=(_TARGET,),
-    versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "megatron/core/optimizer/distrib_optimizer.py:1790 cuts each parameter's states at its place in the "
         "buffer out of a tensor that :1394 packed without the padding at the end of buckets: with several "

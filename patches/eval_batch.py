@@ -34,7 +34,6 @@ def _change() -> Undo:
 PATCH = Patch(
     name="eval_batch",
     targets=(_TARGET,),
-    versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "pretrain_gpt.py of 0.19 has megatron/core/utils.py:2119 make room for --micro-batch-size rows, in "
         "validation as well; with another --eval-micro-batch-size the TP ranks beside the first have room for too "

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from megasched.patches.attributes import Undo, set_attribute, undo_all
+from megasched.patches.attributes import Undo, set_attribute
 from megasched.patches.registry import Patch
 
 _CLASS = "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params"
@@ -23,7 +23,7 @@ _LOAD = f"{_CLASS}.load_state_dict"
 _RANGES = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_optimizer_group_ranges"
 
 
-def _change() -> Undo:
+def _change() -> list[Undo]:
     import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params as Float16Optimizer
@@ -54,12 +54,11 @@ def _change() -> Undo:
         }
         return places, ranges
 
-    undos = (
+    return [
         set_attribute(_RANGES, staticmethod(float32_first)),
         set_attribute(_SHARDED, patched_sharded_state_dict),
         set_attribute(_LOAD, patched_load_state_dict),
-    )
-    return lambda: undo_all(undos)
+    ]
 
 
 @contextmanager
@@ -86,7 +85,6 @@ def _float32_is_its_own_main(optimizer: Any) -> Iterator[None]:
 PATCH = Patch(
     name="float32_parameters",
     targets=(_SHARDED, _LOAD, _RANGES),
-    versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "megatron/core/optimizer/optimizer.py:1150 numbers float16_groups alone, and :1169 takes these numbers "
         "for those of the inner optimizer, which has the parameters of fp32_from_fp32_groups as well; "

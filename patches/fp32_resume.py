@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megasched.patches.attributes import Undo, resolve, set_attribute, undo_all
+from megasched.patches.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
 
 _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
@@ -10,17 +10,15 @@ _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _TARGETS = tuple(f"{_CLASS}.load_parameter_state_from_{kind}" for kind in ("dp_reshardable", "dp_zero"))
 
 
-def _change() -> Undo:
+def _change() -> list[Undo]:
     import torch
 
-    undos = [set_attribute(target, torch.no_grad()(resolve(target))) for target in _TARGETS]
-    return lambda: undo_all(undos)
+    return [set_attribute(target, torch.no_grad()(resolve(target))) for target in _TARGETS]
 
 
 PATCH = Patch(
     name="fp32_resume",
     targets=_TARGETS,
-    versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "megatron/core/optimizer/distrib_optimizer.py:2061 and :2254 copy the checkpoint into the main parameters "
         "without torch.no_grad (their sibling :2095 has it); in float32 these are views of the model's "

@@ -31,8 +31,9 @@ from typing import NamedTuple
 
 from megasched.errors import ConfigError
 from megasched.patches import registry
-from megasched.patches.attributes import Undo, set_attribute, undo_all
+from megasched.patches.attributes import Undo, set_attribute
 from megasched.patches.registry import Patch
+from megasched.versions import MEGATRON
 
 
 class Surface(NamedTuple):
@@ -147,7 +148,7 @@ def is_installed() -> bool:
     return PATCH.name in registry.active()
 
 
-def _change(*, force: bool = False, quiet: bool = False) -> Undo:
+def _change(*, force: bool = False, quiet: bool = False) -> list[Undo]:
     _refuse_real_cuda(force)
     undos = [_set_environment()]
     from megasched.patches import host_cuda_emulation as emulation
@@ -161,7 +162,7 @@ def _change(*, force: bool = False, quiet: bool = False) -> Undo:
     undos.append(_silence_shared_generator_warning())
     if not quiet and os.environ.get("RANK", "0") == "0":
         print(_banner(emulation.device_count()), file=sys.stderr, flush=True)
-    return lambda: undo_all(undos)
+    return undos
 
 
 def _refuse_real_cuda(force: bool) -> None:
@@ -223,7 +224,7 @@ def _banner(devices: int) -> str:
 PATCH = Patch(
     name="host_cuda",
     targets=tuple(surface.target for surfaces in SURFACES.values() for surface in surfaces),
-    versions={"torch": ">=2.11,<2.14", "megatron-core": ">=0.19,<0.20"},
+    versions={"torch": ">=2.11,<2.14", "megatron-core": MEGATRON},
     why=(
         "rehearsal without a GPU: Megatron's trainer asserts CUDA (megatron/training/initialize.py:66) and "
         "calls it everywhere; emulated on the CPU, only when asked for"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from megasched.errors import ConfigError
-from megasched.patches.attributes import Undo, resolve
+from megasched.patches.attributes import Undo, resolve, undo_all
+from megasched.versions import MEGATRON
 
 # Package -> files of it, each of which defines PATCH.
 _DECLARED: dict[str, tuple[str, ...]] = {
@@ -34,19 +35,19 @@ class Patch:
     Attributes:
         name: what users call it, e.g. ``adamw_resume``; the name of its file.
         targets: ``"module:attr"`` of everything it changes.
-        versions: package -> version range it is for, e.g. ``{"megatron-core": ">=0.19,<0.20"}``; the range
-            is what is known to work.
         why: the fault that it mends, with the upstream file and line.
-        change: makes the change and returns what takes it back; keyword options of ``apply`` reach it.
+        change: makes the change and returns what takes it back, in the order in which it was made; keyword options
+            of ``apply`` reach it.
+        versions: package -> version range it is for, which is what is known to work.
         signature: target -> names of the parameters it must have.
         unneeded: why this installation can do without it, or None when it can't. Asked at ``apply``.
     """
 
     name: str
     targets: tuple[str, ...]
-    versions: Mapping[str, str]
     why: str
-    change: Callable[..., Undo]
+    change: Callable[..., Undo | Sequence[Undo]]
+    versions: Mapping[str, str] = field(default_factory=lambda: {"megatron-core": MEGATRON})
     signature: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unneeded: Callable[[], str | None] = _always_needed
 
@@ -105,7 +106,8 @@ def apply(name: str, **options: object) -> bool:
         return True
     if check(patch) is not None:
         return False
-    _undos[name] = patch.change(**options)
+    made = patch.change(**options)
+    _undos[name] = made if callable(made) else partial(undo_all, made)
     return True
 
 

@@ -41,7 +41,6 @@ def end_with(parent: int) -> None:
 PATCH = Patch(
     name="results_queue",
     targets=(_TARGET, _QUEUE),
-    versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "megatron/core/dist_checkpointing/strategies/filesystem_async.py:65 starts a process that is told to end "
         "when Python ends in good order; after kill -9, or an error that ends a rank at once, it stays for ever, "

@@ -39,7 +39,6 @@ def _change() -> Undo:
 PATCH = Patch(
     name="wheel_helpers",
     targets=(_TARGET,),
-    versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "megatron/training/initialize.py:176 runs `make` in megatron/core/datasets, which the wheel ships "
         "with helpers_cpp compiled and without a Makefile: core/datasets/utils.py:20 then ends the process"

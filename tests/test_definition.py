@@ -14,7 +14,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megasched.definition import build
 from megasched.definition.build import (
-    SUPPORTED_TRANSFORMERS,
     build_definition,
     check_transformers,
     init_empty_weights,
@@ -23,6 +22,7 @@ from megasched.definition.build import (
 )
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError
+from megasched.versions import MEGATRON, TRANSFORMERS
 
 TINY = {
     "hidden_size": 32,
@@ -291,4 +291,5 @@ def test_a_transformers_outside_the_supported_range_is_refused_before_anything_i
 
 def test_the_supported_range_is_what_the_package_requires():
     wanted = {r.name: r.specifier for r in map(Requirement, requires("megasched"))}
-    assert wanted["transformers"] == SpecifierSet(SUPPORTED_TRANSFORMERS)
+    assert wanted["transformers"] == SpecifierSet(TRANSFORMERS)
+    assert wanted["megatron-core"] == SpecifierSet(MEGATRON)

@@ -93,4 +93,4 @@ def test_nothing_else_calls_slurms_programs():
     roots = [PACKAGE, PACKAGE.parent / "launch"]
     called = re.compile(r"\[\s*\"(sacct|squeue|scontrol|scancel|sbatch)\"")
     with_calls = {path.name for root in roots for path in root.rglob("*.py") if called.search(path.read_text())}
-    assert with_calls == {"slurm.py", "slurm_job.py", "tune.py"}  # asks by `call`, prints
+    assert with_calls == {"slurm.py", "client.py", "tune.py"}  # asks by `call`, prints

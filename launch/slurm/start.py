@@ -11,8 +11,8 @@ from megasched.launch.jobs.job_script import write_script
 from megasched.launch.jobs.prepared import Prepared, look_over
 from megasched.launch.jobs.words import refuse_unusable
 from megasched.launch.run_folder import RunFolder
+from megasched.launch.slurm.client import refused_by_slurm, submit
 from megasched.launch.slurm.script import SlurmJob, render
-from megasched.launch.slurm.submit import refused_by_slurm, submit
 
 
 def prepare(

@@ -10,8 +10,8 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 from megasched.launch.run_folder import RunLogs
+from megasched.launch.slurm.client import SlurmJob
 from megasched.launch.status.growing_log import GrowingLog
-from megasched.launch.status.slurm_job import SlurmJob
 from megasched.launch.status.training_log import DONE, Iteration, TrainingLog
 from megasched.slurm import COMPLETED, FAILED, RUNNING, WAITING
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from megasched.errors import ConfigError
 from megasched.launch.run_folder import RunFolder, RunLogs, find_logs
+from megasched.launch.slurm.client import JOB_ID, PART_OF_A_JOB, SlurmJob, ask_slurm
 from megasched.launch.status.growing_log import GrowingLog
 from megasched.launch.status.run_state import ENDED, State, find_failure, judge
-from megasched.launch.status.slurm_job import JOB_ID, PART_OF_A_JOB, SlurmJob, ask_slurm
 from megasched.launch.status.training_log import Checkpoint, Iteration, RankTimes, TrainingLog, merge
 from megasched.slurm import FAILED, RUNNING, WAITING
 

@@ -19,8 +19,8 @@ from rich.text import Text
 from megasched.cli.options import Json
 from megasched.cli.output import report_console
 from megasched.json_output import print_json
+from megasched.launch.slurm.client import SlurmJob
 from megasched.launch.status.run_status import RunReader, RunStatus
-from megasched.launch.status.slurm_job import SlurmJob
 from megasched.launch.status.training_log import RankTimes
 from megasched.slurm import RUNNING
 

@@ -19,14 +19,12 @@ from megasched.definition.config_check import config_fault, refuse_odd_config
 from megasched.definition.objectives import CAUSAL_LM, Objective, set_objective
 from megasched.definition.overrides import with_overrides
 from megasched.errors import ConfigError, MegaschedError
+from megasched.versions import TRANSFORMERS
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
-
-
-SUPPORTED_TRANSFORMERS = ">=5.17,<5.25"
 
 
 @cache
@@ -37,10 +35,10 @@ def check_transformers() -> None:
         ConfigError: the installed transformers is outside of it.
     """
     found = version("transformers")
-    if not SpecifierSet(SUPPORTED_TRANSFORMERS).contains(found, prereleases=True):
+    if not SpecifierSet(TRANSFORMERS).contains(found, prereleases=True):
         raise ConfigError(
-            f"transformers {found} is not supported, megasched works with {SUPPORTED_TRANSFORMERS}: "
-            f"pip install 'transformers{SUPPORTED_TRANSFORMERS}'"
+            f"transformers {found} is not supported, megasched works with {TRANSFORMERS}: "
+            f"pip install 'transformers{TRANSFORMERS}'"
         )
 
 

@@ -18,8 +18,8 @@ from megatron.training.models.gpt import GPTModelBuilder
 
 from megasched.analysis.layer_stack import LayerStack
 from megasched.trainer.checkpoint.source import with_progress
+from megasched.trainer.current_session import get_session
 from megasched.trainer.scheduled_model import ScheduledModel
-from megasched.trainer.session import get_session
 from megasched.trainer.stages.shared_parameters import finalize_with_shared
 from megasched.trainer.stages.stage import Stage
 from megasched.trainer.token_ids import checked_ids

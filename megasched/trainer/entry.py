@@ -33,9 +33,9 @@ from megasched.trace.run_trace import check_trace_file
 from megasched.trainer import seams
 from megasched.trainer.flags.arguments import AUTO_SCHEDULE, add_megasched_arguments, refuse_unsupported
 from megasched.trainer.flags.rehearsal import rehearsal_flags, rehearsal_mode, without_kernel_packages
+from megasched.versions import MEGATRON
 
 BUILDER = "megasched.trainer.builder.ScheduledModelBuilder"
-SUPPORTED_MEGATRON = ">=0.19,<0.20"
 TRACEBACK = "MEGASCHED_TRACEBACK"
 # torchrun sets it for its ranks; Slurm ends its own.
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -238,10 +238,10 @@ def find_megatron() -> Megatron:
             "Use a whole Megatron-LM checkout, or the megatron-core package alone"
         )
     version = runpy.run_path(str(core / "package_info.py"))["__shortversion__"]
-    if not SpecifierSet(SUPPORTED_MEGATRON).contains(version, prereleases=True):
+    if not SpecifierSet(MEGATRON).contains(version, prereleases=True):
         raise ConfigError(
             f"megatron-core {version} in {core.parent} is not supported; megasched works with "
-            f"{SUPPORTED_MEGATRON}. Check out that version of Megatron-LM, or run a script that does not lie "
+            f"{MEGATRON}. Check out that version of Megatron-LM, or run a script that does not lie "
             "in this checkout"
         )
     return Megatron(core.parent, version)
@@ -257,7 +257,7 @@ def _package_folder(package: str) -> Path:
         places = ", ".join(getattr(parent, "__path__", [])) or "nowhere"
         raise ConfigError(
             f"{package} can't be imported (`megatron` is found in: {places}). Install megatron-core "
-            f"{SUPPORTED_MEGATRON}, or run the pretrain_gpt.py of a Megatron-LM checkout of that version"
+            f"{MEGATRON}, or run the pretrain_gpt.py of a Megatron-LM checkout of that version"
         )
     return Path(next(iter(spec.submodule_search_locations))).resolve()
 

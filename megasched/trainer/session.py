@@ -20,7 +20,7 @@ from megasched.analysis.reach import Reach, find_reach
 from megasched.analysis.structure import layer_stack_of
 from megasched.definition.module_copy import copy_module
 from megasched.definition.objectives import CAUSAL_LM, objective_of
-from megasched.errors import ConfigError, Problem, ScheduleError
+from megasched.errors import Problem, ScheduleError
 from megasched.language.lora import adapted
 from megasched.language.parallel_dims import Layout
 from megasched.language.schedule import Schedule
@@ -362,29 +362,3 @@ def refuse_stages(plan: Plan, config: Any) -> None:
     if structure.uncuttable:
         what = f"the layers can't be cut into pipeline stages: {structure.uncuttable}"
         raise ScheduleError(Problem(what, structure.layers, remedy=WITHOUT_STAGES))
-
-
-_current: list[Session] = []
-
-
-def set_session(session: Session) -> None:
-    """Makes this the process's session, which Megatron's model builder takes up."""
-    _current[:] = [session]
-
-
-def get_session() -> Session:
-    """The process's session.
-
-    Raises:
-        ConfigError: none was opened: the run was not started through megasched.
-    """
-    if not _current:
-        raise ConfigError(
-            "no schedule is open; start the run with `python -m megasched SCRIPT --model-schedule ...`"
-        )
-    return _current[0]
-
-
-def has_session() -> bool:
-    """Whether this process trains a definition."""
-    return bool(_current)

@@ -1,18 +1,21 @@
-"""From flags that Megatron has parsed to the process's session: what is checked, settled and said on the way."""
+"""From flags that Megatron has parsed to the process's session: what is checked, changed and said on the way."""
 
 from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megasched.errors import Problem, ScheduleError, some_of
 from megasched.language.lora import adapted, adapter_names
+from megasched.language.schedule_file import add_options
 from megasched.plan.decisions import without_rule
 from megasched.plan.fp8 import left_in_16_bits
-from megasched.plan.plan import Plan
+from megasched.trainer.checkpoint.source import weight_source
+from megasched.trainer.current_session import set_session
 from megasched.trainer.evidence.certificate import require_certificate, subject_of
 from megasched.trainer.evidence.compatibility import (
     of_unchecked_options,
@@ -20,12 +23,13 @@ from megasched.trainer.evidence.compatibility import (
     unchecked_options,
     verify_command,
 )
+from megasched.trainer.flags.arguments import layout_from_args
 from megasched.trainer.flags.sft import default_sft_args
 from megasched.trainer.flags.te import configure_attention_backend, default_args_without_te
 from megasched.trainer.losses.definition_loss import loss_lines, refuse_loss_of_batches, refuse_per_token
-from megasched.trainer.session import Session, open_session, set_session
+from megasched.trainer.session import Session, open_session
 from megasched.trainer.stages.shared_parameters import refuse_overlap
-from megasched.trainer.unreached import refuse_unsure_overlap, tell_of_unreached
+from megasched.trainer.unreached import refuse_unsure_overlap, unreached_lines
 from megasched.weights.hf.folder import HFFolder
 from megasched.weights.lora import AdaptedSource
 from megasched.weights.source import WeightSource, of_passed_over
@@ -49,10 +53,6 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     Raises:
         ConfigError, ScheduleError: whatever can't be used as given.
     """
-    from megasched.language.schedule_file import add_options
-    from megasched.trainer.checkpoint.source import weight_source
-    from megasched.trainer.flags.arguments import layout_from_args
-
     schedule = add_options(args.model_schedule, args.schedule_option or ())
     session = open_session(
         schedule,
@@ -64,25 +64,53 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
     )
     session.freeze_unreached(args.micro_batch_size, args.seq_length)
-    plan = session.plan
+    _ask_for_evidence(session, schedule, args)
+    _refuse_batches(session, args)
+    source = weight_source(args, session.definition)
+    _describe_run(session, source, args)
+    _cut_pipeline(session, args, given)
+    for line in _notices(session, source, args) if args.rank == 0 else ():
+        print(f"megasched: {line}")
+    _default_accumulation_args(args)
+    default_args_without_te(args)
+    configure_attention_backend(args)
+    _default_evaluation_args(args)
+    default_sft_args(args)
+    set_session(session)
+
+
+def _ask_for_evidence(session: Session, schedule: str, args: Namespace) -> None:
+    """Ends a run of which nothing shows that it computes what the definition does."""
     if args.require_certificate is not None:
-        subject = subject_of(schedule, session.definition, plan.layout)
+        subject = subject_of(schedule, session.definition, session.plan.layout)
         require_certificate(Path(args.require_certificate), subject)
     elif not args.allow_unverified:
-        refuse_unverified(session.definition, plan.layout)
+        refuse_unverified(session.definition, session.plan.layout)
         _warn_of_options(session, args)
-    rows = (args.micro_batch_size, args.eval_micro_batch_size or args.micro_batch_size)
+
+
+def _refuse_batches(session: Session, args: Namespace) -> None:
+    """Ends a run whose micro-batches, or what Megatron does with their gradients, do not go with the plan."""
+    plan, rows = session.plan, (args.micro_batch_size, args.eval_micro_batch_size or args.micro_batch_size)
     refuse_loss_of_batches(session.replaced, plan.structure, ((each, args.seq_length) for each in rows))
     refuse_per_token(plan, args.calculate_per_token_loss)
     refuse_overlap(plan, args.overlap_grad_reduce)
     refuse_unsure_overlap(session.reach, plan.structure, args.overlap_grad_reduce)
+
+
+def _describe_run(session: Session, source: WeightSource, args: Namespace) -> None:
+    """Says to the session what the flags say of the run: where its weights come from, and its batches."""
     session.hf_model = Path(args.hf_model)
-    source = weight_source(args, session.definition)
     adapters = adapter_names(adapted(session.schedule.records))
     session.source = AdaptedSource(source, adapters, args.seed) if adapters else source
     session.batch_shape = args.micro_batch_size, args.seq_length
     session.eval_micro_batch_size = args.eval_micro_batch_size
-    session.source.check({placement.name for placement in plan.placements.values()})
+    session.source.check({placement.name for placement in session.plan.placements.values()})
+
+
+def _cut_pipeline(session: Session, args: Namespace, given: Container[str]) -> None:
+    """Says to Megatron how many layers there are, and which stage has which of them."""
+    plan = session.plan
     # Of an encoder-decoder's config HF reads the other stack's depth.
     if plan.structure is not None and not plan.structure.repeated:
         args.num_layers = plan.structure.count
@@ -96,26 +124,6 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         if args.pipeline_model_parallel_layout is not None:  # says how many chunks there are, too
             args.num_layers_per_virtual_pipeline_stage = None
             args.num_virtual_stages_per_pipeline_rank = None
-    _tell_of_passed_over(source, session, args.rank)
-    _tell_of_adapters(session, args.rank)
-    tell_of_unreached(session.replaced, session.reach, args.rank)
-    _tell_of_16_bits(session, args.rank)
-    _tell_of_written(session.plan, args)
-    for line in (*without_rule(plan), *loss_lines(plan)) if args.rank == 0 else ():
-        print(f"megasched: {line}")
-    _default_accumulation_args(args)
-    default_args_without_te(args)
-    configure_attention_backend(args)
-    _default_evaluation_args(args)
-    default_sft_args(args)
-    set_session(session)
-
-
-def _tell_of_passed_over(source: WeightSource, session: Session, rank: int) -> None:
-    """What is stored and not trained, because the class leaves it aside, is said."""
-    names = source.passed_over if isinstance(source, HFFolder) else []
-    if names and rank == 0:
-        print(f"megasched: {of_passed_over(type(session.definition).__name__, names)}")
 
 
 def parameter_counts(model: Any) -> tuple[int, int]:
@@ -124,31 +132,23 @@ def parameter_counts(model: Any) -> tuple[int, int]:
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
-def _tell_of_adapters(session: Session, rank: int) -> None:
-    """How much of the model is trained, where LoRA adapts it, is said."""
-    count = len(adapted(session.schedule.records))
-    if count and rank == 0:
+def _notices(session: Session, source: WeightSource, args: Namespace) -> Iterator[str]:
+    """What a user may not expect of this run, a line each."""
+    plan, definition = session.plan, session.definition
+    if isinstance(source, HFFolder) and source.passed_over:
+        yield of_passed_over(type(definition).__name__, source.passed_over)
+    if count := len(adapted(session.schedule.records)):
         whole, trained = parameter_counts(session.replaced)
-        print(
-            f"megasched: LoRA on {count} linears: {trained:,} of {whole:,} parameters are trained "
-            f"({trained / whole:.2%})"
-        )
-
-
-def _tell_of_16_bits(session: Session, rank: int) -> None:
-    """What 8-bit training was asked for and does not reach is said."""
-    left = left_in_16_bits(session.plan, session.replaced)
-    if left and rank == 0:
-        print(f"megasched: linears that stay in 16 bits: {some_of(left)}")
-
-
-def _tell_of_written(plan: Plan, args: Namespace) -> None:
-    """What a forward writes to parameters of 16 bits does not reach the optimizer's copies of them, in 32."""
-    names = sorted(plan.structure.changed_parameters) if plan.structure is not None else []
-    if names and (args.bf16 or args.fp16) and args.rank == 0:
-        print(
-            f"megasched: a forward writes to {some_of(names)}; each step of the optimizer undoes that, in 16 bits"
-        )
+        yield (f"LoRA on {count} linears: {trained:,} of {whole:,} parameters are trained ({trained / whole:.2%})")
+    yield from unreached_lines(session.replaced, session.reach)
+    if left := left_in_16_bits(plan, session.replaced):
+        yield f"linears that stay in 16 bits: {some_of(left)}"
+    # The optimizer has copies of these in 32 bits, which a forward does not write to.
+    written = sorted(plan.structure.changed_parameters) if plan.structure is not None else []
+    if written and (args.bf16 or args.fp16):
+        yield f"a forward writes to {some_of(written)}; each step of the optimizer undoes that, in 16 bits"
+    yield from without_rule(plan)
+    yield from loss_lines(plan)
 
 
 def _warn_of_options(session: Session, args: Namespace) -> None:
@@ -167,8 +167,6 @@ def _warn_of_options(session: Session, args: Namespace) -> None:
 
 def _default_accumulation_args(args: Namespace) -> None:
     """Gradient accumulation fusion is on by default in Megatron's scripts; without its kernel it can't be."""
-    from importlib.util import find_spec
-
     if args.gradient_accumulation_fusion and find_spec("fused_weight_gradient_mlp_cuda") is None:
         args.gradient_accumulation_fusion = False
         if args.rank == 0:

@@ -24,16 +24,16 @@ def freeze_unreached(model: nn.Module, reach: Reach) -> None:
         parameters[name].requires_grad_(False)
 
 
-def tell_of_unreached(model: nn.Module, reach: Reach, rank: int) -> None:
-    """What is left as it is, once."""
-    if not reach.never or rank:
-        return
+def unreached_lines(model: nn.Module, reach: Reach) -> list[str]:
+    """What is to be said of parameters that training leaves as they are; a line or none."""
+    if not reach.never:
+        return []
     parameters = dict(model.named_parameters())
     size = sum(parameters[name].numel() for name in reach.never)
-    print(
-        f"megasched: {size:,} parameters have no part in the loss of these batches; they stay as they are and "
-        f"have no optimizer state: {some_of(folded(model, reach.never))}"
-    )
+    return [
+        f"{size:,} parameters have no part in the loss of these batches; they stay as they are and have no "
+        f"optimizer state: {some_of(folded(model, reach.never))}"
+    ]
 
 
 def folded(model: nn.Module, names: Sequence[str]) -> list[str]:

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from megasched.cli import status
 from megasched.cli.status import print_status, span, summary, watch_run
+from megasched.launch.slurm.client import SlurmJob
 from megasched.launch.status.run_status import RunStatus
-from megasched.launch.status.slurm_job import SlurmJob
 from megasched.launch.status.training_log import Checkpoint, RankTimes
 
 NOW = datetime(2026, 11, 22, 15, 11, 5)

@@ -68,6 +68,7 @@ _COMMAND = "heavy: torch, Megatron or Optuna, for this command alone; `megasched
 _IN_A_RANK = (
     "heavy: Megatron, which only a rank imports, once its CUDA is emulated; the process beside has the name"
 )
+_SEAM = "heavy: torch and Megatron; who lists what a run changes in others' modules imports neither"
 LATE: dict[str, str] = {
     "megasched/cli/check/commands.py: megasched/cli/check/archs.py": _COMMAND,
     "megasched/cli/check/commands.py: megasched/cli/check/new_adapter.py": _COMMAND,
@@ -90,6 +91,12 @@ LATE: dict[str, str] = {
     "megasched/planner/measure/build_stage.py: megasched/trainer/scheduled_model.py": (
         "heavy: Megatron's layers, for who builds a stage; who only names a setting does without"
     ),
+    "megasched/trainer/seams/arguments.py: megasched/trainer/session_from_args.py": _SEAM,
+    "megasched/trainer/seams/data_check.py: megasched/trainer/token_ids.py": _SEAM,
+    "megasched/trainer/seams/load_check.py: megasched/trainer/checkpoint/load_check.py": _SEAM,
+    "megasched/trainer/seams/load_check.py: megasched/trainer/checkpoint/one_writer.py": _SEAM,
+    "megasched/trainer/seams/one_writer.py: megasched/trainer/checkpoint/one_writer.py": _SEAM,
+    "megasched/trainer/seams/one_writer.py: megasched/trainer/checkpoint/source.py": _SEAM,
 }
 
 # Prefix of a path -> floor; the longest counts. Folders are called as their floors are.

@@ -10,17 +10,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megasched.errors import ConfigError
 from megasched.language.schedule import Schedule
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
 from megasched.reading.tracker import has_tracker
 from megasched.trainer.stages.stage import Stage
+from megasched.weights.hf.files import write_hf_files
+from megasched.weights.hf.folder import HFFolder
+from megasched.weights.hf.hub import known_folder, local_folder
+from megasched.weights.hf.safetensors_files import has_weights
+from megasched.weights.lora import CONFIG, adapter_config
+from megasched.weights.progress import transfer
+from megasched.weights.random_init import RandomInit
 from megasched.weights.source import WeightSource
 from megasched.weights.torch_dist.reader import HF_FILES
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 
@@ -46,11 +54,6 @@ def weight_source(args: Namespace, definition: PreTrainedModel) -> WeightSource:
     Raises:
         ConfigError: the folder has no weights and ``--hf-random-init`` was not given.
     """
-    from megasched.weights.hf.folder import HFFolder
-    from megasched.weights.hf.hub import local_folder
-    from megasched.weights.hf.safetensors_files import has_weights
-    from megasched.weights.random_init import RandomInit
-
     if args.ckpt_format == "torch_dist" and loaded_folder(args) is not None:
         return CheckpointPlaceholder()
     if args.hf_random_init:
@@ -72,8 +75,6 @@ class CheckpointPlaceholder:
 
     def local(self, placement: Placement, rank: int, size: int) -> torch.Tensor:
         """See ``WeightSource.local``; float32."""
-        import torch
-
         return torch.full(placement.local_shape(size), float("nan"))
 
     def buffer(self, name: str) -> None:
@@ -88,10 +89,6 @@ class CheckpointPlaceholder:
 def with_progress(source: WeightSource, plan: Plan, stage: Stage, dtype: torch.dtype) -> Iterator[WeightSource]:
     """The source of a run's weights while a stage takes its own; rank 0 shows how far it has come, in bytes of its
     shards in the run's precision."""
-    import torch
-
-    from megasched.weights.progress import transfer
-
     assert plan.structure is not None
     if torch.distributed.get_rank() != 0 or isinstance(source, CheckpointPlaceholder):
         yield source
@@ -130,10 +127,6 @@ class _WithProgress:
 def keep_hf_files(checkpoint: Path, definition: PreTrainedModel, hf_model: Path, schedule: Schedule) -> None:
     """Writes the model's config and tokenizer into a checkpoint, and PEFT's config of the adapters that a schedule
     has: ``megasched export`` needs nothing else."""
-    from megasched.weights.hf.files import write_hf_files
-    from megasched.weights.hf.hub import known_folder
-    from megasched.weights.lora import CONFIG, adapter_config
-
     folder = checkpoint / HF_FILES
     folder.mkdir(exist_ok=True)
     write_hf_files(folder, definition.config, known_folder(hf_model))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.definition.objectives import CAUSAL_LM, objective_of
+from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import Layout
 from megasched.reading.files import Expected, is_regular
@@ -109,8 +110,6 @@ def unchecked_options(model: PreTrainedModel) -> list[str]:
     Args:
         model: the definition, a stock class.
     """
-    from megasched.definition.small_models.small_models import small_config
-
     config = model.config.get_text_config(decoder=True)
     try:
         checked = small_config(model.config.model_type).get_text_config(decoder=True)

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from megasched.definition.build import load_config
 from megasched.definition.objectives import OBJECTIVES, find_objective
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import Layout
@@ -182,8 +183,6 @@ def load_hf_config(args: argparse.Namespace) -> PretrainedConfig:
 
 @lru_cache(maxsize=1)
 def _load(hf_model: str, overrides: tuple[str, ...], trust_remote_code: bool) -> PretrainedConfig:
-    from megasched.definition.build import load_config
-
     return load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
 
 

@@ -8,8 +8,14 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from megasched.patches.attributes import Undo, resolve, set_attribute, undo_all
+from megasched.patches.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
+from megasched.trainer.flags.arguments import (
+    add_megasched_arguments,
+    apply_derived,
+    check_tokenizer,
+    explicit_flags,
+)
 
 _PARSE = "megatron.training.arguments:parse_args"
 _VALIDATE = "megatron.training.arguments:parse_and_validate_args"
@@ -18,7 +24,6 @@ Provider = Callable[[ArgumentParser], ArgumentParser]
 
 
 def _with_schedule(parse_args: Callable[..., Namespace]) -> Callable[..., Namespace]:
-    from megasched.trainer.flags.arguments import add_megasched_arguments, apply_derived, explicit_flags
     from megasched.trainer.session_from_args import begin_session
 
     # Megatron parses anew for its restart and fault tolerance code; the model is planned once.
@@ -51,8 +56,6 @@ def _with_schedule(parse_args: Callable[..., Namespace]) -> Callable[..., Namesp
 
 
 def _with_tokenizer_check(parse_and_validate_args: Callable[..., Namespace]) -> Callable[..., Namespace]:
-    from megasched.trainer.flags.arguments import check_tokenizer
-
     @wraps(parse_and_validate_args)
     def patched(*positional: Any, **named: Any) -> Namespace:
         from megatron.training.global_vars import get_tokenizer
@@ -65,18 +68,16 @@ def _with_tokenizer_check(parse_and_validate_args: Callable[..., Namespace]) -> 
     return patched
 
 
-def _change() -> Undo:
-    undos = [
+def _change() -> list[Undo]:
+    return [
         set_attribute(_PARSE, _with_schedule(resolve(_PARSE)), rebind=("megatron",)),
         set_attribute(_VALIDATE, _with_tokenizer_check(resolve(_VALIDATE)), rebind=("megatron",)),
     ]
-    return lambda: undo_all(undos)
 
 
 PATCH = Patch(
     name="arguments",
     targets=(_PARSE, _VALIDATE),
-    versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "an unmodified pretrain_gpt.py parses its flags itself (megatron/training/arguments.py:116): "
         "megasched's own must be in that parser, and the model's sizes in args before they are validated"

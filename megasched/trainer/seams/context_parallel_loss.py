@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megasched.errors import ConfigError
 from megasched.patches.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
+from megasched.trainer.current_session import has_session
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +26,6 @@ _TARGET = "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss"
 
 def _change() -> Undo:
     from megatron.core import parallel_state
-
-    from megasched.trainer.session import has_session
 
     calc_loss = resolve(_TARGET)
     _check_division()
@@ -83,7 +82,6 @@ def _check_division() -> None:
 PATCH = Patch(
     name="context_parallel_loss",
     targets=(_TARGET,),
-    versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "megatron/core/pipeline_parallel/schedules.py:334 divides by the labels that count on this rank, and "
         "megatron/core/distributed/distributed_data_parallel.py:227 averages over DP and CP: with masks that are "

@@ -7,6 +7,7 @@ from typing import Any
 
 from megasched.patches.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
+from megasched.trainer.current_session import get_session, has_session
 
 _TARGET = "megatron.core.datasets.indexed_dataset:IndexedDataset.initialize"
 
@@ -17,8 +18,6 @@ def _change() -> Undo:
 
     @wraps(initialize)
     def initialize_checked(self: Any, path_prefix: str, *given: Any, **named: Any) -> None:
-        from megasched.trainer.session import has_session
-
         if path_prefix not in checked and "://" not in path_prefix and has_session():
             _check(path_prefix)
             checked.add(path_prefix)
@@ -31,7 +30,6 @@ def _check(prefix: str) -> None:
     import torch
     from megatron.training.global_vars import get_args
 
-    from megasched.trainer.session import get_session
     from megasched.trainer.token_ids import check_data, vocabulary_of
 
     # Each rank looks at what it is going to map; all of the tokens need be read by one alone.
@@ -43,7 +41,6 @@ def _check(prefix: str) -> None:
 PATCH = Patch(
     name="data_check",
     targets=(_TARGET,),
-    versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "megatron/core/datasets/indexed_dataset.py:271 takes the counts in an index at their word; nothing "
         "compares the ids of the data with the vocabulary, and an embedding that is cut over TP "

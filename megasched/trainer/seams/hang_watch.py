@@ -5,15 +5,16 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from megasched.patches.attributes import Undo, call_after, resolve, set_attribute, undo_all
+from megasched.patches.attributes import Undo, call_after, resolve, set_attribute
 from megasched.patches.registry import Patch
+from megasched.trainer.hang_watch import HangWatch
 
 _STEP = "megatron.training.training:train_step"
 _PRETRAIN = "megatron.training.training:pretrain"
-_watches: list[Any] = []
+_watches: list[HangWatch] = []
 
 
-def _change() -> Undo:
+def _change() -> list[Undo]:
     train_step = resolve(_STEP)
 
     @wraps(train_step)
@@ -23,8 +24,6 @@ def _change() -> Undo:
         limit = getattr(get_args(), "hang_timeout_minutes", None)
         if limit is None:
             return train_step(*given, **named)
-        from megasched.trainer.hang_watch import HangWatch
-
         if not _watches:
             _watches.append(HangWatch(limit))
         _watches[0].step()
@@ -32,11 +31,10 @@ def _change() -> Undo:
         _watches[0].step()
         return result
 
-    undos = [
+    return [
         set_attribute(_STEP, watched),
         call_after(_PRETRAIN, _end, rebind=("megatron", "megasched")),
     ]
-    return lambda: undo_all(undos)
 
 
 def _end() -> None:
@@ -47,7 +45,6 @@ def _end() -> None:
 PATCH = Patch(
     name="hang_watch",
     targets=(_STEP, _PRETRAIN),
-    versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "--hang-timeout-minutes: where a collective hangs, megatron/training/initialize.py:336 waits for "
         "--distributed-timeout-minutes, and then one rank tells what it waited for and none what it was doing"

@@ -7,6 +7,7 @@ from typing import Any
 
 from megasched.patches.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
+from megasched.trainer.current_session import get_session, has_session
 
 _TARGET = "megatron.training.training:load_checkpoint"
 
@@ -20,7 +21,6 @@ def _change() -> Undo:
 
         from megasched.trainer.checkpoint.load_check import loaded
         from megasched.trainer.checkpoint.one_writer import FORMAT
-        from megasched.trainer.session import get_session, has_session
 
         call, args = partial(load, ddp_model, *given, load_arg=load_arg, **named), get_args()
         if args.ckpt_format != FORMAT or not has_session():
@@ -33,7 +33,6 @@ def _change() -> Undo:
 PATCH = Patch(
     name="load_check",
     targets=(_TARGET,),
-    versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "megatron/core/dist_checkpointing/serialization.py:152 loads without looking for keys that are too many, "
         "stops at the first one that is missing, and a damaged file is a traceback that does not name it; "

@@ -6,17 +6,16 @@ import warnings
 from functools import wraps
 from typing import Any
 
+from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import MegaschedError
 from megasched.patches.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
+from megasched.trainer.current_session import get_session, has_session
 
 _TARGET = "megatron.training.training:num_floating_point_operations"
 
 
 def _change() -> Undo:
-    from megasched.definition.objectives import CAUSAL_LM, objective_of
-    from megasched.trainer.session import get_session, has_session
-
     count = resolve(_TARGET)
     failed: list[MegaschedError] = []
 
@@ -37,7 +36,6 @@ def _change() -> Undo:
 PATCH = Patch(
     name="model_flops",
     targets=(_TARGET,),
-    versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "megatron/training/training.py:390 has one formula for a GPT, from Megatron's own flags: it knows no "
         "sliding windows, no mixture that HF's class routes by itself and no state-space layers, so TFLOP/s in "

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from megasched.patches.attributes import Undo, call_after, resolve, set_attribute, undo_all
+from megasched.patches.attributes import Undo, call_after, resolve, set_attribute
 from megasched.patches.registry import Patch
+from megasched.trainer.current_session import get_session, has_session
+
+Function = Callable[..., Any]
 
 _PRETRAIN = "megatron.training.training:pretrain"
 _SETUP = "megatron.training.training:setup_model_and_optimizer"
@@ -20,12 +24,27 @@ _TRACKER = "megatron.training.checkpointing:get_checkpoint_tracker_filename"
 _writers: list[Any] = []
 
 
-def _change() -> Undo:
-    setup, save = resolve(_SETUP), resolve(_SAVE)
+def _change() -> list[Undo]:
+    from megasched.trainer.checkpoint.one_writer import Storage
+
+    storage = Storage(
+        resolve(_STORAGE), Path(resolve(_TRACKER)("")).name, lambda: _writers[-1] if _writers else None
+    )
+    return [
+        call_after(_PRETRAIN, _release, rebind=("megatron", "megasched")),
+        set_attribute(_SETUP, _claimed(resolve(_SETUP))),
+        set_attribute(_SAVE_CHECKPOINT, _begun(resolve(_SAVE_CHECKPOINT))),
+        set_attribute(_SAVE, _written(resolve(_SAVE))),
+        set_attribute(_STORAGE, storage),
+        set_attribute(_WRITER, staticmethod(_file_named(resolve(_WRITER)))),
+    ]
+
+
+def _claimed(setup: Function) -> Function:
+    """Claims the folder before a checkpoint is looked for: from here on nobody else adds one."""
 
     @wraps(setup)
     def claimed(*given: Any, **named: Any) -> Any:
-        # Before the checkpoint is looked for: from here on nobody else adds one.
         from megatron.training.global_vars import get_args
 
         from megasched.trainer.checkpoint.one_writer import FORMAT, OneWriter
@@ -34,6 +53,24 @@ def _change() -> Undo:
         if args.save is not None and args.ckpt_format == FORMAT and "://" not in args.save and not _writers:
             _writers.append(OneWriter(args.save))
         return setup(*given, **named)
+
+    return claimed
+
+
+def _begun(save_checkpoint: Function) -> Function:
+    """Tells the writer that a checkpoint begins."""
+
+    @wraps(save_checkpoint)
+    def begun(iteration: int, *given: Any, **named: Any) -> Any:
+        if _writers:
+            _writers[-1].begin(iteration)
+        return save_checkpoint(iteration, *given, **named)
+
+    return begun
+
+
+def _written(save: Function) -> Function:
+    """Hands what is saved to the writer."""
 
     @wraps(save)
     def written(sharded_state_dict: Any, checkpoint_dir: Any, *given: Any, **named: Any) -> Any:
@@ -44,15 +81,11 @@ def _change() -> Undo:
             return write(checkpoint_dir)
         return _writers[-1].write(write, Path(checkpoint_dir), _keep_hf_files)
 
-    save_checkpoint = resolve(_SAVE_CHECKPOINT)
+    return written
 
-    @wraps(save_checkpoint)
-    def begun(iteration: int, *given: Any, **named: Any) -> Any:
-        if _writers:
-            _writers[-1].begin(iteration)
-        return save_checkpoint(iteration, *given, **named)
 
-    write_file = resolve(_WRITER)
+def _file_named(write_file: Function) -> Function:
+    """Names the file in an error of writing, which has none, unlike one of opening."""
 
     @wraps(write_file)
     def file_named(
@@ -60,32 +93,17 @@ def _change() -> Undo:
     ) -> Any:
         found = write_file(transforms, local_proc_idx, write_bucket, results_queue, *given, **named)
         if isinstance(found[1], OSError):
-            found[1].filename = str(write_bucket[0])  # an error of writing, unlike that of opening, has none
-            if (
-                results_queue is None
-            ):  # Megatron keeps of what is returned the type alone, of what is raised the text
+            found[1].filename = str(write_bucket[0])
+            # Megatron keeps of what is returned the type alone, of what is raised the text.
+            if results_queue is None:
                 raise found[1]
         return found
 
-    from megasched.trainer.checkpoint.one_writer import Storage
-
-    storage = Storage(
-        resolve(_STORAGE), Path(resolve(_TRACKER)("")).name, lambda: _writers[-1] if _writers else None
-    )
-    undos = [
-        call_after(_PRETRAIN, _release, rebind=("megatron", "megasched")),
-        set_attribute(_SETUP, claimed),
-        set_attribute(_SAVE_CHECKPOINT, begun),
-        set_attribute(_SAVE, written),
-        set_attribute(_STORAGE, storage),
-        set_attribute(_WRITER, staticmethod(file_named)),
-    ]
-    return lambda: undo_all(undos)
+    return file_named
 
 
 def _keep_hf_files(folder: Path) -> None:
     from megasched.trainer.checkpoint.source import keep_hf_files
-    from megasched.trainer.session import get_session, has_session
 
     if has_session():  # else Megatron trains a model of its own
         session = get_session()
@@ -100,7 +118,6 @@ def _release() -> None:
 PATCH = Patch(
     name="one_writer",
     targets=(_PRETRAIN, _SETUP, _SAVE_CHECKPOINT, _SAVE, _STORAGE, _TRACKER, _WRITER),
-    versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "megatron/training/checkpointing.py:1011 writes the tracker in place, and every checkpoint into its final "
         "folder; nothing keeps a run that a cluster has given up from writing over its successor's. Of an error "

@@ -8,6 +8,7 @@ from typing import Any
 
 from megasched.patches.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
+from megasched.trace.run_trace import RunTrace
 
 _STEP = "megatron.training.training:train_step"
 # Changed while a step is recorded, and at no other time (megasched/trace/hooks.py).
@@ -19,7 +20,7 @@ _COMMUNICATE = "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicato
 def _change() -> Undo:
     train_step = resolve(_STEP)
     parameters = inspect.signature(train_step)
-    traces: list[Any] = []
+    traces: list[RunTrace] = []
 
     @wraps(train_step)
     def traced(*positional: Any, **named: Any) -> Any:
@@ -28,8 +29,6 @@ def _change() -> Undo:
         args = get_args()
         if getattr(args, "megasched_trace", None) is None:
             return train_step(*positional, **named)
-        from megasched.trace.run_trace import RunTrace
-
         if not traces:
             traces.append(RunTrace(args))
         given = parameters.bind(*positional, **named).arguments
@@ -41,7 +40,6 @@ def _change() -> Undo:
 PATCH = Patch(
     name="run_trace",
     targets=(_STEP, _FORWARD, _BACKWARD, _COMMUNICATE),
-    versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "--megasched-trace: megatron/core/pipeline_parallel/schedules.py:488,545 time forwards and backwards in "
         "sums (timers), with neither when each ran nor its micro-batch and chunk"

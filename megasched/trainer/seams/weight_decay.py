@@ -7,6 +7,7 @@ from typing import Any
 
 from megasched.patches.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
+from megasched.trainer.weight_decay import SPARED
 
 _TARGET = "megatron.training.training:get_standard_config_overrides"
 
@@ -14,8 +15,6 @@ _TARGET = "megatron.training.training:get_standard_config_overrides"
 def _change() -> Undo:
     from megatron.core.optimizer.optimizer_config import ParamKey
     from megatron.core.optimizer_param_scheduler import ParamGroupOverride
-
-    from megasched.trainer.weight_decay import SPARED
 
     real = resolve(_TARGET)
 
@@ -29,7 +28,6 @@ def _change() -> Undo:
 PATCH = Patch(
     name="weight_decay",
     targets=(_TARGET,),
-    versions={"megatron-core": ">=0.19,<0.20"},
     why=(
         "megatron/core/optimizer/__init__.py:113 decays no bias and no norm, which it knows by one dimension or "
         "by the name: HF's biases of all experts [experts, f] and norms of heads [heads, d] have neither, so that "

@@ -11,8 +11,8 @@ import pytest
 
 from megasched.errors import ConfigError
 from megasched.launch.run_folder import RunFolder
+from megasched.launch.slurm.client import refused_by_slurm
 from megasched.launch.slurm.start import enqueue, prepare, write
-from megasched.launch.slurm.submit import refused_by_slurm
 from tests.launch.slurm.test_script import JOB
 
 SBATCH = """#!/bin/sh

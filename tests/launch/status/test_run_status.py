@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from megasched.errors import ConfigError
 from megasched.launch.run_folder import RunFolder
+from megasched.launch.slurm.client import SlurmJob
 from megasched.launch.status import run_status
 from megasched.launch.status.run_status import RunReader
-from megasched.launch.status.slurm_job import SlurmJob
 from megasched.launch.status.training_log import Checkpoint, RankTimes
 
 REAL = Path(__file__).with_name("requeued_run")

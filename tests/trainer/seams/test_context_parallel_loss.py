@@ -10,7 +10,7 @@ import torch
 from megasched.errors import ConfigError
 from megasched.patches import apply, registry
 from megasched.patches.attributes import resolve, set_attribute
-from megasched.trainer import session
+from megasched.trainer import current_session
 from megasched.trainer.seams import context_parallel_loss
 from megasched.verify.ranks.pool import init_megatron
 
@@ -40,7 +40,7 @@ def _losses(scheduled):
     apply("context_parallel_loss")
     checkout, found = _loss_of_a_checkout(torch.tensor(LABELS[torch.distributed.get_rank()])), []
     cases = [(checkout, False, False), (checkout, True, False), (_mean, False, False), (checkout, False, True)]
-    with mock.patch.object(session, "_current", [object()] if scheduled else []):
+    with mock.patch.object(current_session, "_current", [object()] if scheduled else []):
         for loss_func, per_token, other in cases:
             config, data = SimpleNamespace(calculate_per_token_loss=per_token, timers=None), []
             given = (None, torch.tensor(6.0), loss_func, config, None, other, 2, data, 2, True)

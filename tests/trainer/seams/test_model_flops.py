@@ -36,9 +36,9 @@ def test_a_window_is_counted_by_the_patch_alone(ranks, tmp_path):
 
 
 def test_without_a_session_the_formula_holds(monkeypatch):
-    from megasched.trainer import session
+    from megasched.trainer import current_session
 
-    monkeypatch.setattr(session, "_current", [])
+    monkeypatch.setattr(current_session, "_current", [])
     registry.apply("model_flops")
     try:
         from megatron.training import training

@@ -1,4 +1,4 @@
-"""What Slurm knows about a job, by ``scontrol show job``."""
+"""What launchers ask of Slurm: whether it takes a batch script, to run it, and what it knows of a job."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from megasched import slurm
 from megasched.errors import ConfigError
 from megasched.slurm import NoAnswerError, call
 
+REMEDY = "run this where Slurm's programs are, on a login node; --dry-run prints the script anywhere"
 JOB_ID = re.compile(r"\d+")
 PART_OF_A_JOB = re.compile(r"\d+(_(\d+|\[.*\])|\+\d+)")
 # Fields whose value is the rest of the line: it may have spaces in it.
@@ -132,3 +134,28 @@ def parse_job(text: str) -> SlurmJob:
 
 def _time(text: str) -> datetime | None:
     return datetime.fromisoformat(text) if text else None
+
+
+def refused_by_slurm(script: Path) -> str:
+    """Why ``sbatch`` would not take a script now; empty if it would.
+
+    Raises:
+        ConfigError: Slurm's programs are missing, or it does not answer.
+    """
+    found = slurm.submit(["--test-only", str(script)], remedy=REMEDY)
+    return found.message if found.status else ""
+
+
+def submit(script: Path, *options: str) -> str:
+    """Submits; returns the job's id.
+
+    Args:
+        options: of ``sbatch``, before those in the script.
+
+    Raises:
+        ConfigError: Slurm's programs are missing, or it is refused.
+    """
+    found = slurm.submit(["--parsable", *options, str(script)], remedy=REMEDY)
+    if found.status:
+        raise ConfigError(f"sbatch refused {script}: {found.message}")
+    return slurm.job_id(found)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megasched.errors import ConfigError
-from megasched.launch.status.slurm_job import SlurmJob, ask_slurm, parse_job
+from megasched.launch.slurm.client import SlurmJob, ask_slurm, parse_job
 
 RUNNING = """\
 JobId=1 JobName=llama-small

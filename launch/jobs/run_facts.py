@@ -1,0 +1,105 @@
+"""What can be told of a run that is about to begin, in the process of ``check_process.py``: sizes, memory, data.
+
+Megatron is imported with it, so after the process is arranged.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megatron.training.global_vars import get_args
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megasched.errors import ConfigError
+from megasched.planner.run_memory import run_memory
+from megasched.trainer.builder import stages_of_run
+from megasched.trainer.current_session import get_session
+from megasched.trainer.token_ids import check_data, vocabulary_of
+
+# Bytes of a number in a checkpoint of Adam's: master weight and two moments, in float32.
+_OF_OPTIMIZER = 12
+
+
+def look_at_run(config: Any, found: dict[str, Any]) -> None:
+    """What can be told of a run that is about to begin.
+
+    Args:
+        config: Megatron's ``PretrainConfigContainer``.
+        found: filled in.
+    """
+    args, session = get_args(), get_session()
+    layout = session.plan.layout
+    microbatches = args.global_batch_size // (args.micro_batch_size * layout.data_parallel_size)
+    found["problems"] += [
+        *_interleaving(args, layout, microbatches),
+        *_data(args, vocabulary_of(session.definition.config)),
+    ]
+    if args.log_straggler and find_spec("pynvml") is None:
+        found["warnings"].append(
+            "--log-straggler asks for the temperature and power of GPUs, by nvidia-ml-py, which is not installed "
+            "here; where it is missing the run fails at the first log interval: pip install nvidia-ml-py"
+        )
+    numbers = sum(p.numel() for p in session.definition.parameters())
+    trained = sum(p.numel() for p in session.definition.parameters() if p.requires_grad)
+    of_optimizer = 0 if args.no_save_optim else trained * _OF_OPTIMIZER
+    found |= {
+        "parameters": numbers,
+        "layout": str(layout),
+        "microbatches": microbatches,
+        "train_iters": args.train_iters,
+        "save": args.save,
+        "checkpoint_bytes": numbers * args.params_dtype.itemsize + of_optimizer,
+        "seq_length": args.seq_length,
+        "global_batch_size": args.global_batch_size,
+    }
+    if found["problems"] or session.plan.structure is None:
+        return
+    try:
+        stages = stages_of_run(config.model.transformer, session.plan.structure, layout.pp)
+        memory = run_memory(args, session, stages, microbatches=microbatches)
+        found["memory"] = [one.total for one in memory]
+    except ConfigError as error:
+        found["memory_unknown"] = str(error)
+
+
+def _interleaving(args: Namespace, layout: Any, microbatches: int) -> Iterator[str]:
+    """Megatron asks in the first step (core/pipeline_parallel/schedules.py:1133-1153)."""
+    if layout.vpp == 1:
+        return
+    group = args.microbatch_group_size_per_vp_stage or layout.pp
+    rest = microbatches % group
+    if microbatches < group or 0 < rest < layout.pp:
+        share = args.micro_batch_size * layout.data_parallel_size
+        right = math.ceil(microbatches / group) * group * share
+        yield (
+            f"--global-batch-size {args.global_batch_size} gives each pipeline {microbatches} micro-batches; "
+            f"interleaved ones (VPP {layout.vpp}) go in groups of {group}: {right} would be right"
+        )
+
+
+def _data(args: Namespace, vocabulary: int | None) -> Iterator[str]:
+    """Data that is not there, is damaged, or has ids that the model does not know."""
+    if args.mock_data:
+        return
+    try:
+        blend, per_split = get_blend_and_blend_per_split(args)
+    except OSError as error:
+        yield f"the list of data can't be read: {error}"
+        return
+    blends = [blend, *(per_split or ())]
+    for prefix in sorted({prefix for one in blends if one is not None for prefix in one[0]}):
+        missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
+        if "://" in prefix:
+            continue
+        if missing:
+            yield f"no data at {prefix}: {' and '.join(missing)} missing"
+            continue
+        try:
+            check_data(prefix, vocabulary, args.data_cache_path)
+        except ConfigError as error:
+            yield str(error)

@@ -1,0 +1,38 @@
+"""The session of this process, which Megatron's model builder and the seams take up.
+
+Importing it imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megasched.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megasched.trainer.session import Session
+
+_current: list[Session] = []
+
+
+def set_session(session: Session) -> None:
+    """Makes this the process's session, which Megatron's model builder takes up."""
+    _current[:] = [session]
+
+
+def get_session() -> Session:
+    """The process's session.
+
+    Raises:
+        ConfigError: none was opened: the run was not started through megasched.
+    """
+    if not _current:
+        raise ConfigError(
+            "no schedule is open; start the run with `python -m megasched SCRIPT --model-schedule ...`"
+        )
+    return _current[0]
+
+
+def has_session() -> bool:
+    """Whether this process trains a definition."""
+    return bool(_current)
