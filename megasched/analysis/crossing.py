@@ -20,13 +20,13 @@ from torch import nn
 
 from megasched.analysis.chance import Chance
 from megasched.analysis.held_state import HeldState
-from megasched.analysis.leaves import entries_of, leaves_of
 from megasched.analysis.made_of import MadeOf
 from megasched.analysis.meta_call import tensors_in
 from megasched.analysis.operators import SHAPE_ONLY, base_of, storage_of, written
 from megasched.analysis.places import BEFORE, OutputRef, TensorUse
 from megasched.analysis.sites import Site
 from megasched.analysis.tape import Call, Operation, Question, Tape, TapeReader
+from megasched.analysis.trees import entries_of, leaves_of
 
 if TYPE_CHECKING:
     from megasched.analysis.slot import HiddenStateArg

@@ -10,6 +10,7 @@ from megasched.analysis.backward_code import Function
 from megasched.analysis.label_run import LabelRun
 from megasched.analysis.library_operators import LibraryOperator
 from megasched.analysis.meta_call import tensors_in
+from megasched.analysis.op_rules import op_rule
 
 
 class BackwardLabels(LabelRun):
@@ -21,7 +22,7 @@ class BackwardLabels(LabelRun):
         regions = {label.region for label in labels} - {"R"}
         if self.silent or not regions:
             return
-        if regions == {"T"} and isinstance(function, LibraryOperator) and function.has_rule:
+        if regions == {"T"} and isinstance(function, LibraryOperator) and op_rule(function.operator):
             return
         followed = all(label.along is not None for label in labels) or regions == {"P"}
         if followed and self.functions.works_by_parts(function, args, output, lambda t: self.label(t).along):

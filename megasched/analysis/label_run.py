@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.backward_code import FunctionTrials
 from megasched.analysis.dims import NeedsWhole, NoRule, follow
 from megasched.analysis.entries import ColumnCall
+from megasched.analysis.function_trials import FunctionTrials
 from megasched.analysis.labels import TpAssumptions, TpFacts, TpSpec
 from megasched.analysis.operators import base_of, draws, written
 from megasched.analysis.parts import SlicedArgs

@@ -15,8 +15,8 @@ from torch import nn
 
 from megasched.analysis.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in, to_meta
 from megasched.analysis.noted import NotedLines
+from megasched.analysis.numbers import numbers_in
 from megasched.analysis.python_state import State
-from megasched.analysis.sequence_trial import numbers_in
 from megasched.analysis.stock import all_stock
 from megasched.definition.undisturbed import undisturbed
 from megasched.errors import Problem, ScheduleError

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.loss_trial import LossForm, LossLabels
+from megasched.analysis.loss_labels import LossForm, LossLabels
 from megasched.analysis.meta_call import token_inputs
 from megasched.analysis.noted import NotedLines
 from megasched.analysis.places import OutputRef, StageInput

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from megasched.analysis.op_rules import op_rule
-
 _OF_TORCH = {"aten", "prims", "prim", "quantized", "profiler", "_c10d_functional", "c10d_functional", "c10d"}
 _KEYS = ("Autograd", "AutogradCPU", "AutogradCUDA", "AutogradMeta")
 
@@ -24,11 +22,6 @@ class LibraryOperator:
     def __init__(self, operator: torch._ops.OpOverload) -> None:
         self.operator = operator
         self.__name__ = str(operator)
-
-    @property
-    def has_rule(self) -> bool:
-        """Whether somebody has said how its outputs lie when its inputs are cut, and its gradients with them."""
-        return op_rule(self.operator) is not None
 
     def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the operator gives."""

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megasched.analysis.sequence_dims import CONSTANTS
-from megasched.analysis.sequence_trial import numbers_in
+from megasched.analysis.numbers import CONSTANTS, numbers_in
 
 # Give the elements of what they get, in another order or number.
 VIEWS = frozenset(

@@ -11,7 +11,7 @@ import torch
 from megasched.analysis.labelling import Labelling
 from megasched.analysis.labels import TpSpec
 from megasched.analysis.module_call import Argument, ModuleCall, Placed
-from megasched.analysis.sequence_trial import COUNTING, goes_by_numbers, numbers_given, numbers_in
+from megasched.analysis.numbers import COUNTING, goes_by_numbers, numbers_given, numbers_in
 from megasched.analysis.tape import Call, Operation
 
 # They say nothing of shapes, and are not always there: a reshape copies where it can give no view, which may be

@@ -10,8 +10,7 @@ import torch
 
 from megasched.analysis.made import MadeOfNothing
 from megasched.analysis.meta_call import tensors_in
-from megasched.analysis.sequence_dims import CONSTANTS
-from megasched.analysis.sequence_trial import numbers_in
+from megasched.analysis.numbers import CONSTANTS, numbers_in
 from megasched.analysis.sites import Line, Lines, Site, running_lines
 from megasched.analysis.tape import Call, Operation, Question, Tape, TapeReader
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from megasched.analysis.layer_stack import LayerStack
-from megasched.analysis.loss_trial import BATCH, IGNORED, LossForm, LossLabels, LossTrial, cross_entropy
+from megasched.analysis.loss_labels import LossForm, LossLabels
+from megasched.analysis.loss_trial import BATCH, IGNORED, LossTrial, cross_entropy
 from megasched.analysis.meta_call import ScalarAnswers, call_hooks, forward_of, meta_copy, run_on_meta, tensors_in
 from megasched.analysis.plain_loss import Sizes, why_not_plain
 from megasched.analysis.stock import all_stock, is_theirs

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megasched.analysis.backward_code import FunctionTrials
 from megasched.analysis.entries import columns_that_share, find_entries
+from megasched.analysis.function_trials import FunctionTrials
 from megasched.analysis.joined_ways import join
 from megasched.analysis.labels import Region, TpAssumptions, TpFacts
 from megasched.analysis.module_calls import RecordedCalls

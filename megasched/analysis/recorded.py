@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.leaves import leaves_of
 from megasched.analysis.meta_call import tensors_in
 from megasched.analysis.places import OutputRef
+from megasched.analysis.trees import leaves_of
 from megasched.errors import MegaschedError
 
 # Where a leaf stands in what a module returns: keys and indices, as ``tree_map_with_path`` gives them.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.loss_trial import LossLabels
+from megasched.analysis.loss_labels import LossLabels
 from megasched.analysis.meta_call import loss_function_of, sum_of_logits
 from megasched.analysis.shape import SIZES
 from megasched.definition.objectives import objective_of

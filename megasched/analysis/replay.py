@@ -28,7 +28,7 @@ from megasched.analysis.meta_call import (
 )
 from megasched.analysis.module_call import ModuleCall
 from megasched.analysis.module_calls import SAME, numbers_of
-from megasched.analysis.sequence_trial import numbers_given
+from megasched.analysis.numbers import numbers_given
 from megasched.definition import attention_interface
 from megasched.definition.linears import output_axis
 from megasched.definition.undisturbed import undisturbed

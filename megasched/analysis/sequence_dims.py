@@ -19,7 +19,6 @@ from megasched.language.tensor_types import ShardDim
 
 Place = Callable[[torch.Tensor], ShardDim | None]
 
-CONSTANTS = frozenset(["zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"])
 # Each value goes where it was, or a new one is made for it without looking at others.
 _SAME = frozenset(
     (

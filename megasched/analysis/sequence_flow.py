@@ -9,20 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.backward_code import Function, FunctionTrials
+from megasched.analysis.backward_code import Function
+from megasched.analysis.function_trials import FunctionTrials
 from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.library_operators import LibraryOperator
 from megasched.analysis.meta_call import ScalarAnswers, tensors_in
-from megasched.analysis.sequence_dims import CONSTANTS, follow_sequence
+from megasched.analysis.numbers import CONSTANTS, goes_by_numbers, numbers_in
+from megasched.analysis.op_rules import op_rule
+from megasched.analysis.sequence_dims import follow_sequence
 from megasched.analysis.sequence_plan import CpFacts
-from megasched.analysis.sequence_trial import (
-    REMEDY,
-    Origin,
-    RunningCall,
-    dims_as_long,
-    goes_by_numbers,
-    numbers_in,
-)
+from megasched.analysis.sequence_trial import REMEDY, Origin, RunningCall, dims_as_long
 from megasched.analysis.sites import Site
 from megasched.definition.experts import find_experts
 from megasched.errors import Problem
@@ -148,7 +144,7 @@ class SequenceFlow(ScalarAnswers):
             return
         if self.silent or not any(id(tensor) in self.places for tensor in outputs):
             return
-        if isinstance(function, LibraryOperator) and function.has_rule:
+        if isinstance(function, LibraryOperator) and op_rule(function.operator):
             return
         with self._silently():
             by_parts = self.functions.works_by_parts(function, args, output, self.place)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -86,30 +85,6 @@ def closed_over(function: Any, seen: set[int] | None = None) -> Iterator[torch.T
     for value in inner:
         if value is not None:
             yield from closed_over(value, seen)
-
-
-def numbers_in(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[float]:
-    """Arguments of an operation that are plain numbers."""
-    return [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, int | float)]
-
-
-COUNTING = frozenset(["arange", "linspace", "logspace"])  # make places, of nothing
-# Put a number into a tensor that they make, beside its sizes.
-FILLING = frozenset(["full", "new_full", "full_like", "fill", "fill_", "scalar_tensor"])
-
-
-def goes_by_numbers(func: Any) -> bool:
-    """Whether the plain numbers that an operation is given are, or change, the values of what it gives."""
-    return torch.Tag.pointwise in getattr(func, "tags", ()) or func.__name__.partition(".")[0] in FILLING
-
-
-def numbers_given(values: Any) -> list[float]:
-    """The plain numbers in what a tensor is made of."""
-    if isinstance(values, int | float):
-        return [values]
-    if isinstance(values, list | tuple):
-        return [number for value in values for number in numbers_given(value)]
-    return numbers_given(values.tolist()) if isinstance(values, np.ndarray | np.generic) else []
 
 
 def numbers_of_length(run: Sequence[Numbers], other: Sequence[Numbers]) -> list[Problem]:

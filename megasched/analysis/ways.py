@@ -20,8 +20,8 @@ from torch import nn
 
 from megasched.analysis.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in
 from megasched.analysis.noted import NotedLines, Numbers
+from megasched.analysis.numbers import numbers_in
 from megasched.analysis.recorded import LeafPath
-from megasched.analysis.sequence_trial import numbers_in
 from megasched.analysis.sites import Site
 from megasched.definition import attention_interface
 from megasched.errors import ScheduleError

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from megasched.analysis.loss_trial import LossForm, LossLabels
+from megasched.analysis.loss_labels import LossForm, LossLabels
 from megasched.analysis.own_loss import own_loss
 from megasched.analysis.structure import layer_stack_of
 from megasched.definition.build import build_definition, init_empty_weights

@@ -11,7 +11,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from megasched.analysis.loss_trial import LossForm, LossLabels
+from megasched.analysis.loss_labels import LossForm, LossLabels
 from megasched.analysis.own_loss import why_another_at
 from megasched.analysis.structure import layer_stack_of
 from megasched.definition.build import init_empty_weights

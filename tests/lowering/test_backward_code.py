@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.analysis.backward_code import FunctionTrials
+from megasched.analysis.function_trials import FunctionTrials
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import Layout
 from megasched.language.schedule import create_schedule

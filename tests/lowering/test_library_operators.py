@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megasched.analysis.backward_code import FunctionTrials
+from megasched.analysis.function_trials import FunctionTrials
 from megasched.analysis.gradient_scale import why_by_scale
 from megasched.analysis.library_operators import library_operator
 from megasched.verify.parity import LAYOUTS, failure

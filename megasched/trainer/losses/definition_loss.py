@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from megasched.analysis.layer_stack import LayerStack
-from megasched.analysis.loss_trial import IGNORED, LossLabels
+from megasched.analysis.loss_labels import LossLabels
+from megasched.analysis.loss_trial import IGNORED
 from megasched.analysis.own_loss import why_another_at
 from megasched.definition.undisturbed import undisturbed
 from megasched.errors import ConfigError, Problem, ScheduleError

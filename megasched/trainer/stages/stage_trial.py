@@ -16,9 +16,9 @@ from torch import nn
 
 from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.analysis.numbers import numbers_in
 from megasched.analysis.places import StageInput
 from megasched.analysis.recording import loss_given
-from megasched.analysis.sequence_trial import numbers_in
 from megasched.analysis.structure import flow_of
 from megasched.analysis.ways import Ways
 from megasched.collector import collector_paused
