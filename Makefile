@@ -21,7 +21,7 @@ PROCESSES := -n $(if $(filter 1,$(JOBS)),1,$(shell expr $(JOBS) + 1))
 unexport PYTHONDONTWRITEBYTECODE
 FAST := $(PROCESSES) -m "not slow and not browser"
 
-.PHONY: help setup quickstart test test-all durations browser-test matrix lint format clean
+.PHONY: help setup quickstart test test-all durations browser-test matrix lint stubs format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -63,14 +63,18 @@ browser-test: $(STAMP) ## the page of `show --html` in a real Chromium, which pi
 matrix: $(STAMP) ## check every architecture at every layout; hours, goes on where it was (ARGS="--types llama")
 	$(RUN) -m megasched.verify.matrix $(ARGS)
 
-lint: $(STAMP) ## ruff: rules and formatting
+lint: $(STAMP) ## ruff: rules and formatting; mypy: the types of what users call and of the plan
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+stubs: $(STAMP) ## write the types of the primitives, as they are called on a schedule, from the registry
+	$(RUN) -m tests.house.stubs
 
 format: $(STAMP) ## let ruff rewrite what it can
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
 clean: ## remove the environment, caches and build outputs; quickstart/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -108,6 +108,7 @@ def _plan(folder: str, calls: Calls | None) -> tuple[float, float, int]:
     from megasched.language.parallel_dims import Layout
     from megasched.language.schedule import create_schedule
     from megasched.layers import attention
+    from megasched.layers.megatron.trials import Trials
     from megasched.lowering.replace import replace_modules
     from megasched.model_adapters.default_schedule import schedule as auto
     from megasched.model_adapters.registry import roles_of
@@ -126,7 +127,7 @@ def _plan(folder: str, calls: Calls | None) -> tuple[float, float, int]:
             calls(layer)
     called = time.process_time()
     replace_modules(sch, definition)
-    make_plan(sch, model=definition, causal_lm=True)
+    make_plan(sch, model=definition, causal_lm=True, trials=Trials)
     return called - start, time.process_time() - called, len(sch.records)
 
 

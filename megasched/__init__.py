@@ -22,15 +22,13 @@ if TYPE_CHECKING:
     from megasched.definition.build import build_definition, init_empty_weights, load_config
     from megasched.errors import CheckpointError, ConfigError, MegaschedError, Problem, ScheduleError
     from megasched.graph.compilers import register_compiler
-    from megasched.graph.subgraph import Subgraph
     from megasched.language.parallel_dims import Layout
     from megasched.language.records import Record, load_records, save_records
-    from megasched.language.registry import Primitive, list_primitives, register_primitive
+    from megasched.language.registry import Primitive, list_primitives, register_lowering, register_primitive
     from megasched.language.schedule import Schedule, ScheduleList, replay
     from megasched.language.schedule_file import register_schedule
-    from megasched.lowering.build import build
-    from megasched.lowering.library import apply_schedule, create_schedule
-    from megasched.lowering.records import register_lowering
+    from megasched.language.subgraph import Subgraph
+    from megasched.lowering.build import apply_schedule, build, create_schedule
     from megasched.weights.hf.folder import HFFolder
     from megasched.weights.random_init import RandomInit
     from megasched.weights.source import materialize
@@ -51,18 +49,18 @@ _PUBLIC = {
     "Schedule": "megasched.language.schedule",
     "ScheduleError": "megasched.errors",
     "ScheduleList": "megasched.language.schedule",
-    "Subgraph": "megasched.graph.subgraph",
-    "apply_schedule": "megasched.lowering.library",
+    "Subgraph": "megasched.language.subgraph",
+    "apply_schedule": "megasched.lowering.build",
     "build": "megasched.lowering.build",
     "build_definition": "megasched.definition.build",
-    "create_schedule": "megasched.lowering.library",
+    "create_schedule": "megasched.lowering.build",
     "init_empty_weights": "megasched.definition.build",
     "list_primitives": "megasched.language.registry",
     "load_config": "megasched.definition.build",
     "load_records": "megasched.language.records",
     "materialize": "megasched.weights.source",
     "register_compiler": "megasched.graph.compilers",
-    "register_lowering": "megasched.lowering.records",
+    "register_lowering": "megasched.language.registry",
     "register_op_rule": "megasched.analysis.op_rules",
     "register_primitive": "megasched.language.registry",
     "register_schedule": "megasched.language.schedule_file",

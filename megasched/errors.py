@@ -38,6 +38,24 @@ class Problem:
         return describe(self, [self.module] if self.module else [])
 
 
+@dataclass(frozen=True)
+class Declined:
+    """Something that was asked or looked for and is not done, which is no fault.
+
+    Attributes:
+        reason: why, in words that can follow a colon.
+        path: of the module that it is about.
+        source: ``file:line`` of the schedule call that asked for it; empty when nobody asked.
+    """
+
+    reason: str
+    path: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 # Of modules with one and the same problem, so many are named; equal layers have equal faults.
 NAMED_MODULES = 3
 

@@ -215,12 +215,11 @@ def no_new_primitives(monkeypatch):
     """What a page registers is gone afterwards."""
     from megasched.graph import compilers
     from megasched.language import registry
-    from megasched.lowering import records
 
-    registry.has_primitive("shard")  # the built-in ones are there to stay
+    registry.get_lowering("checkpoint")  # the built-in ones are there to stay
     compilers.get_compiler("megatron")
     monkeypatch.setattr(registry, "_PRIMITIVES", dict(registry._PRIMITIVES))
-    monkeypatch.setattr(records, "_RECORD_LOWERINGS", dict(records._RECORD_LOWERINGS))
+    monkeypatch.setattr(registry, "_LOWERINGS", dict(registry._LOWERINGS))
     monkeypatch.setattr(compilers, "_COMPILERS", dict(compilers._COMPILERS))
 
 
@@ -258,6 +257,7 @@ def plan_schedule(code: str) -> int:
     from megasched.language.parallel_dims import Layout
     from megasched.language.schedule import create_schedule
     from megasched.language.schedule_file import apply_schedule
+    from megasched.layers.megatron.trials import Trials
     from megasched.lowering.lora import adapt_modules
     from megasched.lowering.replace import replace_modules
     from megasched.model_adapters.registry import roles_of
@@ -270,7 +270,7 @@ def plan_schedule(code: str) -> int:
     apply_schedule(sch, namespace["schedule"])
     replace_modules(sch, definition)
     adapt_modules(sch, definition)
-    make_plan(sch, model=definition, causal_lm=True)
+    make_plan(sch, model=definition, causal_lm=True, trials=Trials)
     return len(sch.records)
 
 

@@ -15,6 +15,7 @@ from megasched.definition.experts import find_experts, not_apart
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import Layout
+from megasched.layers.megatron.trials import Trials
 from megasched.model_adapters.default_schedule import schedule as default_schedule
 from megasched.model_adapters.registry import roles_of
 from megasched.plan.make import make_plan
@@ -78,7 +79,7 @@ def planned(model_type: str, layout: Layout, schedule=default_schedule):
     model = on_meta(model_type)
     sch = create_schedule(model, layout, roles_of(model))
     schedule(sch, layout)
-    return make_plan(sch, causal_lm=True)
+    return make_plan(sch, causal_lm=True, trials=Trials)
 
 
 def test_auto_shares_out_every_parameter_of_the_experts():
@@ -133,7 +134,7 @@ def planned_with_sequence_parallelism(model):
     layout = Layout(tensor_model_parallel_size=2, sequence_parallel=True)
     sch = create_schedule(model, layout, roles_of(model))
     default_schedule(sch, layout)
-    return make_plan(sch, causal_lm=True)
+    return make_plan(sch, causal_lm=True, trials=Trials)
 
 
 def test_logits_recorded_inside_of_regions_are_handed_on_whole():

@@ -9,7 +9,7 @@ from torch import nn
 import megasched
 from megasched import ConfigError, Layout, Primitive, ScheduleError
 from megasched.language import registry
-from megasched.lowering import records
+from megasched.plan.make import make_plan
 
 BUILT_IN = {
     "annotate",
@@ -27,9 +27,9 @@ BUILT_IN = {
 @pytest.fixture(autouse=True)
 def own_registries(monkeypatch):
     """What a test registers is gone after it."""
-    registry.list_primitives()
+    registry.get_lowering("checkpoint")
     monkeypatch.setattr(registry, "_PRIMITIVES", dict(registry._PRIMITIVES))
-    monkeypatch.setattr(records, "_RECORD_LOWERINGS", dict(records._RECORD_LOWERINGS))
+    monkeypatch.setattr(registry, "_LOWERINGS", dict(registry._LOWERINGS))
 
 
 def scale_primitive():
@@ -168,3 +168,60 @@ def test_every_public_name_of_a_schedule_is_reserved():
     from megasched.language.schedule import Schedule
 
     assert {name for name in dir(Schedule) if not name.startswith("_")} == set(RESERVED)
+
+
+def test_what_a_third_party_does_not_say_is_safe():
+    """Its call is carried out on the lowered module itself: nothing is fused there, no block stands around it."""
+    said = {name: value for name, value in vars(Primitive).items() if name in Primitive.__annotations__}
+    assert said == {
+        "aliases": (),
+        "leaves_record": True,
+        "phase": "lowered",
+        "replaces_modules": False,
+        "survives_replacement": False,
+        "keeps_product": False,
+        "on_megatron_module": True,
+        "inside_megatron_module": False,
+        "one_call_in_graph": "never",
+        "makes_graph": False,
+        "takes_subgraph": False,
+        "inlines_subgraph": False,
+        "runs_code_again": False,
+        "chooses_trained": False,
+        "shown_by_effect": False,
+    }
+
+
+def test_every_attribute_of_a_primitive_is_documented():
+    documented = set(re.findall(r"^ {8}(\w+):", Primitive.__doc__, re.MULTILINE))
+    assert documented == Primitive.__annotations__.keys()
+
+
+def test_what_is_lowered_has_a_lowering():
+    for name in registry.list_primitives(name_only=True):
+        assert (
+            registry.has_lowering(registry.get_primitive(name)) or not registry.get_primitive(name).leaves_record
+        )
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize(("keeps", "joint"), [(True, (("gate", "up"),)), (False, ())])
+def test_what_keeps_a_product_is_said_by_its_class(keeps, joint):
+    """Another call on a column takes it out of the product that it would be computed by with others."""
+    cls = scale_primitive()
+    cls.keeps_product = keeps
+    megasched.register_primitive(cls)
+    megasched.register_lowering("scale")(scale_lowering)
+    sch = megasched.create_schedule(Gated(), Layout(tensor_model_parallel_size=2))
+    sch["gate"].shard("weight", axis=0)
+    sch["up"].shard("weight", axis=0).scale(2.0)
+    sch["down"].shard("weight", axis=1)
+    assert make_plan(sch, inputs={"x": torch.zeros(2, 3, 8)}).joint == joint

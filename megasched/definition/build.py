@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from packaging.specifiers import SpecifierSet
 
@@ -87,12 +87,12 @@ def init_empty_weights() -> Iterator[None]:
                 moved[held].__dict__.update(held.__dict__)
             module._parameters[name] = moved[held]
 
-    torch.nn.Module.register_parameter = register_on_meta
+    torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         with LargeOnMeta():
             yield
     finally:
-        torch.nn.Module.register_parameter = register
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def load_config(
@@ -128,7 +128,7 @@ def load_config(
             f"--hf-model {hf_model}: can't load the HF config: {config_fault(path, error)}"
         ) from error
     if not overrides:
-        return config
+        return cast("PretrainedConfig", config)
     file, _ = PretrainedConfig.get_config_dict(str(hf_model))
     return with_overrides(config, file, overrides)
 
@@ -177,7 +177,7 @@ def build_definition(
             module.config.use_cache = False
     set_objective(model, objective)
     buffers_following_dtype(model)  # notes them, while the model is as its class makes it
-    return model
+    return cast("PreTrainedModel", model)
 
 
 def _place(error: Exception) -> str:
@@ -227,13 +227,13 @@ def _follow_dtype(model: nn.Module) -> frozenset[str]:
         name
         for name, module, own in _buffers(model)
         if own in module._non_persistent_buffers_set
-        and module._buffers[own].dtype == torch.float32
+        and module.get_buffer(own).dtype == torch.float32
         and not own.endswith("inv_freq")
     ]
     if not asked or not hasattr(model, "_from_config"):
         return frozenset()
     with torch.random.fork_rng(devices=[]), init_empty_weights():
-        other = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
+        other = cast(Any, type(model))._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
     made = dict(other.named_buffers())
     return frozenset(name for name in asked if name in made and made[name].dtype == torch.bfloat16)
 
@@ -251,11 +251,11 @@ def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> None:
         for name, module, own in _buffers(model)
         if name in following or own not in module._non_persistent_buffers_set
     }
-    kept = kept_in_float32(model, dtype, [*parameters, *buffers])
+    kept = kept_in_float32(cast("PreTrainedModel", model), dtype, [*parameters, *buffers])
     for name in parameters.keys() - kept:
         parameters[name].data = parameters[name].data.to(dtype)
     for module, own in (buffers[name] for name in buffers.keys() - kept):
-        module._buffers[own] = module._buffers[own].to(dtype)
+        module._buffers[own] = module.get_buffer(own).to(dtype)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

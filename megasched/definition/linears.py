@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megasched.definition.instances import computes, own_state, small_copy, tried_once
+from megasched.language.lora import CONV1D
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether it is HF's ``Conv1D``, a linear that keeps its weight as [in, out]."""
-    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
+    return (type(module).__module__, type(module).__name__) == CONV1D
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import shutil
 import warnings
@@ -11,17 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megasched.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megasched.graph.partition import ExtractedSubgraph
-    from megasched.graph.subgraph import Subgraph
+from megasched.graph.partition import ExtractedSubgraph
+from megasched.language.subgraph import Subgraph
 
 GROUP = "megasched.compilers"
-# Of this library, but of a layer above: by name, so that nothing here imports Megatron.
-OWN = ("megasched.layers.megatron.fusions",)
 # Compilations of one sub-graph beyond which it is reported.
 FEW = 4
 
@@ -67,8 +61,6 @@ def register_compiler(name: str, refuse: Refuse = lambda subgraph: "") -> Callab
 
 @cache
 def _load_all() -> None:
-    for name in OWN:
-        importlib.import_module(name)
     for point in entry_points(group=GROUP):
         point.load()
 
@@ -120,21 +112,3 @@ def inductor(part: ExtractedSubgraph) -> Callable[..., Any]:
         return compile_fx(graph, examples)
 
     return torch.compile(part.graph, backend=counted, dynamic=False, fullgraph=True)
-
-
-def _no_te(subgraph: Subgraph) -> str:
-    if importlib.util.find_spec("transformer_engine") is None:
-        return "Transformer Engine is not installed: pip install 'megasched[te]', on a machine with CUDA"
-    if subgraph.pattern.partition(":")[0] != "swiglu":
-        return "te has a kernel for patterns.swiglu alone; use compiler='inductor', or replace the module"
-    return ""
-
-
-@register_compiler("te", _no_te)
-def te(part: ExtractedSubgraph) -> Callable[..., Any]:
-    """Transformer Engine's fusible operation for what the pattern computes."""
-    import torch
-    from transformer_engine.pytorch import ops
-
-    fused = ops.SwiGLU()
-    return lambda gate, up: fused(torch.cat([gate, up], dim=-1))

@@ -13,7 +13,7 @@ from torch import fx
 from megasched.graph.capture import Graph
 from megasched.graph.naming import operation
 from megasched.graph.partition import CASTS, is_idle_cast, uncast
-from megasched.graph.subgraph import Subgraph
+from megasched.language.subgraph import Subgraph
 
 _COMMUTE = ("add", "mul")
 # Sizes in patterns' examples are at least this; a size there stands for any, equal ones for equal ones.

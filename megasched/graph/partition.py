@@ -14,7 +14,7 @@ from torch.fx.passes.utils.fuser_utils import fuse_as_graphmodule, validate_part
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.capture import Graph
 from megasched.graph.naming import covered_by
-from megasched.graph.subgraph import Subgraph
+from megasched.language.subgraph import Subgraph
 
 # How the same values in the same type come out again; in the type that training uses they may convert.
 CASTS = (torch.ops.aten.to.dtype, torch.ops.aten.to.device, torch.ops.aten._to_copy.default)

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from megasched.language.records import Record
 
 # Children of an adapted linear, by PEFT's names.
 A, B, DROPOUT = "lora_A", "lora_B", "lora_dropout"
+# Module and name of HF's linear that keeps its weight as [in, out].
+CONV1D = ("transformers.pytorch_utils", "Conv1D")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,13 @@ class Lora:
     @property
     def scaling(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+def takes_adapter(module: nn.Module) -> bool:
+    """Whether it is a linear that can be adapted: torch's, or HF's ``Conv1D``."""
+    from torch import nn
+
+    return isinstance(module, nn.Linear) or (type(module).__module__, type(module).__name__) == CONV1D
 
 
 def adapted(records: Iterable[Record]) -> dict[str, Mapping[str, Any]]:

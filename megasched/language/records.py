@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from megasched.errors import ConfigError
@@ -28,7 +29,7 @@ _FORM = [{"primitive": str, "path": str, "arguments": {}, "source": str}]
 
 def caller_source() -> str:
     """``file:line`` of the innermost frame outside this library; the adapters' own schedule counts as outside."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
         if not filename.startswith(_LIBRARY) or filename.startswith(_ADAPTERS):

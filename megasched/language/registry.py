@@ -7,40 +7,101 @@ Built-in primitives and third parties' come the same way, through the entry poin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Protocol, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, overload
 
 from megasched.errors import ConfigError, Problem
+from megasched.language.records import Record
+
+if TYPE_CHECKING:
+    from megasched.language.parallel_dims import Layout
+    from megasched.language.roles import Roles
 
 GROUP = "megasched.primitives"
+LOWERINGS = "megasched.lowerings"
+
+Phase = Literal["edit", "plan", "graph", "lowered"]
+# How a record is carried out: gets the lowered module, the record and a ``BuildContext``.
+Lowering = Callable[[Any, Record, Any], None]
 
 
 class Node(Protocol):
-    """What a primitive is told of the module it is called on (a ``Schedule``)."""
+    """What a primitive is told of the module it is called on: all that a ``Schedule`` has of its own."""
 
     @property
     def path(self) -> str: ...
     @property
     def mod(self) -> Any: ...
     @property
-    def root(self) -> Any: ...
+    def parent(self) -> Node | None: ...
+    @property
+    def root(self) -> Node: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def roles(self) -> Roles: ...
+    @property
+    def records(self) -> list[Record]: ...
+    @property
+    def renamed(self) -> dict[str, tuple[str, ...]]: ...
+    @property
+    def memory(self) -> dict[str, Any]: ...
+    @property
+    def built(self) -> bool: ...
     def role_of(self, path: str) -> str | None: ...
+    def role(self, name: str) -> Iterable[Node]: ...
+    def children(self) -> Iterable[Node]: ...
+    def below(self) -> Mapping[str, Node]: ...
 
 
 class Primitive:
-    """One transformation. Subclasses say what its call records; a lowering of the same name carries it out.
+    """One transformation. A subclass says all of itself: what its call records, and how phases treat the record.
+
+    What a class does not say has a default that is safe: its record is carried out on the lowered module, and what
+    would change that module (a fused product, Megatron's layer around it) is left out.
 
     Attributes:
         name: how it is called on a schedule.
         aliases: other names for the same.
         leaves_record: whether a call is recorded; otherwise what ``record`` returns is the call's answer.
+        phase: what carries a record out. ``edit`` changes the definition before anything is planned, ``plan``
+            decides how it lies and is computed, ``graph`` works on traced modules, and ``lowered`` has a function
+            of its own (``register_lowering``) called on the lowered module.
+        replaces_modules: other modules stand in the places of the definition's afterwards.
+        survives_replacement: the record counts where its module was replaced, too; others are refused there.
+        keeps_product: a column linear still computes the product that it has in the definition, so that one matrix
+            product may compute it with others.
+        on_megatron_module: a call on a module itself is carried out where Megatron's own stands in its place.
+        inside_megatron_module: so is a call on a module inside, of which nothing is left then.
+        one_call_in_graph: whether the module is one call in the graph of a traced module around it.
+        makes_graph: the module's code is traced, and runs as a graph.
+        takes_subgraph: an argument ``subgraph``, if given, is checked as operations of the traced module; records
+            get it through ``record_subgraph``.
+        inlines_subgraph: what is made of those operations looks inside, so that no live call can be among them.
+        runs_code_again: the module's code may run more often than its model is called.
+        chooses_trained: which parameters are trained follows from it.
+        shown_by_effect: ``megasched show`` says what it did to the module, and need not name the call.
     """
 
     name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
     leaves_record: ClassVar[bool] = True
+    phase: ClassVar[Phase] = "lowered"
+    replaces_modules: ClassVar[bool] = False
+    survives_replacement: ClassVar[bool] = False
+    keeps_product: ClassVar[bool] = False
+    on_megatron_module: ClassVar[bool] = True
+    inside_megatron_module: ClassVar[bool] = False
+    one_call_in_graph: ClassVar[Literal["never", "always", "unless sharded"]] = "never"
+    makes_graph: ClassVar[bool] = False
+    takes_subgraph: ClassVar[bool] = False
+    inlines_subgraph: ClassVar[bool] = False
+    runs_code_again: ClassVar[bool] = False
+    chooses_trained: ClassVar[bool] = False
+    shown_by_effect: ClassVar[bool] = False
 
     def record(self, node: Node, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         """The arguments to keep, by name. Nothing is changed and nothing heavy is done here."""
@@ -50,12 +111,15 @@ class Primitive:
         """What is wrong with this call as seen on the definition alone; collected over the whole schedule."""
         return []
 
+    def paths(self, node: Node, arguments: Mapping[str, Any]) -> list[str]:
+        """Paths of the modules that this call is about: the one that it is made on, unless it looks for others."""
+        return [node.path]
 
-# What a schedule has of its own under these names would hide a primitive (``Schedule`` in schedule.py).
-RESERVED = frozenset(
-    "path mod parent root layout roles records renamed memory built role role_of children below".split()  # noqa: SIM905
-)
+
+# What a schedule has of its own under these names would hide a primitive.
+RESERVED = frozenset(name for name in vars(Node) if not name.startswith("_"))
 _PRIMITIVES: dict[str, Primitive] = {}
+_LOWERINGS: dict[str, Lowering] = {}
 
 
 def register_primitive[P: type[Primitive]](cls: P) -> P:
@@ -83,6 +147,91 @@ def register_primitive[P: type[Primitive]](cls: P) -> P:
     return cls
 
 
+def register_lowering(primitive: str) -> Callable[[Lowering], Lowering]:
+    """Decorator: says how a record of this primitive is carried out on the lowered module.
+
+    The function gets (module, record, context) after all parallel layers are in place; records are carried
+    out in the order of the calls. A file that is run again (a schedule file) may register its function again.
+
+    Raises:
+        ConfigError: another function is registered for the primitive, or another phase carries it out.
+    """
+
+    def decorate(function: Lowering) -> Lowering:
+        known = _LOWERINGS.get(primitive, function)
+        same = (known.__module__, known.__qualname__) == (function.__module__, function.__qualname__)
+        other_phase = has_primitive(primitive) and get_primitive(primitive).phase != "lowered"
+        if other_phase or not same:
+            raise ConfigError(f"a lowering of {primitive!r} is registered already, by {known.__module__}")
+        _LOWERINGS[primitive] = function
+        return function
+
+    return decorate
+
+
+@cache
+def _load_lowerings() -> None:
+    for point in entry_points(group=LOWERINGS):
+        point.load()
+
+
+def has_lowering(primitive: Primitive) -> bool:
+    """Whether a record of this primitive is carried out: by a phase as a whole, or by a function of its own."""
+    _load_lowerings()
+    return primitive.phase != "lowered" or primitive.name in _LOWERINGS
+
+
+def get_lowering(primitive: str) -> Lowering:
+    """The function that carries out records of this primitive on lowered modules; ``has_lowering`` says if."""
+    _load_lowerings()
+    return _LOWERINGS[primitive]
+
+
+@dataclass(frozen=True)
+class SubgraphRules:
+    """What the floor of graphs knows of an argument ``subgraph``.
+
+    Attributes:
+        record: of (primitive, node, value): what a record keeps of it.
+        check: of (primitive, node, arguments, source): what is wrong with it in view of the whole schedule.
+    """
+
+    record: Callable[[Primitive, Node, Any], dict[str, Any]]
+    check: Callable[[Primitive, Node, Mapping[str, Any], str], list[Problem]]
+
+
+_SUBGRAPH_RULES: list[SubgraphRules] = []
+
+
+def register_subgraph_rules(rules: SubgraphRules) -> None:
+    """Says how arguments called ``subgraph`` are recorded and checked."""
+    _SUBGRAPH_RULES[:] = [rules]
+
+
+def record_subgraph(primitive: Primitive, node: Node, value: Any) -> dict[str, Any]:
+    """A sub-graph that was handed to a primitive, as its record keeps it.
+
+    Raises:
+        ScheduleError: it is no part of this traced module, or can't be handled as one.
+    """
+    _load_entry_points()
+    return _SUBGRAPH_RULES[0].record(primitive, node, value)
+
+
+def check_call(node: Node, record: Record) -> list[Problem]:
+    """What is wrong with one call, as its primitive and the rules for its arguments see it."""
+    primitive = get_primitive(record.primitive)
+    problems = primitive.check(node, record.arguments, record.source)
+    if primitive.takes_subgraph and "subgraph" in record.arguments:
+        problems = [*problems, *_SUBGRAPH_RULES[0].check(primitive, node, record.arguments, record.source)]
+    return problems
+
+
+def records_where(records: Iterable[Record], holds: Callable[[Primitive], bool]) -> list[Record]:
+    """Those whose primitive is such a one, in their order."""
+    return [record for record in records if holds(get_primitive(record.primitive))]
+
+
 @cache
 def _load_entry_points() -> None:
     for point in entry_points(group=GROUP):
@@ -106,9 +255,9 @@ def get_primitive(name: str) -> Primitive:
 
 
 @overload
-def list_primitives(*, name_only: bool = True) -> list[str]: ...
+def list_primitives(*, name_only: Literal[True]) -> list[str]: ...
 @overload
-def list_primitives(*, name_only: bool = False) -> dict[str, str]: ...
+def list_primitives(*, name_only: Literal[False] = False) -> dict[str, str]: ...
 def list_primitives(*, name_only: bool = False) -> list[str] | dict[str, str]:
     """All primitives: their names, or name -> documentation."""
     _load_entry_points()

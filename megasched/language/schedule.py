@@ -21,6 +21,10 @@ from megasched.language.roles import Roles
 if TYPE_CHECKING:
     from torch import nn
 
+    from megasched.language.primitive_calls import PrimitiveCalls  # a stub alone: written from the registry
+else:
+    PrimitiveCalls = object
+
 
 @dataclass
 class Root:
@@ -42,7 +46,7 @@ class Root:
             self.first_path.setdefault(id(module), path)
 
 
-class Schedule:
+class Schedule(PrimitiveCalls):
     """The schedule of one module.
 
     Attributes:
@@ -154,7 +158,7 @@ class Schedule:
     @overload
     def __getitem__(self, key: int) -> Schedule: ...
     @overload
-    def __getitem__(self, key: str) -> Any: ...
+    def __getitem__(self, key: str) -> Schedule: ...  # a list of them where the key is a glob, called as one is
     def __getitem__(self, key: str | int | slice) -> Schedule | ScheduleList:
         if isinstance(key, slice):
             return self.children()[key]
@@ -240,7 +244,7 @@ def _must_be_primitive(name: str) -> None:
         )
 
 
-class ScheduleList(Sequence[Schedule]):
+class ScheduleList(Sequence[Schedule], PrimitiveCalls):
     """Several schedules; a primitive or a path applies to each of them."""
 
     def __init__(self, items: Sequence[Schedule]) -> None:
@@ -252,7 +256,11 @@ class ScheduleList(Sequence[Schedule]):
     def __iter__(self) -> Iterator[Schedule]:
         return iter(self._items)
 
-    def __getitem__(self, key: Any) -> Any:
+    @overload
+    def __getitem__(self, key: int) -> Schedule: ...
+    @overload
+    def __getitem__(self, key: slice | str) -> ScheduleList: ...
+    def __getitem__(self, key: slice | int | str) -> ScheduleList | Schedule:
         if isinstance(key, slice):
             return ScheduleList(self._items[key])
         if isinstance(key, int):

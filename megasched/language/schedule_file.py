@@ -18,16 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from megasched.errors import ConfigError, Problem, ScheduleError
+from megasched.language.parallel_dims import Layout
+from megasched.language.schedule import Schedule
 from megasched.reading.files import MIB, Expected, read_bytes
 from megasched.reading.forms import unsound_text
 from megasched.reading.json_file import NoJson, parse_json
-
-if TYPE_CHECKING:
-    from megasched.language.parallel_dims import Layout
-    from megasched.language.schedule import Schedule
 
 GROUP = "megasched.schedules"
 _SUFFIX = ".py"
@@ -151,7 +149,7 @@ def _find(name: str) -> ScheduleFunction:
     if name == "auto":
         from megasched.model_adapters.default_schedule import schedule
 
-        return schedule
+        return cast(ScheduleFunction, schedule)
     found = _registered().get(name)
     if found is None:
         known = ", ".join(sorted(_registered())) or "none"

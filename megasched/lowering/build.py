@@ -1,24 +1,65 @@
-"""``build`` for any ``nn.Module``: the schedule carried out in place, in this process's TP group."""
+"""The library's door: a schedule of any ``nn.Module`` in hand, and the same done in this process's TP group."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from megasched.analysis.known_runs import KnownRuns, usual_length
 from megasched.analysis.meta_call import example_inputs
-from megasched.errors import Problem, ScheduleError
+from megasched.errors import ConfigError, Problem, ScheduleError
+from megasched.language import schedule as tree
+from megasched.language.parallel_dims import Layout
+from megasched.language.roles import Roles
 from megasched.language.schedule import Schedule, current_layout
+from megasched.language.schedule_file import apply_schedule as call_schedule
+from megasched.language.schedule_file import find_schedule
 from megasched.layers.attention import enable
-from megasched.lowering.lora import adapt_modules
-from megasched.lowering.replace import replace_modules
+from megasched.layers.build_context import BuildContext
+from megasched.lowering.lower import lower
+from megasched.lowering.prepare import prepare
+from megasched.model_adapters.registry import roles_of
 from megasched.plan.make import make_plan
 from megasched.plan.plan import Plan
+
+
+def create_schedule(model: nn.Module, layout: Layout | None = None, roles: Roles | None = None) -> Schedule:
+    """An empty schedule of any ``nn.Module``; the model is not changed before ``build``.
+
+    Args:
+        model: HF or not, real or deferred by ``init_empty_weights``.
+        layout: how the job is spread; by default what Megatron's process groups in this process say.
+        roles: what is known of its modules; by default what an adapter knows of an HF model.
+    """
+    return tree.create_schedule(model, layout, roles if roles is not None else _known_roles(model))
+
+
+def apply_schedule(model: nn.Module, name: str, *, inputs: dict[str, Any] | None = None) -> nn.Module:
+    """Creates a schedule of the model, fills it with the one that ``name`` names, and builds it.
+
+    Args:
+        model: as for ``create_schedule``.
+        name: ``auto``, a schedule file, ``FILE:name``, or a name given to ``register_schedule``.
+        inputs: as for ``build``.
+    """
+    sch = create_schedule(model)
+    call_schedule(sch, find_schedule(name))
+    return build(sch, inputs=inputs)
+
+
+def _known_roles(model: nn.Module) -> Roles | None:
+    if not hasattr(model, "config") or not hasattr(model, "tp_plan"):
+        return None
+    try:
+        return cast(Roles, roles_of(model))
+    except ConfigError:
+        return None  # a model that no adapter knows can still be scheduled by hand
 
 
 def build(schedule: Schedule, *, inputs: Mapping[str, Any] | None = None) -> nn.Module:
@@ -42,20 +83,19 @@ def build(schedule: Schedule, *, inputs: Mapping[str, Any] | None = None) -> nn.
 def carry_out(schedule: Schedule, inputs: Mapping[str, Any] | None = None) -> Plan:
     """``build``; returns the plan that the model was built by."""
     _check_place(schedule)
-    model = schedule.mod
+    model: Any = schedule.mod
     length = None  # of a run's sequences; the inputs that are given have their own
     if inputs is None and (inputs := example_inputs(model)) is not None:
         length = usual_length(model)
     with ExitStack() as undo:
         if inputs is not None:
             undo.callback(enable(model, inputs))
-        replace_modules(schedule, model, inputs=inputs, undo=undo)
-        adapt_modules(schedule, model, undo)
+        prepare(schedule, model, inputs=inputs, undo=undo)
         plan = make_plan(schedule, model=model, inputs=inputs, runs=KnownRuns(length))
         undo.pop_all()
     _lower_here(schedule, model, plan)
     schedule.built = True
-    if plan.records_of("checkpoint", "trace", "trace_until") and hasattr(model, "config"):
+    if plan.records_where(lambda primitive: primitive.runs_code_again) and hasattr(model, "config"):
         model.config.use_cache = False  # a layer run again would append to the cache again, as HF notes too
     return plan
 
@@ -87,15 +127,12 @@ def _lower_here(schedule: Schedule, model: nn.Module, plan: Plan) -> None:
     from megatron.core import parallel_state
     from megatron.core.model_parallel_config import ModelParallelConfig
 
-    from megasched.layers.build_context import BuildContext
-    from megasched.lowering.lower import lower
-
     first = next(model.parameters(), torch.empty(0))
     grouped = parallel_state.model_parallel_is_initialized()
     context = BuildContext(
         # Megatron's layers need its groups; without any there is nothing to share a layer with.
-        plan=plan if grouped else replace(plan, cuts={}, joint=[]),
-        group=parallel_state.get_tensor_model_parallel_group() if grouped else _Alone(),
+        plan=plan if grouped else replace(plan, cuts={}, joint=()),
+        group=parallel_state.get_tensor_model_parallel_group() if grouped else cast(ProcessGroup, _Alone()),
         config=ModelParallelConfig(params_dtype=first.dtype, tensor_model_parallel_size=plan.layout.tp),
         source=None,
         device=torch.device("cpu") if first.device.type == "meta" else first.device,

@@ -19,9 +19,9 @@ from megasched.graph.compilers import get_compiler
 from megasched.graph.definition_graphs import standing_leaves
 from megasched.graph.intercept import Hook, Limits
 from megasched.graph.partition import Edit, ExtractedSubgraph
-from megasched.graph.subgraph import Subgraph
 from megasched.graph.traced import TracedModule, trace_module
 from megasched.language.records import Record
+from megasched.language.subgraph import Subgraph
 from megasched.layers.build_context import BuildContext
 from megasched.layers.linear import ReplicatedHeadsLinear
 from megasched.layers.recompute.recompute import recompute, tracker_states
@@ -40,7 +40,7 @@ def trace_modules(model: nn.Module, context: BuildContext, here: Callable[[str],
     plan = context.plan
     decomposed = {record.path: record for record in plan.records_of("decompose") if here(record.path)}
     traced: dict[str, TracedModule] = {}
-    for record in plan.records_of("trace", "trace_until"):
+    for record in plan.records_where(lambda primitive: primitive.makes_graph):
         if not here(record.path) or record.path in traced:
             continue
         module = model.get_submodule(record.path)
@@ -59,7 +59,7 @@ def trace_modules(model: nn.Module, context: BuildContext, here: Callable[[str],
             source=record.source,
             probe=_random_states_kept,
         )
-    for record in plan.records_of("fuse", "replace", "checkpoint"):
+    for record in plan.records_where(lambda primitive: primitive.takes_subgraph):
         if "subgraph" in record.arguments and record.path in traced:
             traced[record.path].edits.append(_edit(record, traced[record.path]))
     return lambda path: any(not around or path == around or path.startswith(around + ".") for around in traced)
@@ -86,7 +86,10 @@ def _edit(record: Record, traced: TracedModule) -> Edit:
         return Edit(subgraph, get_compiler(record.arguments["compiler"]).make, record.source, inlined=True)
     if record.primitive == "checkpoint":
         return Edit(subgraph, partial(_recomputed, traced.root), record.source)
-    return Edit(subgraph, partial(_replaced, record), record.source)
+    if record.primitive == "replace":
+        return Edit(subgraph, partial(_replaced, record), record.source)
+    what = f"{record.primitive} can't be carried out on a sub-graph"
+    raise ScheduleError(Problem(what, record.path, record.source, "replace, checkpoint or fuse it"))
 
 
 def _recomputed(root: nn.Module, part: ExtractedSubgraph) -> Callable[..., Any]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from megasched.language.roles import Roles
+from megasched.layers.build_context import BuildContext
 from megasched.plan.record_checks import local_value, owner_of, sharded_attention
-
-if TYPE_CHECKING:
-    from megasched.layers.build_context import BuildContext
 
 
 def divide_local_attributes(

@@ -10,19 +10,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from megasched.definition.linears import is_conv1d, output_axis
 from megasched.errors import Problem, ScheduleError
-from megasched.language.lora import DROPOUT, A, B, Lora
+from megasched.language.lora import DROPOUT, A, B, Lora, takes_adapter
+from megasched.language.records import Record
+from megasched.language.schedule import Schedule
 from megasched.weights.lora import initial_value
-
-if TYPE_CHECKING:
-    from megasched.language.records import Record
-    from megasched.language.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def _check(model: nn.Module, record: Record, names: Mapping[int, int]) -> list[P
     except AttributeError:
         what = "adapt: there is no such module any more after the replacements"
         return [Problem(what, record.path, record.source, "adapt a module that stays")]
-    if not (isinstance(module, nn.Linear) or is_conv1d(module)):
+    if not takes_adapter(module):
         what = f"adapt: after the replacements this is a {type(module).__name__}"
         return [Problem(what, record.path, record.source, "replace it by an nn.Linear, or do not adapt it")]
     if names[id(module.weight)] > 1:

@@ -13,6 +13,7 @@ from megasched.definition.linears import plain_attributes
 from megasched.definition.module_copy import transfer_hooks
 from megasched.language.lora import DROPOUT
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MoeSpec
+from megasched.language.registry import get_lowering, get_primitive
 from megasched.language.schedule import Schedule
 from megasched.layers.attention import AttentionSettings
 from megasched.layers.build_context import BuildContext
@@ -37,11 +38,10 @@ from megasched.layers.te.attention import TeCore, uses_transformer_engine
 from megasched.layers.te.linear import TeProduct, lower_te_linear
 from megasched.layers.tokens import note_batch
 from megasched.layers.wrap import draw_forked
-from megasched.lowering.annotations import carried_annotations
 from megasched.lowering.graphs import trace_modules
 from megasched.lowering.local_counts import divide_local_attributes
-from megasched.lowering.records import PLANNED, carry_out_record
-from megasched.lowering.transfer import module_places
+from megasched.lowering.records import carried_annotations
+from megasched.lowering.replace import parents_of
 from megasched.plan.communication import shared_regions
 from megasched.plan.fused_columns import fused_paths
 from megasched.plan.plan import Plan
@@ -52,7 +52,7 @@ def lower(schedule: Schedule, model: nn.Module, context: BuildContext, here: Cal
     plan = context.plan
     regions = shared_regions(plan) if context.size > 1 else {}
     entered = {column for _, columns in regions.values() for column in columns}
-    places = module_places(model)
+    places = parents_of(model)
     made: dict[nn.Module, nn.Module] = {}
     if plan.by_megatron:
         _lower_blocks(schedule, model, context, here)
@@ -90,8 +90,8 @@ def lower(schedule: Schedule, model: nn.Module, context: BuildContext, here: Cal
         if alone(path):
             draw_forked(model.get_submodule(path))
     for record in carried_annotations(plan.records, schedule.renamed, model):
-        if record.primitive not in PLANNED and here(record.path):
-            carry_out_record(model.get_submodule(record.path), record, context)
+        if get_primitive(record.primitive).phase == "lowered" and here(record.path):
+            get_lowering(record.primitive)(model.get_submodule(record.path), record, context)
 
 
 def lower_sequence_boundaries(

@@ -1,71 +1,23 @@
-"""How single records are carried out on lowered modules; one function a primitive, third parties' likewise."""
+"""How single records are carried out on lowered modules: one function a primitive.
+
+They are registered as third parties' are: the entry point group ``megasched.lowerings`` names this module.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from megasched.errors import ConfigError
 from megasched.graph import opaque
 from megasched.language.records import Record
+from megasched.language.registry import register_lowering
 from megasched.layers.build_context import BuildContext
 from megasched.layers.wrap import draw_forked, recompute_module, wrap_forward
-
-RecordLowering = Callable[[nn.Module, Record, BuildContext], None]
-_RECORD_LOWERINGS: dict[str, RecordLowering] = {}
-
-
-def register_lowering(primitive: str) -> Callable[[RecordLowering], RecordLowering]:
-    """Decorator: says how a record of this primitive is carried out on the lowered module.
-
-    The function gets (module, record, context) after all parallel layers are in place; records are carried
-    out in the order of the calls. A file that is run again (a schedule file) may register its function again.
-
-    Raises:
-        ConfigError: another function is registered for the primitive, or megasched plans it as a whole.
-    """
-
-    def decorate(function: RecordLowering) -> RecordLowering:
-        known = _RECORD_LOWERINGS.get(primitive, function)
-        same = (known.__module__, known.__qualname__) == (function.__module__, function.__qualname__)
-        if primitive in PLANNED or not same:
-            raise ConfigError(f"a lowering of {primitive!r} is registered already, by {known.__module__}")
-        _RECORD_LOWERINGS[primitive] = function
-        return function
-
-    return decorate
-
-
-def is_lowered(primitive: str) -> bool:
-    """Whether there is a lowering of this primitive."""
-    return primitive in PLANNED or primitive in _RECORD_LOWERINGS
-
-
-# Planned as a whole before anything is lowered; nothing is left to do for the single record.
-PLANNED = frozenset(
-    {
-        "shard",
-        "replace",
-        "replace_all",
-        "cut_pipeline_stage",
-        "level",
-        "trace",
-        "trace_until",
-        "fuse",
-        "decompose",
-        "adapt",
-        "unfreeze",
-    }
-)
-
-
-def carry_out_record(module: nn.Module, record: Record, context: BuildContext) -> None:
-    """Does what a record asks for; its primitive must not be one that is planned as a whole."""
-    _RECORD_LOWERINGS[record.primitive](module, record, context)
 
 
 @register_lowering("checkpoint")
@@ -155,3 +107,27 @@ def _with_gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Te
     same = x.view_as(x)
     same.register_hook(function)
     return same
+
+
+def carried_annotations(
+    records: Sequence[Record], renamed: Mapping[str, tuple[str, ...]], model: nn.Module
+) -> Iterator[Record]:
+    """The records, each annotation naming the parameters that its own has become: it follows them through a
+    replacement, under whatever name they have then.
+
+    Args:
+        records: of the schedule.
+        renamed: parameter of a replaced module -> parameters of the definition that it is made of.
+        model: after replacements. An annotation of a parameter that was dropped has nothing to go on.
+    """
+    held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for record in records:
+        if record.primitive != "annotate":
+            yield record
+            continue
+        param = record.arguments["param"]
+        old = f"{record.path}.{param}" if record.path else param
+        for name in [new for new, sources in renamed.items() if old in sources] or [old]:
+            path, _, leaf = name.rpartition(".")
+            if name in held:
+                yield replace(record, path=path, arguments={**record.arguments, "param": leaf})

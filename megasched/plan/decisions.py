@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megasched.language.roles import Roles
-from megasched.plan.indices import fold_indices
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
-from megasched.trainer.session import Session
 
+# More pieces of folded indices than this are abbreviated.
+LABEL_PIECES = 4
 NOBODY = "nothing asks for a cut"
 
 
@@ -39,13 +39,13 @@ class Decision:
     declined: str = ""
 
 
-def decisions_of(session: Session, *, by_user: bool) -> list[Decision]:
+def decisions_of(plan: Plan, roles: Roles, *, by_user: bool) -> list[Decision]:
     """A decision for every parameter, layers folded.
 
     Args:
+        roles: what is known of the definition's modules.
         by_user: whether the schedule's lines are the user's, and so decide by themselves.
     """
-    plan, roles = session.plan, session.schedule.roles
     lines = {record.path: record.source for record in plan.records_of("shard")} if by_user else {}
     made = []
     for name, canonical in plan.canonical.items():
@@ -56,7 +56,7 @@ def decisions_of(session: Session, *, by_user: bool) -> list[Decision]:
         decided = tied or (asked if placement.sharded or module in plan.cuts else "") or NOBODY
         # A bias that a row linear keeps whole was decided on with its weight; nothing of it is declined.
         done = module in plan.cuts or module in plan.experts
-        declined = plan.left_whole.get(module, "") or ("" if done else _declined(roles, module))
+        declined = str(plan.left_whole.get(module, "")) or ("" if done else _declined(roles, module))
         made.append(
             Decision(
                 name,
@@ -134,3 +134,17 @@ def fold_paths(paths: Iterable[str]) -> list[str]:
         pattern = path if index is None else f"{path[: index.start()]}.*{path[index.end() :]}"
         groups.setdefault(pattern, []).append(int(index[1]) if index else -1)
     return [pattern.replace("*", fold_indices(indices), 1) for pattern, indices in groups.items() if pattern]
+
+
+def fold_indices(indices: list[int]) -> str:
+    """``0-3`` for neighbours, ``0,2,…,30`` for every second, ``0,3,7`` for what has no rule."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    pieces = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    if len(pieces) > LABEL_PIECES:
+        pieces = [*pieces[:2], "…", pieces[-1]]
+    return ",".join(pieces)

@@ -1,16 +1,9 @@
-"""8-bit training by Transformer Engine: which layers it covers, their sizes, and Megatron's context around them.
-
-The recipes and what they do are Megatron's and Transformer Engine's. A context is entered where Megatron's
-``TransformerBlock`` enters it (megatron/core/transformer/transformer_block.py:600): for delayed scaling once
-around all layers, because leaving it updates the scales; for the other recipes around each layer.
-"""
+"""8-bit training by Transformer Engine: which layers it covers, and whether their sizes allow it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
 from torch import nn
 
@@ -19,8 +12,7 @@ from megasched.errors import Problem
 from megasched.language.lora import adapted, adapter_names
 from megasched.language.module_specs import AttentionSpec, MoeSpec
 from megasched.language.roles import Roles
-from megasched.layers.wrap import Forward, wrap_forward
-from megasched.plan.megatron_params import (
+from megasched.plan.megatron.params import (
     ROUTER,
     SHARED_GATE,
     assemblies,
@@ -31,13 +23,9 @@ from megasched.plan.megatron_params import (
 from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.plan import Plan
 
-if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-
-def choose_fp8(plan: Plan, roles: Roles) -> list[Problem]:
-    """Fills ``plan.te_linears`` and ``plan.weights_in_8_bits`` where 8-bit training was asked for; a problem for
-    each layer that can't be.
+def choose_fp8(plan: Plan, roles: Roles) -> tuple[Plan, list[Problem]]:
+    """The plan with what is computed in 8 bits, where that was asked for; a problem for each layer that can't be.
 
     Args:
         plan: complete but for this.
@@ -45,10 +33,11 @@ def choose_fp8(plan: Plan, roles: Roles) -> list[Problem]:
     """
     fp8, structure = plan.layout.fp8, plan.structure
     if fp8 is None:
-        return []
+        return plan, []
     if structure is None:
-        return [Problem("8-bit training is for Megatron's trainer", remedy="a layout without fp8")]
+        return plan, [Problem("8-bit training is for Megatron's trainer", remedy="a layout without fp8")]
     problems, mlps = [], defaultdict(list)
+    te_linears, in_8_bits = set[str](), set[str]()
     for path, mlp in plan.mlps.items():
         mlps[structure.index_of(path)].append(mlp)
     for index in range(structure.count):
@@ -59,7 +48,7 @@ def choose_fp8(plan: Plan, roles: Roles) -> list[Problem]:
             products = _weights(plan, assemblies(plan, layer, roles))
         else:
             linears = _linears(plan, index)
-            plan.te_linears.update(linears)
+            te_linears.update(linears)
             products = _products(plan, linears)
             if isinstance(roles.moe, MoeSpec) and f"{layer}.{roles.moe.module}" in plan.mixtures:
                 products += _weights(plan, mixture_assemblies(plan, layer, roles.moe))
@@ -75,8 +64,8 @@ def choose_fp8(plan: Plan, roles: Roles) -> list[Problem]:
             remedy = "shard them, at one TP rank too, or call level('block') on the layer"
             problems.append(Problem(what, layer, remedy=remedy))
         problems += _misfits(plan, layer, products)
-        plan.weights_in_8_bits.update(part.name for product in products for part in product.parts)
-    return problems
+        in_8_bits.update(part.name for product in products for part in product.parts)
+    return replace(plan, te_linears=frozenset(te_linears), weights_in_8_bits=frozenset(in_8_bits)), problems
 
 
 def _weights(plan: Plan, made: dict[str, ParamMapping]) -> list[ParamMapping]:
@@ -141,40 +130,3 @@ def _misfits(plan: Plan, layer: str, products: list[ParamMapping]) -> list[Probl
             remedy = "a smaller tensor parallel size, other sizes, or training in bf16"
             problems.append(Problem(what, layer, remedy=remedy))
     return problems
-
-
-def enter_fp8(model: nn.Module, plan: Plan, config: TransformerConfig, here: Callable[[str], bool]) -> None:
-    """Puts Megatron's 8-bit context around the layers for which ``here`` holds; delayed scaling has it around the
-    whole pass (``fp8_pass``).
-
-    It stands outside of recompute, which must know that it recomputes in 8 bits.
-    """
-    structure = plan.structure
-    if not config.fp8 or config.fp8_recipe == "delayed" or structure is None:
-        return
-    for index in range(structure.count):
-        path = structure.layer_path(index)
-        if here(path):
-            _enter_layer(model.get_submodule(path), config, index)
-
-
-def _enter_layer(layer: nn.Module, config: TransformerConfig, index: int) -> None:
-    from megatron.core.fp8_utils import get_fp8_context
-
-    def wrapper(forward: Forward) -> Forward:
-        def entered(*args: Any, **kwargs: Any) -> Any:
-            with get_fp8_context(config, index):
-                return forward(*args, **kwargs)
-
-        return entered
-
-    wrap_forward(layer, wrapper)
-
-
-def fp8_pass(config: TransformerConfig) -> AbstractContextManager[Any]:
-    """Around one forward pass of all layers on a stage: the context of delayed scaling."""
-    if not config.fp8 or config.fp8_recipe != "delayed":
-        return nullcontext()
-    from megatron.core.fp8_utils import get_fp8_context
-
-    return get_fp8_context(config)

@@ -11,13 +11,11 @@ from torch import nn
 from megasched.language.records import Record
 from megasched.plan.plan import Plan
 
-# Calls that leave a column's product as it is.
-_APART = ("shard", "level", "adapt", "unfreeze")
 
-
-def join_columns(plan: Plan, model: nn.Module) -> None:
-    """Fills ``plan.joint``."""
-    asked = {record.path for record in plan.records if record.primitive not in _APART}
+def columns_to_fuse(plan: Plan, model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Paths of the columns that one matrix product computes, in the order of their calls."""
+    joint = []
+    asked = {record.path for record in plan.records_where(lambda primitive: not primitive.keeps_product)}
     fused = fused_paths(plan)
     shared = Counter(plan.canonical.values())
     for paths in plan.derived.shared:
@@ -27,7 +25,8 @@ def join_columns(plan: Plan, model: nn.Module) -> None:
         plain = all(_plain(plan, path, shared) and path not in asked for path in paths)
         alike = len({_kind(module) for module in modules}) == 1
         if plain and alike and all(fused(path) for path in paths):
-            plan.joint.append(paths)
+            joint.append(paths)
+    return tuple(joint)
 
 
 def levels_asked(plan: Plan) -> dict[str, Record]:

@@ -6,6 +6,7 @@ from collections import defaultdict
 
 from torch import nn
 
+from megasched.analysis.labels import TpFacts
 from megasched.errors import Problem
 from megasched.language.records import Record
 from megasched.plan.plan import Plan
@@ -13,12 +14,14 @@ from megasched.plan.plan import Plan
 _REMEDY = "pass build(..., inputs={...}) to have it derived, or call "
 
 
-def take_pairs(plan: Plan, model: nn.Module) -> list[Problem]:
-    """Takes columns and rows that stand in one module, and what ``sync`` states; a problem for each other one."""
+def take_pairs(plan: Plan, model: nn.Module) -> tuple[TpFacts, list[Problem]]:
+    """What follows from columns and rows that stand in one module, and from what ``sync`` states; a problem for
+    each other one."""
+    derived = TpFacts()
     families: dict[str, dict[str, list[Record]]] = defaultdict(lambda: {"column": [], "row": []})
     for record in plan.records_of("shard"):
-        cut = plan.cuts.get(record.path)
-        if record.arguments["param"] == "weight" and cut in ("column", "row") and not _stated(plan, record, cut):
+        cut = plan.cuts.get(record.path) if record.arguments["param"] == "weight" else None
+        if cut in ("column", "row") and not _stated(plan, record, cut, derived):
             families[record.path.rpartition(".")[0]][cut].append(record)
     problems = []
     for parent, family in families.items():
@@ -33,17 +36,17 @@ def take_pairs(plan: Plan, model: nn.Module) -> list[Problem]:
         for record in family["row"] if not family["column"] else ():
             what = "nothing tells whether its input is sharded: no column-parallel linear stands beside it"
             problems.append(Problem(what, record.path, record.source, _REMEDY + '.sync("fwd_pre", "scatter")'))
-    return problems
+    return derived, problems
 
 
-def _stated(plan: Plan, record: Record, cut: str) -> bool:
-    """Whether the user says that a column's output is gathered, or a row's input cut."""
+def _stated(plan: Plan, record: Record, cut: str, derived: TpFacts) -> bool:
+    """Whether the user says that a column's output is gathered, or a row's input cut; notes it then."""
     syncs = {(r.arguments["mode"], r.arguments["op"]) for r in plan.records_of("sync") if r.path == record.path}
     if cut == "column" and ("fwd_post", "all_gather") in syncs:
-        plan.derived.gather.add(record.path)
+        derived.gather.add(record.path)
         return True
     if cut == "row" and ("fwd_pre", "scatter") in syncs:
-        plan.derived.scatter.add(record.path)
+        derived.scatter.add(record.path)
         return True
     return False
 

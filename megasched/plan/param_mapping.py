@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from megasched.plan.placement import Placement
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,6 @@ class ParamMapping:
 
     def join(self, pieces: Sequence[torch.Tensor], size: int) -> torch.Tensor:
         """The parameter of a rank from its pieces of the parts, as their placements cut them."""
-        import torch
-
         if self.entry is not None:
             own = pieces[0][0].t() if self.transposed else pieces[0][0]
             return torch.cat([own[::2], own[1::2]]) if self.interleaved else own
@@ -91,7 +87,7 @@ class ParamMapping:
         rows = [
             component.unflatten(0, (groups, -1))
             for piece, lengths in zip(pieces, self._lengths(size), strict=True)
-            for component in piece.split(lengths)
+            for component in piece.split(lengths)  # type: ignore[no-untyped-call]
         ]
         if self.paired:
             rows[0] = rows[0].unflatten(1, (-1, 2, self.paired)).transpose(1, 2).flatten(1, 3)
@@ -100,17 +96,16 @@ class ParamMapping:
     def split(self, local: torch.Tensor, size: int) -> list[torch.Tensor]:
         """The pieces of the parts from the parameter of a rank, or anything laid out like it; the inverse of
         ``join`` (views where that is possible)."""
-        import torch
-
         if self.entry is not None:
             own = torch.stack(local.chunk(2), dim=1).flatten(0, 1) if self.interleaved else local
             return [(own.t() if self.transposed else own)[None]]
         lengths = self._lengths(size)
         if self.groups == 1 and not self.paired:
-            return [local] if len(self.parts) == 1 else list(local.split([sum(of_part) for of_part in lengths]))
+            sizes = [sum(of_part) for of_part in lengths]
+            return [local] if len(self.parts) == 1 else list(local.split(sizes))  # type: ignore[no-untyped-call]
         groups = self._local_groups(size)
         widths = [length // groups for of_part in lengths for length in of_part]
-        rows = list(local.unflatten(0, (groups, -1)).split(widths, dim=1))
+        rows = list(local.unflatten(0, (groups, -1)).split(widths, dim=1))  # type: ignore[no-untyped-call]
         if self.paired:
             rows[0] = rows[0].unflatten(1, (2, -1, self.paired)).transpose(1, 2).flatten(1, 3)
         left = iter(rows)

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
+from megasched.analysis.flops import ForwardFlops
+from megasched.analysis.layer_stack import LayerStack
 from megasched.errors import Problem, ScheduleError
-
-if TYPE_CHECKING:
-    from megasched.analysis.flops import ForwardFlops
-    from megasched.analysis.layer_stack import LayerStack
-    from megasched.language.schedule import Schedule
+from megasched.language.schedule import Schedule
 
 
 def cuts_asked_for(schedule: Schedule, structure: LayerStack, stages: int) -> list[int] | None:

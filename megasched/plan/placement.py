@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
 
 from megasched.language.parallel_dims import Group
-
-if TYPE_CHECKING:
-    import torch
 
 TpGradient = Literal["complete", "partial"]
 
@@ -105,9 +104,7 @@ class Placement:
 
     def assemble(self, pieces: Sequence[torch.Tensor], size: int) -> torch.Tensor:
         """What a rank holds, from the pieces that ``ranges`` named (in HF's orientation)."""
-        import torch
-
-        whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=self.axis)
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=self.axis or 0)
         if self.padded is not None:
             assert self.axis is not None
             missing = self.padded // size - whole.shape[self.axis]
@@ -128,13 +125,49 @@ class Placement:
 
     def unshard(self, local: Sequence[torch.Tensor]) -> torch.Tensor:
         """The full HF tensor from what all ranks hold (padding dropped); the inverse of ``shard``."""
-        import torch
-
         size = len(local)
         upright = [piece.t() if self.transposed else piece for piece in local]
         if self.axis is None:
             return upright[0]
         lengths = self._piece_sizes(size)
-        split = [piece.split(lengths, dim=self.axis) for piece in upright]
+        split = [piece.split(lengths, dim=self.axis) for piece in upright]  # type: ignore[no-untyped-call]
         full = torch.cat([split[rank][i] for i in range(len(lengths)) for rank in range(size)], dim=self.axis)
         return full.narrow(self.axis, 0, self.shape[self.axis])
+
+
+@dataclass(frozen=True)
+class ReplicatedHeads:
+    """Which output rows of a projection a rank uses, where TP exceeds the heads of k and v.
+
+    The projection stays whole, and each rank computes the head that its query heads attend to, so the gradient of
+    the whole is the sum over TP (the placement says ``partial``). Megatron's rule for ``num_query_groups < TP``
+    assigns heads to ranks in the same way (megatron/core/transformer/attention.py).
+
+    Attributes:
+        heads: of k, and of v.
+        components: sizes of q, k and v where they are packed into one projection; empty for k or v alone.
+    """
+
+    heads: int
+    components: tuple[int, ...] = ()
+
+    @property
+    def of_components(self) -> tuple[int, ...]:
+        """Heads of each component that ranks have several times; 0 for q, of which each has a part of its own."""
+        return (0, self.heads, self.heads) if self.components else (self.heads,)
+
+    def rows(self, rank: int, size: int, features: int) -> list[tuple[int, int]]:
+        """Half-open ranges of output rows for TP rank ``rank`` of ``size``: its part of q, one head of k and v.
+
+        Args:
+            features: output rows of the whole projection.
+        """
+        sizes = self.components or (features,)
+        starts = [0, *accumulate(sizes)]
+        found = []
+        for index, (start, length) in enumerate(zip(starts, sizes, strict=False)):
+            queries = bool(self.components) and index == 0
+            width = length // size if queries else length // self.heads
+            place = rank if queries else rank * self.heads // size
+            found.append((start + place * width, start + (place + 1) * width))
+        return found

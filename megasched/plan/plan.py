@@ -1,24 +1,26 @@
-"""The plan: what ``build`` will do, parameter by parameter. Made by ``planning``, read by everything after it."""
+"""The plan: what ``build`` will do, parameter by parameter. Made by ``make_plan``, read by everything after it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from megasched.analysis.labels import TpFacts
 from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.packed_plan import PackedFacts
 from megasched.analysis.sequence_plan import CpFacts
+from megasched.errors import Declined
 from megasched.language.module_specs import MlpSpec
 from megasched.language.parallel_dims import Layout
 from megasched.language.records import Record
+from megasched.language.registry import Primitive, records_where
 from megasched.language.roles import Cut
-from megasched.plan.kv_heads import ReplicatedHeads
-from megasched.plan.placement import Placement
+from megasched.plan.placement import Placement, ReplicatedHeads
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
-    """What ``build`` will do.
+    """What ``build`` will do. ``make_plan`` alone makes one; what changes one makes another.
 
     Attributes:
         layout: how the job is spread.
@@ -47,25 +49,25 @@ class Plan:
     """
 
     layout: Layout
-    records: list[Record]
-    cuts: dict[str, Cut] = field(default_factory=dict)
-    experts: set[str] = field(default_factory=set)
-    replicated_heads: dict[str, ReplicatedHeads] = field(default_factory=dict)
-    left_whole: dict[str, str] = field(default_factory=dict)
-    placements: dict[str, Placement] = field(default_factory=dict)
-    canonical: dict[str, str] = field(default_factory=dict)
+    records: tuple[Record, ...]
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    experts: frozenset[str] = frozenset()
+    replicated_heads: Mapping[str, ReplicatedHeads] = field(default_factory=dict)
+    left_whole: Mapping[str, Declined] = field(default_factory=dict)
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    canonical: Mapping[str, str] = field(default_factory=dict)
     structure: LayerStack | None = None
     derived: TpFacts = field(default_factory=TpFacts)
     sequence: CpFacts | None = None
     packed: PackedFacts | None = None
-    blocks: set[str] = field(default_factory=set)
-    attentions: set[str] = field(default_factory=set)
-    mixtures: set[str] = field(default_factory=set)
-    mlps: dict[str, MlpSpec] = field(default_factory=dict)
-    not_blocks: dict[str, str] = field(default_factory=dict)
-    te_linears: set[str] = field(default_factory=set)
-    weights_in_8_bits: set[str] = field(default_factory=set)
-    joint: list[tuple[str, ...]] = field(default_factory=list)
+    blocks: frozenset[str] = frozenset()
+    attentions: frozenset[str] = frozenset()
+    mixtures: frozenset[str] = frozenset()
+    mlps: Mapping[str, MlpSpec] = field(default_factory=dict)
+    not_blocks: Mapping[str, Declined] = field(default_factory=dict)
+    te_linears: frozenset[str] = frozenset()
+    weights_in_8_bits: frozenset[str] = frozenset()
+    joint: tuple[tuple[str, ...], ...] = ()
 
     def placement(self, path: str, param: str) -> Placement:
         """The placement of the parameter ``param`` of the module at ``path``."""
@@ -80,7 +82,7 @@ class Plan:
         return any(name.startswith(f"{path}.") for name in self.canonical)
 
     @property
-    def by_megatron(self) -> set[str]:
+    def by_megatron(self) -> frozenset[str]:
         """Paths of all that is computed by modules of Megatron's own."""
         return self.blocks | self.attentions | self.mixtures | self.mlps.keys()
 
@@ -107,5 +109,10 @@ class Plan:
         index = structure.index_of(path)
         return index is not None and fp8.covers(index, structure.count)
 
-    def records_of(self, *primitives: str) -> list[Record]:
-        return [record for record in self.records if record.primitive in primitives]
+    def records_of(self, primitive: str) -> list[Record]:
+        """The calls of one primitive."""
+        return [record for record in self.records if record.primitive == primitive]
+
+    def records_where(self, holds: Callable[[Primitive], bool]) -> list[Record]:
+        """The calls of all primitives that are such."""
+        return records_where(self.records, holds)

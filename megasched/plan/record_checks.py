@@ -1,16 +1,121 @@
-"""Whether what is cut can be shared out: arguments of modules, and attributes by which they count."""
+"""What is wrong with single records and with a definition; whether what is cut can be shared out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from megasched.analysis.replay import local_count
+from megasched.analysis.stock import is_theirs
+from megasched.definition.experts import find_experts, not_apart
 from megasched.errors import Problem
+from megasched.language.records import Record
+from megasched.language.registry import check_call, get_primitive, has_lowering
 from megasched.language.roles import Roles
+from megasched.language.schedule import Schedule
 from megasched.plan.plan import Plan
+
+
+def check_records(schedule: Schedule, model: nn.Module) -> tuple[list[Problem], list[Record]]:
+    """What is wrong with each record by itself, and the shards of which nothing is."""
+    problems: list[Problem] = []
+    sound: dict[tuple[str, str], Record] = {}
+    paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    for record in schedule.records:
+        found = _check_record(schedule, record, paths)
+        if record.primitive == "shard" and not found:
+            key = (record.path, record.arguments["param"])
+            first = sound.setdefault(key, record)
+            if first is not record:
+                axis = first.arguments["axis"]
+                what = f"{key[1]} is sharded twice: along axis {axis} at {first.source}, and again"
+                found = [Problem(what, record.path, record.source, "remove one of the two calls")]
+        problems += found
+    return problems, list(sound.values())
+
+
+def _check_record(schedule: Schedule, record: Record, paths: Container[str]) -> list[Problem]:
+    primitive = get_primitive(record.primitive)
+    if not has_lowering(primitive):
+        remedy = f'register one with @megasched.register_lowering("{record.primitive}")'
+        return [Problem(f"primitive {record.primitive!r} has no lowering", record.path, record.source, remedy)]
+    if record.path not in paths and not primitive.survives_replacement:
+        what = f"{record.primitive}: there is no such module any more after the replacements"
+        return [Problem(what, record.path, record.source, "call it on a module that stays")]
+    node = schedule.root[record.path] if record.path else schedule.root
+    return check_call(node, record)
+
+
+def check_expert_parallel(plan: Plan, model: nn.Module) -> list[Problem]:
+    """Expert parallelism with nothing to share out is a mistake."""
+    ep, experts = plan.layout.ep, find_experts(model)
+    if ep == 1 or plan.experts:
+        return []
+    what = f"EP {ep}, and no experts are shared out"
+    if not experts and (alike := not_apart(model)):
+        path, reason = next(iter(alike.items()))
+        what += (
+            f": this {type(model.get_submodule(path)).__name__} has the form that HF gives experts, but {reason}"
+        )
+        return [Problem(what, path, remedy="leave --expert-model-parallel-size at 1")]
+    if not experts:
+        what += ": the model has no module of the form that HF gives experts"
+        return [Problem(what, remedy="leave --expert-model-parallel-size at 1")]
+    first = next(iter(experts))
+    name = next(name for name, _ in model.get_submodule(first).named_parameters())
+    return [Problem(what, first, remedy=f'sch["{first}"].shard("{name}", axis=0), for every layer')]
+
+
+def hooked_parameters(plan: Plan, model: nn.Module, *, by_trainer: bool) -> list[Problem]:
+    """A hook that a definition registers on a parameter as it is made would see a rank's gradient, or, in the
+    trainer, which has parameters of its own, none."""
+    if not by_trainer and plan.layout.tp == 1:
+        return []
+    hooked = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    ]
+    what = "a hook on the gradient of its parameter {}, which a run has another tensor for"
+    remedy = "have the forward do the same, by an autograd function on what it makes of the parameter"
+    return [
+        Problem(what.format(name.rpartition(".")[2]), name.rpartition(".")[0], remedy=remedy) for name in hooked
+    ]
+
+
+def hooks_on_all_modules() -> list[Problem]:
+    """Hooks that code has registered on every module there is: in a run some of these are others."""
+    tables = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    hooks = [hook for table in tables for hook in getattr(torch.nn.modules.module, f"_global_{table}").values()]
+    names = [getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks if not is_theirs(hook)]
+    if not names:
+        return []
+    what = f"a hook on all modules of the process is registered ({', '.join(names)}), and a run has others"
+    return [Problem(what, remedy="register it on the modules of the definition that it is for")]
+
+
+def check_complete(plan: Plan, model: nn.Module) -> list[Problem]:
+    """A problem for each parameter of which no phase has decided how it lies and how its gradient is made up.
+
+    The gradient of a whole parameter is complete on each rank, or partial; of what is cut, a rank has that of its
+    shard. A parameter that no run has met, and that values might choose, is refused where the cuts are followed.
+    """
+    problems = []
+    for name, parameter in model.named_parameters():
+        path, placement, what = name.rpartition(".")[0], plan.placements.get(name), ""
+        if placement is None:
+            what = f"{name} has no placement"
+        elif placement.shape != tuple(parameter.shape):
+            what = f"{name} is {list(parameter.shape)}, and its placement is of {list(placement.shape)}"
+        elif placement.sharded and placement.tp_gradient == "partial":
+            what = f"{name} is cut, and its gradient would be summed over ranks that have other shards of it"
+        if what:
+            remedy = "that is a fault of megasched: please report it with the schedule"
+            problems.append(Problem(f"the plan is not complete: {what}", path, remedy=remedy))
+    return problems
 
 
 def check_sliced_args(plan: Plan) -> list[Problem]:
@@ -30,7 +135,7 @@ def check_local_attributes(roles: Roles, model: nn.Module, plan: Plan) -> list[P
     """
     problems = []
     modules = dict(model.named_modules())
-    replaced = [record.path for record in plan.records_of("replace", "replace_all")]
+    replaced = [record.path for record in plan.records_where(lambda primitive: primitive.replaces_modules)]
     sharded = sharded_attention(plan)
     for path, names in roles.local_attributes.items():
         if not sharded(path) or path not in modules:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -13,64 +13,95 @@ from megasched.definition.embeddings import looks_up
 from megasched.definition.expert_trials import why_not_apart
 from megasched.definition.experts import has_form
 from megasched.definition.linears import is_linear, output_axis
-from megasched.errors import Problem
+from megasched.errors import Declined, Problem
 from megasched.language.lora import A, B
+from megasched.language.parallel_dims import Layout
 from megasched.language.records import Record
 from megasched.language.roles import Cut
 from megasched.language.schedule import Schedule
-from megasched.plan.kv_heads import find_replicated_heads
-from megasched.plan.placement import Placement
+from megasched.plan.placement import Placement, ReplicatedHeads
 from megasched.plan.plan import Plan
 
 
-def place(
+@dataclass
+class _Decided:
+    """What the records that were looked at so far have decided."""
+
+    layout: Layout
+    canonical: Mapping[str, str]
+    placements: dict[str, Placement]
+    weights: Mapping[str, Record]
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    experts: set[str] = field(default_factory=set)
+    replicated_heads: dict[str, ReplicatedHeads] = field(default_factory=dict)
+
+    def placement(self, path: str, param: str) -> Placement:
+        return self.placements[self.canonical[f"{path}.{param}" if path else param]]
+
+
+def apply_shards(
     schedule: Schedule, model: nn.Module, plan: Plan, shards: Sequence[Record], vocab_multiple: int
-) -> list[Problem]:
-    """Fills the plan's placements and cuts from these records; returns what can't be done."""
+) -> tuple[Plan, list[Problem]]:
+    """The plan with the placements and cuts that these records ask for, and what can't be done."""
     problems: list[Problem] = []
-    for name, parameter in model.named_parameters():
-        plan.placements[name] = Placement(name, tuple(parameter.shape))
-    found = [(record, model.get_submodule(record.path)) for record in shards]
+    weights = {r.path: r for r in reversed(plan.records_of("shard")) if r.arguments["param"] == "weight"}
+    whole = {name: Placement(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()}
+    made = _Decided(plan.layout, plan.canonical, whole, weights)
+    pairs = [(record, model.get_submodule(record.path)) for record in shards]
     # Embeddings first: a head that is tied to one is padded as it is.
-    for record, module in sorted(found, key=lambda pair: not isinstance(pair[1], nn.Embedding)):
-        problems += _place_one(schedule, module, plan, record, vocab_multiple)
-        _place_adapter(module, plan, record.path)
-    return problems + _one_sided_ties(model, plan)
+    for record, module in sorted(pairs, key=lambda pair: not isinstance(pair[1], nn.Embedding)):
+        problems += _apply_one(schedule, module, made, record, vocab_multiple)
+        _cut_adapter(module, made, record.path)
+    plan = replace(
+        plan,
+        placements=made.placements,
+        cuts=made.cuts,
+        experts=frozenset(made.experts),
+        replicated_heads=made.replicated_heads,
+    )
+    return plan, problems + _one_sided_ties(model, plan)
 
 
-def leave_whole(plan: Plan, reasons: Mapping[str, str]) -> None:
-    """Takes back what ``place`` did for these paths, for what is tied to them, and for their adapters.
+def leave_whole(plan: Plan, reasons: Mapping[str, str]) -> Plan:
+    """The plan without what ``apply_shards`` did for these paths, what is tied to them, and their adapters.
 
     Args:
         reasons: path -> why it stays whole.
     """
     whole = {plan.canonical[f"{path}.weight"]: reason for path, reason in reasons.items()}
-    for path in list(plan.cuts):
-        reason = whole.get(plan.canonical[f"{path}.weight"])
+    declined, gone, placements = dict(plan.left_whole), set[str](), dict(plan.placements)
+    for path in plan.cuts:
+        reason = None if path in gone else whole.get(plan.canonical[f"{path}.weight"])
         if reason is None:
             continue
-        plan.left_whole[path] = reason
-        for part in (path, f"{path}.{A}", f"{path}.{B}"):
-            plan.cuts.pop(part, None)
-            plan.replicated_heads.pop(part, None)
-            for name in {f"{part}.weight", f"{part}.bias"} & plan.canonical.keys():
-                placement = plan.placements[plan.canonical[name]]
-                plan.placements[placement.name] = Placement(placement.name, placement.shape)
+        declined[path] = Declined(reason, path)
+        for inner in (path, f"{path}.{A}", f"{path}.{B}"):
+            gone.add(inner)
+            for name in {f"{inner}.weight", f"{inner}.bias"} & plan.canonical.keys():
+                placement = placements[plan.canonical[name]]
+                placements[placement.name] = Placement(placement.name, placement.shape)
+    return replace(
+        plan,
+        left_whole=declined,
+        placements=placements,
+        cuts={path: cut for path, cut in plan.cuts.items() if path not in gone},
+        replicated_heads={path: heads for path, heads in plan.replicated_heads.items() if path not in gone},
+    )
 
 
-def _place_one(
-    schedule: Schedule, module: nn.Module, plan: Plan, record: Record, vocab_multiple: int
+def _apply_one(
+    schedule: Schedule, module: nn.Module, made: _Decided, record: Record, vocab_multiple: int
 ) -> list[Problem]:
-    path, tp = record.path, plan.layout.tp
+    path, tp = record.path, made.layout.tp
     param, axis = record.arguments["param"], record.arguments["axis"]
     if param == "bias" and is_linear(module):
-        return _check_bias(module, plan, record)
+        return _check_bias(module, made, record)
     if axis == 0 and has_form(module):
-        return _place_experts(module, plan, record)
+        return _share_out_experts(module, made, record)
     cut = _cut_of(module, param, axis)
     if cut is None:
         return [_unsupported(module, record)]
-    plan.cuts[path] = cut
+    made.cuts[path] = cut
     stated = record.arguments.get("components")
     if stated and cut != "column":
         what = f"components are given for the {'inputs of a linear' if cut == 'row' else 'rows of an embedding'}"
@@ -80,43 +111,43 @@ def _place_one(
     if isinstance(heads, Problem):
         return [replace(heads, module=path, source=record.source)]
     if heads is not None:
-        plan.replicated_heads[path] = heads
-    tied = plan.placements[plan.canonical[f"{path}.{param}" if path else param]]
+        made.replicated_heads[path] = heads
+    tied = made.placements[made.canonical[f"{path}.{param}" if path else param]]
     head = schedule.role_of(path) == "head" or tied.padded is not None
     problems = []
     for name, parameter in module.named_parameters(recurse=False):
         try:
-            placement = _placement(plan, path, name, parameter, module, cut, heads is not None, components)
+            placement = _placement(made, path, name, parameter, module, cut, heads is not None, components)
         except ValueError as error:  # components that do not add up
             return [Problem(str(error), path, record.source, "the sizes of the packed projections")]
         if cut == "vocab" or (cut == "column" and head):
             length = placement.shape[placement.axis or 0]
             placement = replace(placement, padded=-(-length // vocab_multiple) * vocab_multiple)
-        problems += _uneven(placement, name, tp, record) or _tied_otherwise(plan, placement, record)
-        plan.placements[placement.name] = placement
+        problems += _uneven(placement, name, tp, record) or _tied_otherwise(made, placement, record)
+        made.placements[placement.name] = placement
     return problems
 
 
-def _place_adapter(module: nn.Module, plan: Plan, path: str) -> None:
+def _cut_adapter(module: nn.Module, made: _Decided, path: str) -> None:
     """Of a cut linear's adapter, what meets the cut features is cut as they are; the rest is whole."""
-    cut = plan.cuts.get(path)
+    cut = made.cuts.get(path)
     part = f"{path}.{B if cut == 'column' else A}"
-    if not hasattr(module, A) or cut not in ("column", "row") or part in plan.cuts:
+    if not hasattr(module, A) or cut not in ("column", "row") or part in made.cuts:
         return
-    plan.cuts[part] = cut
-    placement, base = plan.placement(part, "weight"), plan.placement(path, "weight")
-    if path in plan.replicated_heads:
-        plan.replicated_heads[part] = plan.replicated_heads[path]
+    made.cuts[part] = cut
+    placement, base = made.placement(part, "weight"), made.placement(path, "weight")
+    if path in made.replicated_heads:
+        made.replicated_heads[part] = made.replicated_heads[path]
         placement = replace(placement, tp_gradient="partial")
     else:
         axis = 0 if cut == "column" else 1
         placement = replace(placement, axis=axis, components=base.components, padded=base.padded)
-    plan.placements[placement.name] = placement
+    made.placements[placement.name] = placement
 
 
-def _place_experts(module: nn.Module, plan: Plan, record: Record) -> list[Problem]:
+def _share_out_experts(module: nn.Module, made: _Decided, record: Record) -> list[Problem]:
     """All parameters of a module of experts are shared out, whichever of them the record names."""
-    path, ep = record.path, plan.layout.ep
+    path, ep = record.path, made.layout.ep
     if ep == 1:
         return []
     if reason := why_not_apart(module):
@@ -124,17 +155,17 @@ def _place_experts(module: nn.Module, plan: Plan, record: Record) -> list[Proble
         return [Problem(what, path, record.source, "leave them whole")]
     problems = []
     for name, parameter in module.named_parameters(recurse=False):
-        placement = Placement(plan.canonical[f"{path}.{name}"], tuple(parameter.shape), axis=0, group="ep")
-        plan.placements[placement.name] = placement
+        placement = Placement(made.canonical[f"{path}.{name}"], tuple(parameter.shape), axis=0, group="ep")
+        made.placements[placement.name] = placement
         problems += _uneven(placement, name, ep, record)
-    plan.experts.add(path)
+    made.experts.add(path)
     return problems[:1]
 
 
-def _check_bias(module: nn.Module, plan: Plan, record: Record) -> list[Problem]:
+def _check_bias(module: nn.Module, made: _Decided, record: Record) -> list[Problem]:
     """A bias follows its weight; to shard it says nothing new, and is wrong where the weight says otherwise."""
-    weight = [r for r in plan.records_of("shard") if r.path == record.path and r.arguments["param"] == "weight"]
-    cut = _cut_of(module, "weight", weight[0].arguments["axis"]) if weight else None
+    weight = made.weights.get(record.path)
+    cut = None if weight is None else _cut_of(module, "weight", weight.arguments["axis"])
     if cut == "column" and record.arguments["axis"] == 0:
         return []
     what = "the bias of a row-parallel linear is whole on every rank" if cut else "a bias is sharded alone"
@@ -184,7 +215,7 @@ def _cut_of(module: nn.Module, param: str, axis: int) -> Cut | None:
 
 
 def _placement(
-    plan: Plan,
+    made: _Decided,
     path: str,
     name: str,
     parameter: nn.Parameter,
@@ -193,7 +224,7 @@ def _placement(
     replicated: bool,
     components: tuple[int, ...],
 ) -> Placement:
-    full_name = plan.canonical[f"{path}.{name}" if path else name]
+    full_name = made.canonical[f"{path}.{name}" if path else name]
     placement = Placement(full_name, tuple(parameter.shape))
     transposed = output_axis(module) == 1 and parameter.dim() == 2
     if replicated:
@@ -206,9 +237,9 @@ def _placement(
     return replace(placement, axis=axis, components=components, transposed=transposed)
 
 
-def _tied_otherwise(plan: Plan, placement: Placement, record: Record) -> list[Problem]:
+def _tied_otherwise(made: _Decided, placement: Placement, record: Record) -> list[Problem]:
     """A parameter that another module holds too, and cuts in another way."""
-    before = plan.placements[placement.name]
+    before = made.placements[placement.name]
     if not before.sharded or before == placement:
         return []
     what = f"{placement.name} is tied, and cut in another way at its other side: along axis {before.axis}"
@@ -235,3 +266,34 @@ def _one_sided_ties(model: nn.Module, plan: Plan) -> list[Problem]:
         remedy = "shard both sides along the vocabulary, or neither"
         problems.append(Problem(what, cut[0], sources[cut[0]], remedy))
     return problems
+
+
+def find_replicated_heads(
+    schedule: Schedule, path: str, components: tuple[int, ...]
+) -> ReplicatedHeads | Problem | None:
+    """How the heads of a projection to k or v are replicated; None where TP divides them; a problem otherwise."""
+    tp, role, heads = schedule.layout.tp, schedule.role_of(path), schedule.roles.heads.get(path)
+    if heads is None or heads % tp == 0:
+        return None
+    # Heads of an inferred column are told where it was seen that they can be replicated.
+    packed = role in ("qkv.packed", "column") and len(components) == 3
+    if heads < tp and tp % heads == 0 and (role in ("qkv.k", "qkv.v", "column") or packed):
+        uneven = _uneven_queries(components, heads, tp)
+        return uneven or ReplicatedHeads(heads, components)
+    what = f"TP {tp} does not divide {heads} heads of {role}"
+    remedy = f"a tensor parallel size that divides {heads}"
+    if role in ("qkv.k", "qkv.v") or packed:
+        remedy += ", or that is a multiple of it (heads are replicated)"
+    return Problem(what, path, remedy=remedy)
+
+
+def _uneven_queries(components: tuple[int, ...], heads: int, tp: int) -> Problem | None:
+    """The query heads that are packed with k and v must still divide."""
+    if not components:
+        return None
+    queries = components[0] // (components[1] // heads)
+    if queries % tp == 0:
+        return None
+    return Problem(
+        f"TP {tp} does not divide {queries} query heads", remedy=f"a tensor parallel size that divides {queries}"
+    )

@@ -4,6 +4,7 @@ parallelism, ``--sft``."""
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
@@ -16,27 +17,28 @@ from megasched.errors import Problem, ScheduleError
 from megasched.plan.plan import Plan
 
 
-def plan_context(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]:
-    """What context parallelism does; who trains a part of the sequence must be Megatron's trainer."""
+def plan_context(plan: Plan, model: nn.Module, runs: KnownRuns) -> tuple[Plan, list[Problem]]:
+    """The plan with what context parallelism does; only Megatron's trainer trains a part of a sequence."""
     if plan.layout.cp == 1:
-        return []
-    if plan.structure is None:
+        return plan, []
+    structure = plan.structure
+    if structure is None:
         remedy = "run it through `python -m megasched pretrain_gpt.py`, or without context parallelism"
-        return [Problem("context parallelism is for causal language models in Megatron's trainer", remedy=remedy)]
+        what = "context parallelism is for causal language models in Megatron's trainer"
+        return plan, [Problem(what, remedy=remedy)]
     refuse = partial(why_not_sequence_region, plan)
-    plan.sequence = runs.plan_sequence(model, plan.structure, plan.layout.cp, refuse)
-    if plan.sequence.problems:
-        return plan.sequence.problems
-    in_region = partial(_is_in, {*plan.sequence.regions, *find_experts(model)})  # which take tokens one by one
-    recorded = plan.sequence.recorded
-    by_length = runs.goes_by_length(
-        model, plan.structure, plan.layout.cp, in_region, places=False, gathered=recorded
-    )
+    sequence = runs.plan_sequence(model, structure, plan.layout.cp, refuse)
+    plan = replace(plan, sequence=sequence)
+    if sequence.problems:
+        return plan, sequence.problems
+    in_region = partial(_is_in, {*sequence.regions, *find_experts(model)})  # which take tokens one by one
+    recorded = sequence.recorded
+    by_length = runs.goes_by_length(model, structure, plan.layout.cp, in_region, places=False, gathered=recorded)
     if by_length is None:
-        return []
+        return plan, []
     path, operation = by_length
     what = f"context parallelism: {operation} goes by the length of the sequence, of which a rank sees a part"
-    return [Problem(what, path, remedy="run it without --context-parallel-size")]
+    return plan, [Problem(what, path, remedy="run it without --context-parallel-size")]
 
 
 def _is_in(regions: Container[str], path: str) -> bool:
@@ -68,26 +70,28 @@ def refuse_by_length(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Prob
     return [Problem(what, path, remedy="run it without --sequence-parallel")]
 
 
-def plan_packed_rows(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]:
-    """Whether rows can hold several sequences. That they can't is no problem before one does."""
+def plan_packed_rows(plan: Plan, model: nn.Module, runs: KnownRuns) -> tuple[Plan, list[Problem]]:
+    """The plan with whether rows can hold several sequences. That they can't is no problem before one does."""
     if not plan.layout.packed_sequences or plan.structure is None:
-        return []
+        return plan, []
     try:
         with one_sequence_a_row():
             sequence = runs.plan_sequence(model, plan.structure, 2, lambda path: "")
     except ScheduleError as error:  # it does not run on meta, so nothing is known of it
         sequence = CpFacts(problems=error.problems)
-    plan.packed = plan_packed(model, plan.structure, sequence)
+    packed = plan_packed(model, plan.structure, sequence)
+    plan = replace(plan, packed=packed)
     by_megatron = plan.blocks | plan.attentions
-    if not by_megatron or plan.packed.problems:
-        return []
+    if not by_megatron or packed.problems:
+        return plan, []
     what, remedy = "", "use level('fused')"
-    if not plan.packed.hands_on_bounds:
+    if not packed.hands_on_bounds:
         what = "the definition does not tell its layers where sequences begin (cu_seq_lens_q)"
     elif plan.layout.sp and plan.layout.micro_batch_size > 1:
         what = "Megatron's attention takes packed sequences as one row, and sequence parallelism has split several"
         remedy = "--micro-batch-size 1 (and a longer --seq-length), or level('fused')"
-    return [Problem(f"level block under --sft: {what}", min(by_megatron), remedy=remedy)] if what else []
+    problem = Problem(f"level block under --sft: {what}", min(by_megatron), remedy=remedy)
+    return plan, [problem] if what else []
 
 
 def why_not_sequence_region(plan: Plan, path: str) -> str:

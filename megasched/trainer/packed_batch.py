@@ -55,7 +55,7 @@ def packed_arguments(plan: Plan, rows: PackedRows, device: torch.device) -> dict
         return {}  # one sequence a row is what it sees in any case
     given: dict[str, Any] = {"position_ids": rows.positions()}
     # Lengths differ from batch to batch, and a traced module would be traced anew for each.
-    traced = plan.records_of("trace", "trace_until")
+    traced = plan.records_where(lambda primitive: primitive.makes_graph)
     by_megatron = plan.blocks or plan.attentions
     if packed.hands_on_bounds and (by_megatron or (uses_transformer_engine(device) and not traced)):
         given |= rows.arguments()

@@ -21,8 +21,8 @@ from megasched.errors import ConfigError
 from megasched.language.schedule import Schedule
 from megasched.layers.build_context import BuildContext
 from megasched.layers.context_parallel import CpGroup
+from megasched.layers.te.fp8 import enter_fp8, fp8_pass
 from megasched.lowering.lower import lower, lower_sequence_boundaries
-from megasched.plan.fp8 import enter_fp8, fp8_pass
 from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.plan import Plan
 from megasched.trainer.checkpoint.buffers import SavedBuffers, materialize_buffers, persistent_buffers

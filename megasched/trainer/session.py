@@ -6,7 +6,7 @@ every rank at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,22 +17,19 @@ from megasched.analysis.known_runs import KnownRuns
 from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.meta_call import meta_copy
 from megasched.analysis.reach import Reach, find_reach
-from megasched.analysis.structure import layer_stack_of
 from megasched.definition.module_copy import copy_module
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import Problem, ScheduleError
-from megasched.language.lora import adapted
 from megasched.language.parallel_dims import Layout
 from megasched.language.schedule import Schedule
-from megasched.lowering.known_model import KnownModel, know_model
-from megasched.lowering.lora import adapt_modules
-from megasched.lowering.replace import replace_modules
+from megasched.layers.megatron.trials import Trials
+from megasched.lowering.prepare import ScheduledDefinition, open_definition, prepare
 from megasched.plan.make import make_plan
 from megasched.plan.pipeline import balance, cuts_asked_for, layer_costs, layout_string
 from megasched.plan.plan import Plan
 from megasched.trainer.losses.definition_loss import refuse_loss
 from megasched.trainer.stages.stage_transfer import BoundaryCodec
-from megasched.trainer.stages.stage_trial import why_not_alone, why_not_other_ways
+from megasched.trainer.stages.stage_trial import why_not_stages
 from megasched.trainer.unreached import freeze_unreached
 from megasched.weights.source import WeightSource
 
@@ -65,9 +62,9 @@ class Session:
     definition: PreTrainedModel
     schedule: Schedule
     replaced: Any
-    renamed: dict[str, str]
+    renamed: Mapping[str, str]
     vocab_multiple: int
-    known: KnownModel
+    known: ScheduledDefinition
     structure: LayerStack | None = None
     source: WeightSource | None = None
     batch_shape: tuple[int, int] = (1, 1)
@@ -91,10 +88,9 @@ class Session:
             vocab_multiple=self.vocab_multiple,
             structure=self.structure,
             runs=self.runs,
+            trials=Trials,
+            renamed=self.renamed,
         )
-        for new, old in self.renamed.items():
-            canonical = plan.canonical[new]
-            plan.placements[canonical] = replace(plan.placements[canonical], name=old)
         if plan.layout.sp and plan.structure is not None and plan.structure.repeated:
             what = (
                 "layers are called more than once, and sequence parallelism splits the hidden state at the first "
@@ -138,11 +134,11 @@ class Session:
     def _refuse_state_between_stages(self, plan: Plan) -> None:
         """Of a model with modules replaced, what the user put there counts, too."""
         structure, model = plan.structure, self.replaced
-        own = model is not self.definition and structure is not None
-        why_not = why_not_alone(model, structure) if own else self.known.why_not_stages
-        if structure is not None and not why_not:
-            ways = self.runs.ways(model, structure.trial_inputs(), structure)
-            why_not = why_not_other_ways(model, structure, ways)
+        if structure is None:
+            return
+        why_not = why_not_stages(
+            model, structure, lambda: self.runs.ways(model, structure.trial_inputs(), structure)
+        )
         if why_not:
             what = f"the layers can't be cut into pipeline stages: {why_not}"
             raise ScheduleError(Problem(what, remedy=WITHOUT_STAGES))
@@ -307,24 +303,17 @@ def open_session(
 
     if layout.cp > 1:
         patches.apply("zigzag_positions")
-    known = know_model(schedule, hf_model, overrides, trust_remote_code=trust_remote_code, objective=objective)
+    known = open_definition(
+        schedule, hf_model, overrides, trust_remote_code=trust_remote_code, objective=objective
+    )
     return _open(known, layout, make_vocab_size_divisible_by)
 
 
-def _open(known: KnownModel, layout: Layout, make_vocab_size_divisible_by: int) -> Session:
-    definition, structure, root = known.definition, known.structure, known.apply(layout)
-    replaced: Any = definition
-    renamed: dict[str, str] = {}
-    if any(r.primitive in ("replace", "replace_all") for r in root.records):
-        replaced = copy_module(definition)
-        renamed = replace_modules(root, replaced)
-    if adapted(root.records):
-        replaced = copy_module(definition) if replaced is definition else replaced
-        adapt_modules(root, replaced)
-    if replaced is not definition:
-        structure = layer_stack_of(replaced)  # of what runs now
+def _open(known: ScheduledDefinition, layout: Layout, make_vocab_size_divisible_by: int) -> Session:
+    root = known.apply(layout)
+    made = prepare(root, known.definition, structure=known.structure)
     vocab_multiple = make_vocab_size_divisible_by * layout.tp
-    return Session(definition, root, replaced, renamed, vocab_multiple, known, structure)
+    return Session(known.definition, root, made.model, made.renamed, vocab_multiple, known, made.structure)
 
 
 def _refuse_changed_state(plan: Plan) -> None:

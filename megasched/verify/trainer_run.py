@@ -178,7 +178,7 @@ def _facts(chunk: Any) -> PlanFacts:
         components={path: sizes for path, sizes in packed.items() if sizes},
         dropouts=tuple(path for path, m in chunk.definition.named_modules() if isinstance(m, torch.nn.Dropout)),
         records=tuple((record.path, str(record), record.source) for record in plan.records),
-        adapters=tuple(plan.records_of("adapt", "unfreeze")),
+        adapters=tuple(plan.records_where(lambda primitive: primitive.chooses_trained)),
     )
 
 

@@ -122,7 +122,7 @@ class RandomInit:
             torch.default_generator.manual_seed(parameter_seed(self._seed, name))
             for model, module in self._initialisers(source):
                 try:
-                    model._init_weights(module)
+                    model._init_weights(module)  # type: ignore[no-untyped-call]
                 except RuntimeError as error:
                     raise ConfigError(
                         f"{name}: {type(model).__name__}._init_weights can't initialise it while the other "

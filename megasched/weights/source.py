@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from megasched.weights.source import WeightSource
-
 
 class WeightSource(Protocol):
     """Where the values of a definition's parameters come from, one parameter at a time."""

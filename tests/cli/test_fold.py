@@ -6,7 +6,7 @@ import pytest
 
 from megasched.cli.show.fold import fold
 from megasched.cli.show.modules import Asked, ModuleReport
-from megasched.plan.indices import fold_indices
+from megasched.plan.decisions import fold_indices
 
 
 def model(layers):

@@ -1,5 +1,7 @@
 """What ``show`` says of each module: classes, shapes, transfers, gradients."""
 
+from dataclasses import replace
+
 import pytest
 
 from megasched.analysis.labels import Region, TpFacts
@@ -100,8 +102,7 @@ def test_transfers_and_gradients_under_sequence_parallelism(inspect):
 
 def test_what_is_shared_is_named_in_the_order_of_the_definition(llama):
     session = open_session("auto", llama, Layout(tensor_model_parallel_size=2))
-    plan = session.plan
-    plan.joint = [tuple(reversed(paths)) for paths in plan.joint]
+    plan = replace(session.plan, joint=tuple(tuple(reversed(paths)) for paths in session.plan.joint))
     assert transfers(plan)[f"{LAYER}.self_attn"][0].shared_by == ("q_proj", "k_proj", "v_proj")
 
 
@@ -115,9 +116,9 @@ def test_one_linear_alone_shares_nothing_unless_its_heads_are_viewed_by_the_leng
         by_heads={"attn.qkv"},
     )
     layout = {"tensor_model_parallel_size": 2}
-    plan = Plan(Layout(**layout), [], derived=derived)
+    plan = Plan(Layout(**layout), (), derived=derived)
     assert shared_regions(plan) == {"pair": ((0,), ("pair.gate", "pair.up"))}
-    plan = Plan(Layout(**layout, sequence_parallel=True), [], derived=derived)
+    plan = Plan(Layout(**layout, sequence_parallel=True), (), derived=derived)
     assert shared_regions(plan) == {"attn": ((0,), ("attn.qkv",)), "pair": ((0,), ("pair.gate", "pair.up"))}
 
 

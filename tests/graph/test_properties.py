@@ -15,7 +15,7 @@ from megasched.graph import patterns
 from megasched.graph.capture import capture
 from megasched.graph.intercept import Limits
 from megasched.graph.partition import Edit, apply_edit, is_tangled
-from megasched.graph.subgraph import Subgraph
+from megasched.language.subgraph import Subgraph
 
 SHAPE = (2, 8)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import entry_points
 
 import pytest
 
@@ -57,6 +59,14 @@ def modules_after(code):
     program = f"import sys\n{code}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return set(result.stdout.split())
+
+
+def test_the_installed_entry_points_are_those_of_this_tree():
+    """Primitives, lowerings and compilers are found by them, so that an older installation lacks some."""
+    wanted = tomllib.loads((survey.ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    installed = {group: {point.name: point.value for point in entry_points(group=group)} for group in wanted}
+    missing = {group: points for group, points in wanted.items() if not points.items() <= installed[group].items()}
+    assert not missing, "install megasched again: `.venv/bin/python -m pip install --no-deps --editable .`"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import megasched
 from megasched.errors import ScheduleError
 from megasched.layers.fused_columns import FusedColumns
+from megasched.layers.megatron.trials import Trials
 from megasched.lowering.build import carry_out
 from megasched.model_adapters.default_schedule import schedule
 from megasched.plan.make import make_plan
@@ -38,7 +39,7 @@ def _joint(family):
     model = tiny_model(family)
     sch = megasched.create_schedule(model)
     _auto(sch)
-    plan = make_plan(sch, inputs={"input_ids": token_ids()}, causal_lm=True)
+    plan = make_plan(sch, inputs={"input_ids": token_ids()}, causal_lm=True, trials=Trials)
     return [sorted(paths) for paths in plan.joint if ".0." in paths[0]]
 
 

@@ -15,10 +15,11 @@ from megasched.language.module_specs import AttentionSpec, LayerSpec, MoeSpec
 from megasched.language.parallel_dims import Layout
 from megasched.layers.megatron import trial
 from megasched.layers.megatron.trial import why_another
-from megasched.layers.megatron.trials import Subject, Trials
+from megasched.layers.megatron.trials import Trials
 from megasched.model_adapters.default_schedule import schedule as default_schedule
 from megasched.model_adapters.registry import roles_of
 from megasched.plan.make import make_plan
+from megasched.plan.megatron.fit import TrialSubject
 from tests.model_adapters.facts import facts_of
 from tests.parity.cases import case
 
@@ -41,7 +42,7 @@ def made(model_type, **changes):
 def planned(model):
     schedule = create_schedule(model, Layout(), roles_of(model))
     default_schedule(schedule, Layout())
-    return make_plan(schedule, causal_lm=True)
+    return make_plan(schedule, causal_lm=True, trials=Trials)
 
 
 def subjects_of(plan, model, roles):
@@ -50,11 +51,11 @@ def subjects_of(plan, model, roles):
         attention, block, mixture = roles.attention, roles.layer, roles.moe
         mixed = isinstance(mixture, MoeSpec) and plan.holds_parameters(f"{layer}.{mixture.experts}")
         if isinstance(attention, AttentionSpec) and plan.holds_parameters(f"{layer}.{attention.out}"):
-            found.append(Subject("attention", f"{layer}.{attention.module}", layer))
+            found.append(TrialSubject("attention", f"{layer}.{attention.module}", layer))
         if isinstance(block, LayerSpec) and (mixed or plan.holds_parameters(f"{layer}.{block.mlp.down}")):
-            found.append(Subject("layer", layer, layer))
+            found.append(TrialSubject("layer", layer, layer))
         if mixed:
-            found.append(Subject("mixture", f"{layer}.{mixture.module}", layer))
+            found.append(TrialSubject("mixture", f"{layer}.{mixture.module}", layer))
     return found
 
 
@@ -166,7 +167,7 @@ def test_rotary_positions_that_were_altered_are_megatrons_too():
     model = made("mistral")
     model.model.rotary_emb.inv_freq *= 0.5
     plan, roles = planned(model), roles_of(model)
-    assert not why_another(plan, model, roles, Subject("layer", LAYER, LAYER))
+    assert not why_another(plan, model, roles, TrialSubject("layer", LAYER, LAYER))
 
 
 def test_layers_that_are_alike_are_tried_once(monkeypatch):
@@ -193,7 +194,7 @@ def test_a_trial_changes_nothing():
     plan, roles = planned(model), roles_of(model)
     before = {name: (type(value), id(value)) for name, value in vars(model.get_submodule(LAYER)).items()}
     state, active = torch.get_rng_state(), patches.active()
-    assert not why_another(plan, model, roles, Subject("layer", LAYER, LAYER))
+    assert not why_another(plan, model, roles, TrialSubject("layer", LAYER, LAYER))
     assert {name: (type(value), id(value)) for name, value in vars(model.get_submodule(LAYER)).items()} == before
     assert torch.equal(torch.get_rng_state(), state)
     assert all(held.is_meta for held in model.parameters())

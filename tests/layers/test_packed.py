@@ -15,6 +15,7 @@ from megasched.errors import ConfigError, ScheduleError
 from megasched.language.parallel_dims import Layout
 from megasched.language.schedule import create_schedule
 from megasched.layers import attention
+from megasched.layers.megatron.trials import Trials
 from megasched.layers.packed import PackedRows, is_packed_mask, packed_mask
 from megasched.model_adapters.default_schedule import schedule as default
 from megasched.model_adapters.registry import roles_of
@@ -119,7 +120,7 @@ def test_megatrons_attention_and_sequence_parallelism_take_one_row(where):
         sch = create_schedule(model, layout, roles_of(model))
         default(sch, layout)
         sch[where].level("block")
-        return make_plan(sch, causal_lm=True)
+        return make_plan(sch, causal_lm=True, trials=Trials)
 
     assert plan(1).packed.hands_on_bounds
     with pytest.raises(ScheduleError, match="takes packed sequences as one row"):

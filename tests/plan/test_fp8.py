@@ -8,6 +8,7 @@ from megasched.definition import attention_interface
 from megasched.errors import ConfigError, ScheduleError
 from megasched.language.parallel_dims import Fp8, Layout
 from megasched.layers import attention
+from megasched.layers.megatron.trials import Trials
 from megasched.model_adapters.default_schedule import schedule as default
 from megasched.model_adapters.registry import roles_of
 from megasched.plan.fp8 import left_in_16_bits
@@ -27,7 +28,7 @@ def model_and_plan(family="llama", fp8="tensorwise", tp=1, start=0, end=0, **cha
     layout = Layout(tensor_model_parallel_size=tp, fp8=asked)
     sch = megasched.create_schedule(model, layout, roles_of(model))
     default(sch, layout)
-    return model, make_plan(sch, causal_lm=True)
+    return model, make_plan(sch, causal_lm=True, trials=Trials)
 
 
 def test_the_automatic_schedule_takes_megatrons_layers():
@@ -90,7 +91,7 @@ def test_layers_without_a_sharded_linear():
     model = tiny_model("llama")
     sch = megasched.create_schedule(model, Layout(fp8=Fp8()), roles_of(model))
     with pytest.raises(ScheduleError, match="none of its linears is sharded"):
-        make_plan(sch, causal_lm=True)
+        make_plan(sch, causal_lm=True, trials=Trials)
 
 
 def test_decompose_is_refused():
@@ -124,6 +125,6 @@ def test_overlap_of_communication_is_for_megatrons_layers():
         sch = megasched.create_schedule(model, layout, roles_of(model))
         default(sch, layout)
         found[family] = sch
-    assert len(make_plan(found["llama"], causal_lm=True).blocks) == 2
+    assert len(make_plan(found["llama"], causal_lm=True, trials=Trials).blocks) == 2
     with pytest.raises(ScheduleError, match="--tp-comm-overlap: only Megatron's own layers overlap"):
-        make_plan(found["gemma2"], causal_lm=True)
+        make_plan(found["gemma2"], causal_lm=True, trials=Trials)

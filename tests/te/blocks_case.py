@@ -54,6 +54,7 @@ def compare(family: str) -> dict[str, Any]:
     from megasched.layers.megatron import layer as whole_layer
     from megasched.layers.megatron import mlp, moe
     from megasched.layers.megatron.rotary import rotary_angles
+    from megasched.layers.megatron.trials import Trials
     from megasched.model_adapters.default_schedule import schedule as default
     from megasched.model_adapters.registry import roles_of
     from megasched.plan.make import make_plan
@@ -73,7 +74,7 @@ def compare(family: str) -> dict[str, Any]:
     path = layer if whole else f"{layer}.{name or 'mlp'}"
     sch[layer].level("fused")
     sch[path].level("block")
-    plan = make_plan(sch, causal_lm=True)
+    plan = make_plan(sch, causal_lm=True, trials=Trials)
     model.set_attn_implementation("eager")  # what it is compared with is HF's own
     config = TransformerConfig(
         num_layers=2,

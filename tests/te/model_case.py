@@ -130,6 +130,7 @@ def build(
     from megasched.definition import attention_interface
     from megasched.definition.build import build_definition
     from megasched.language.parallel_dims import Fp8, Layout
+    from megasched.layers.megatron.trials import Trials
     from megasched.model_adapters.default_schedule import schedule as default
     from megasched.model_adapters.registry import roles_of
     from megasched.plan.make import make_plan
@@ -152,7 +153,7 @@ def build(
     sch = megasched.create_schedule(definition, layout, roles_of(definition))
     default(sch, layout)
     exec(calls, {"sch": sch})
-    plan = make_plan(sch, causal_lm=True, vocab_multiple=4 * world)
+    plan = make_plan(sch, causal_lm=True, trials=Trials, vocab_multiple=4 * world)
     structure = plan.structure
     assert structure is not None
     if fp8 is not None:

@@ -13,7 +13,7 @@ from rich.text import Text
 from megasched.cli.show.communication import Transfer
 from megasched.cli.show.modules import CUT, ModuleReport, ParameterReport
 from megasched.cli.show.report import ShowReport
-from megasched.plan.indices import fold_indices
+from megasched.plan.decisions import fold_indices
 
 _INDEX = re.compile(r"\.(\d+)(?=\.|$)")
 

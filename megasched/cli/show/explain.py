@@ -82,7 +82,7 @@ def explain_schedule(
     )
     if sequence_length is not None:
         session.runs.length = sequence_length  # the plan has to hold for it
-    decisions = decisions_of(session, by_user=schedule != AUTO)
+    decisions = decisions_of(session.plan, session.schedule.roles, by_user=schedule != AUTO)
     plan = session.plan
     told = context_lines(plan), tuple(without_rule(plan))
     return Explanation(

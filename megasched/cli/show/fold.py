@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megasched.cli.show.modules import CUT, ModuleReport
-from megasched.plan.indices import fold_indices
+from megasched.plan.decisions import fold_indices
 
 
 @dataclass

@@ -9,7 +9,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from megasched.cli.show.fold import Node
-from megasched.cli.show.modules import CUT, ModuleReport, ParameterReport
+from megasched.cli.show.modules import ModuleReport, ParameterReport
+from megasched.language.registry import get_primitive
 
 COLOURS = {
     "column": "green",
@@ -24,8 +25,6 @@ LINE = 60
 # Columns of a first line at the root, and what each level of the tree takes of them.
 WIDTH = 98
 INDENT = 4
-# Primitives whose effect the line of a module shows already.
-TOLD_BY_THE_REST = ("shard", "checkpoint", "replace", "replace_all", CUT)
 
 
 class ModuleLines:
@@ -123,7 +122,7 @@ def lines(report: ModuleReport) -> list[str]:
     found += [_sent(report, tensor) for tensor in ("input", "output")]
     found += ["recomputed in the backward pass"] if report.recompute else []
     found += report.notes
-    found += [asked.call for asked in report.asked if asked.primitive not in TOLD_BY_THE_REST]
+    found += [asked.call for asked in report.asked if not get_primitive(asked.primitive).shown_by_effect]
     return [line for line in found if line]
 
 

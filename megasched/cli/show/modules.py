@@ -9,8 +9,8 @@ from typing import Any, Literal
 from torch import nn
 
 from megasched.cli.show.communication import Transfer, transfers
-from megasched.language.primitives.replace_all import matches
 from megasched.language.records import Record
+from megasched.language.registry import get_primitive
 from megasched.plan.placement import Placement
 from megasched.plan.record_checks import sharded_attention
 from megasched.trainer.losses.definition_loss import loss_lines
@@ -124,7 +124,7 @@ class _View:
         for record in self.plan.records:
             for path in self._paths(record):
                 self.records[path].append(record)
-                if record.primitive in ("replace", "replace_all"):
+                if get_primitive(record.primitive).replaces_modules:
                     self.replaced.add(path)
         self.tied = self._tied()
         self.sharded = sharded_attention(self.plan)
@@ -132,10 +132,9 @@ class _View:
         self.joint = {path: paths for paths in self.plan.joint for path in paths}
 
     def _paths(self, record: Record) -> list[str]:
-        if record.primitive != "replace_all":
-            return [record.path]
         schedule = self.session.schedule
-        return matches(schedule[record.path] if record.path else schedule, record.arguments["what"])
+        node = schedule[record.path] if record.path else schedule
+        return get_primitive(record.primitive).paths(node, record.arguments)
 
     def _tied(self) -> set[str]:
         """Canonical names that several parameter names share."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from megasched.errors import Problem
-from megasched.language.primitives._parameters import missing_parameter
 from megasched.language.registry import Node, Primitive, register_primitive
 
 
@@ -23,9 +22,19 @@ class Annotate(Primitive):
     """
 
     name = "annotate"
+    survives_replacement = True
 
     def record(self, node: Node, param: str, key: str, value: Any) -> Mapping[str, Any]:
         return {"param": param, "key": key, "value": value}
 
     def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
         return missing_parameter(node, arguments["param"], source)
+
+
+def missing_parameter(node: Node, param: str, source: str) -> list[Problem]:
+    """A problem if the module itself (not its children) has no parameter of this name."""
+    own = [name for name, value in node.mod.named_parameters(recurse=False) if value is not None]
+    if param in own:
+        return []
+    remedy = f"its parameters are: {', '.join(own)}" if own else "it has no parameters of its own"
+    return [Problem(f"{type(node.mod).__name__} has no parameter {param!r}", node.path, source, remedy)]

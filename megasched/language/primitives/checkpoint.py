@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megasched.errors import Problem
-from megasched.language.primitives._subgraphs import check_edit, record_subgraph
-from megasched.language.registry import Node, Primitive, register_primitive
-
-if TYPE_CHECKING:
-    from megasched.graph.subgraph import Subgraph
+from megasched.language.registry import Node, Primitive, record_subgraph, register_primitive
+from megasched.language.subgraph import Subgraph
 
 
 @register_primitive
@@ -29,11 +25,12 @@ class Checkpoint(Primitive):
     """
 
     name = "checkpoint"
+    one_call_in_graph = "always"
+    takes_subgraph = True
+    runs_code_again = True
+    shown_by_effect = True
 
     def record(self, node: Node, subgraph: Subgraph | Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         if subgraph is None:
             return {}
-        return {"subgraph": record_subgraph(node, subgraph, "checkpoint")}
-
-    def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-        return check_edit(self.name, node, arguments, source)
+        return {"subgraph": record_subgraph(self, node, subgraph)}

@@ -21,6 +21,8 @@ class CutPipelineStage(Primitive):
 
     name = "cut_pipeline_stage"
     aliases = ("pipeline_split",)
+    phase = "plan"
+    shown_by_effect = True
 
     def record(self, node: Node) -> Mapping[str, Any]:
         return {}

@@ -20,6 +20,7 @@ class ForkRng(Primitive):
     """
 
     name = "fork_rng"
+    one_call_in_graph = "always"
 
     def record(self, node: Node) -> Mapping[str, Any]:
         return {}

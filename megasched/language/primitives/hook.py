@@ -23,6 +23,7 @@ class Hook(Primitive):
     """
 
     name = "hook"
+    one_call_in_graph = "always"
 
     def record(self, node: Node, mode: str, fn: Callable[..., Any]) -> Mapping[str, Any]:
         return {"mode": mode, "fn": fn}

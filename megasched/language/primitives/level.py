@@ -28,6 +28,9 @@ class Level(Primitive):
     """
 
     name = "level"
+    phase = "plan"
+    keeps_product = True
+    inside_megatron_module = True
 
     def record(self, node: Node, name: str, *, required: bool = True) -> Mapping[str, Any]:
         return {"name": name} if required else {"name": name, "required": False}

@@ -1,19 +1,18 @@
-"""Primitive ``replace``."""
+"""Primitives ``replace`` and ``replace_all``: other modules in the places of the definition's."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import Problem, ScheduleError
-from megasched.language.primitives._subgraphs import check_edit, record_subgraph
 from megasched.language.records import caller_source
-from megasched.language.registry import Node, Primitive, register_primitive
+from megasched.language.registry import Node, Primitive, record_subgraph, register_primitive
+from megasched.language.subgraph import Subgraph
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from megasched.graph.subgraph import Subgraph
 
 
 @register_primitive
@@ -38,6 +37,11 @@ class Replace(Primitive):
     """
 
     name = "replace"
+    phase = "edit"
+    replaces_modules = True
+    survives_replacement = True
+    takes_subgraph = True
+    shown_by_effect = True
 
     def record(
         self,
@@ -51,8 +55,61 @@ class Replace(Primitive):
             if weights or drop:
                 what = "replace: a sub-graph has no weights of its own: it takes them as inputs"
                 raise ScheduleError(Problem(what, node.path, caller_source(), "leave weights and drop out"))
-            return {"factory": factory, "subgraph": record_subgraph(node, subgraph, "replace")}
+            return {"factory": factory, "subgraph": record_subgraph(self, node, subgraph)}
         return {"factory": factory, "weights": dict(weights or {}), "drop": tuple(drop)}
 
+
+@register_primitive
+class ReplaceAll(Primitive):
+    """Replaces every module below this one that matches, as ``replace`` does one.
+
+    Parameters:
+        what: a module class (exactly this class), a role of the adapter (``norm.input``), or a regular
+            expression that must match the whole path below this module.
+        factory: function that takes the old module and returns the new one.
+        weights, drop: as in ``replace``.
+
+    Replacements are not searched again. No match is an error.
+    """
+
+    name = "replace_all"
+    phase = "edit"
+    replaces_modules = True
+    survives_replacement = True
+    shown_by_effect = True
+
+    def record(
+        self,
+        node: Node,
+        what: type[nn.Module] | str,
+        factory: Callable[[nn.Module], nn.Module],
+        weights: Mapping[str, str | Callable[[dict[str, Any]], Any]] | None = None,
+        drop: tuple[str, ...] = (),
+    ) -> Mapping[str, Any]:
+        if isinstance(what, str):
+            try:
+                re.compile(what)
+            except re.error as error:
+                problem = f"replace_all: {what!r} is no regular expression: {error}"
+                raise ScheduleError(Problem(problem, node.path, caller_source())) from error
+        return {"what": what, "factory": factory, "weights": dict(weights or {}), "drop": tuple(drop)}
+
     def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-        return check_edit(self.name, node, arguments, source)
+        if self.paths(node, arguments):
+            return []
+        remedy = "a class, a role or a regular expression over the whole path below this module"
+        return [Problem(f"replace_all: nothing matches {arguments['what']!r}", node.path, source, remedy)]
+
+    def paths(self, node: Node, arguments: Mapping[str, Any]) -> list[str]:
+        """Full paths of the outermost modules below ``node`` that match."""
+        what, found = arguments["what"], dict[str, str]()
+        for name, child in node.below().items():
+            if any(name.startswith(outer + ".") for outer in found):
+                continue
+            if isinstance(what, str):
+                hit = node.role_of(child.path) == what or re.fullmatch(what, name) is not None
+            else:
+                hit = type(child.mod) is what
+            if hit:
+                found[name] = child.path
+        return list(found.values())

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megasched.errors import Problem
-from megasched.language.primitives._parameters import missing_parameter
+from megasched.language.primitives.annotate import missing_parameter
 from megasched.language.registry import Node, Primitive, register_primitive
 
 
@@ -29,6 +29,10 @@ class Shard(Primitive):
     """
 
     name = "shard"
+    phase = "plan"
+    keeps_product = True
+    inside_megatron_module = True
+    shown_by_effect = True
 
     def record(
         self, node: Node, param: str, axis: int, components: Sequence[int] | None = None

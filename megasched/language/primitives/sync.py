@@ -33,6 +33,7 @@ class Sync(Primitive):
     """
 
     name = "sync"
+    one_call_in_graph = "unless sharded"  # the layer of a sharded module does what is asked
 
     def record(self, node: Node, mode: str, op: str | Callable[[Any], Any]) -> Mapping[str, Any]:
         return {"mode": mode, "op": op}

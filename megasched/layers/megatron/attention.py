@@ -22,7 +22,7 @@ from megasched.layers.megatron.layer_spec import attention_spec
 from megasched.layers.megatron.mla import LatentAngles, configure_mla, latent_config
 from megasched.layers.megatron.rotary import LayerAngles, OwnAngles
 from megasched.layers.te.attention import uses_transformer_engine
-from megasched.plan.megatron_params import SINKS, attention_assemblies, has_bias, output_features
+from megasched.plan.megatron.params import SINKS, attention_assemblies, has_bias, output_features
 
 
 class MegatronAttention(nn.Module):

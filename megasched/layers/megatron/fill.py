@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from megasched.layers.build_context import BuildContext
-from megasched.plan.megatron_params import ROUTER, ROUTER_BIAS, SINKS
+from megasched.plan.megatron.params import ROUTER, ROUTER_BIAS, SINKS
 from megasched.plan.param_mapping import ParamMapping
 
 # Ends of names of Megatron's parameters that may be in float32 in a layer of half precision: what computes with

@@ -9,7 +9,7 @@ import torch
 
 from megasched.graph.compilers import register_compiler
 from megasched.graph.partition import ExtractedSubgraph
-from megasched.graph.subgraph import Subgraph
+from megasched.language.subgraph import Subgraph
 
 
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

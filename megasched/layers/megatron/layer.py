@@ -26,7 +26,7 @@ from megasched.layers.megatron.mlp import mlp_config
 from megasched.layers.megatron.moe import configure_moe, moe_config, note_correction
 from megasched.layers.megatron.rotary import LayerAngles, OwnAngles
 from megasched.layers.te.attention import uses_transformer_engine
-from megasched.plan.megatron_params import assemblies, has_bias, mixture_in
+from megasched.plan.megatron.params import assemblies, has_bias, mixture_in
 
 
 class MegatronLayer(nn.Module):

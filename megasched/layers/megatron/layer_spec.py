@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from megasched.language.module_specs import LayerSpec
 from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.core_attention import CoreAttention
-from megasched.plan.megatron_params import POST_NORM
+from megasched.plan.megatron.params import POST_NORM
 
 # (config, hidden_size, eps) -> norm
 Norm = Callable[..., nn.Module]

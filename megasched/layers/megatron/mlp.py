@@ -17,7 +17,7 @@ from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.fill import fill_module
 from megasched.layers.megatron.layer_spec import mlp_linears
 from megasched.layers.te.attention import uses_transformer_engine
-from megasched.plan.megatron_params import has_bias, mlp_assemblies, output_features
+from megasched.plan.megatron.params import has_bias, mlp_assemblies, output_features
 
 
 class MegatronMlp(nn.Module):

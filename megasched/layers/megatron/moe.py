@@ -17,7 +17,7 @@ from megasched.language.module_specs import ExpertSpec, MoeSpec
 from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.fill import fill_module
 from megasched.layers.te.attention import uses_transformer_engine
-from megasched.plan.megatron_params import CORRECTION, mixture_assemblies
+from megasched.plan.megatron.params import CORRECTION, mixture_assemblies
 
 
 class MegatronMixture(nn.Module):

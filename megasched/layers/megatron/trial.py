@@ -44,9 +44,9 @@ from megasched.layers.megatron.small_copy import (
     mixture_sizes,
     replaced_in,
 )
-from megasched.layers.megatron.trials import Subject
 from megasched.patches.attributes import set_attribute, undo_all
-from megasched.plan.megatron_params import mixture_in
+from megasched.plan.megatron.fit import TrialSubject
+from megasched.plan.megatron.params import mixture_in
 from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
@@ -59,7 +59,7 @@ _SMALL = 0.1  # of the largest gradient: what is smaller has its rounding
 _SCALES = {"layer": (1.0, 1e-3, 30.0), "attention": (1.0, 0.1, 3.0), "mixture": (1.0, 3.0)}
 
 
-def why_another(plan: Plan, model: nn.Module, roles: Roles, subject: Subject) -> str:
+def why_another(plan: Plan, model: nn.Module, roles: Roles, subject: TrialSubject) -> str:
     """In what Megatron's module gives other numbers than the definition's; empty: in nothing."""
     try:
         with (
@@ -75,7 +75,7 @@ def why_another(plan: Plan, model: nn.Module, roles: Roles, subject: Subject) ->
         return f"a small copy of it can't be tried: {type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _compare(plan: Plan, model: Any, roles: Roles, subject: Subject) -> str:
+def _compare(plan: Plan, model: Any, roles: Roles, subject: TrialSubject) -> str:
     structure = plan.structure
     assert structure is not None
     index = structure.index_of(subject.path)
@@ -120,7 +120,7 @@ def _window(roles: Roles, index: int) -> int | None:
     return attention.windows[index] if attention is not None and attention.windows else None
 
 
-def _sizes(plan: Plan, layer: nn.Module, roles: Roles, subject: Subject) -> Sizes:
+def _sizes(plan: Plan, layer: nn.Module, roles: Roles, subject: TrialSubject) -> Sizes:
     if subject.kind == "layer":
         assert isinstance(roles.layer, LayerSpec)
         return layer_sizes(layer, roles.layer, mixture_in(plan, subject.layer, roles))
@@ -194,7 +194,7 @@ def _with_short_windows(model: Any, roles: Roles) -> tuple[Roles, dict[int, Any]
 
 
 def _megatron(
-    plan: Plan, model: Any, roles: Roles, subject: Subject, sizes: Sizes
+    plan: Plan, model: Any, roles: Roles, subject: TrialSubject, sizes: Sizes
 ) -> tuple[nn.Module, dict[str, ParamMapping]]:
     """Megatron's module with the values of the small copy, and what its parameters are made of."""
     context, path = _context(_small_plan(plan, subject.layer, sizes)), subject.path
@@ -249,7 +249,7 @@ def _small_plan(plan: Plan, layer: str, sizes: Sizes) -> Plan:
             components = tuple(length * shape[old.axis] // count for length in old.components)
             placement = replace(placement, axis=old.axis, components=components)
         placements[canonical] = placement
-    return replace(plan, layout=Layout(), records=[], placements=placements)
+    return replace(plan, layout=Layout(), records=(), placements=placements)
 
 
 def _context(plan: Plan) -> Any:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from megasched.definition.instances import Itself
 from megasched.language.module_specs import AttentionSpec
 from megasched.language.roles import Roles
-from megasched.plan.megatron_params import mixture_in
+from megasched.plan.megatron.fit import TrialSubject
+from megasched.plan.megatron.params import mixture_in
 from megasched.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -22,21 +23,6 @@ _KNOWN: WeakKeyDictionary[Any, dict[Hashable, str]] = WeakKeyDictionary()
 _OF_MODULES = frozenset(["_parameters", "_buffers", "_modules"])
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is tried.
-
-    Attributes:
-        kind: layer, attention or mixture.
-        path: of the module.
-        layer: of the layer that it is or is in.
-    """
-
-    kind: str
-    path: str
-    layer: str
-
-
 class Trials:
     """Why Megatron's modules do not compute what those of one definition do; empty where they do.
 
@@ -44,20 +30,20 @@ class Trials:
         subjects: all that may be asked for.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module, roles: Roles, subjects: Iterable[Subject]) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, roles: Roles, subjects: Iterable[TrialSubject]) -> None:
         self.plan, self.model, self.roles = plan, model, roles
         self.subjects = list(subjects)
         self.known = _KNOWN.setdefault(model, {})
-        self._keys: dict[Subject, Hashable] = {}
+        self._keys: dict[TrialSubject, Hashable] = {}
 
-    def __call__(self, subject: Subject) -> str:
+    def __call__(self, subject: TrialSubject) -> str:
         key = self._key(subject)
         if key not in self.known:
             alike = [other for other in self.subjects if other.kind == subject.kind and self._key(other) == key]
             self.known[key] = self._try(dict.fromkeys([subject, *alike[-1:]]))
         return self.known[key]
 
-    def _try(self, subjects: Iterable[Subject]) -> str:
+    def _try(self, subjects: Iterable[TrialSubject]) -> str:
         """Of the first and the last of those that are alike but for their numbers: code may scale by depth."""
         from megasched.layers.megatron.trial import why_another  # with which Megatron is imported
 
@@ -66,12 +52,12 @@ class Trials:
                 return f"it computes something else than Megatron's: {reason}"
         return ""
 
-    def _key(self, subject: Subject) -> Hashable:
+    def _key(self, subject: TrialSubject) -> Hashable:
         if subject not in self._keys:
             self._keys[subject] = self._found(subject)
         return self._keys[subject]
 
-    def _found(self, subject: Subject) -> Hashable:
+    def _found(self, subject: TrialSubject) -> Hashable:
         """What modules have in common that compute the same, but for their layer's number."""
         structure, roles = self.plan.structure, self.roles
         assert structure is not None

@@ -7,9 +7,10 @@ without what earlier layers put there, and its operations, their sizes or their 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -30,7 +31,20 @@ _BATCH, _LENGTH = 2, 5
 # Whether a new constant is detached depends on the modes that are on; a reshape copies where it can't give a view.
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 
+# A model -> what was found of it, for sessions of all layouts.
+_WHY_NOT_ALONE: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _Operation = tuple[str, tuple[Any, ...], tuple[tuple[int, ...], ...]]
+
+
+def why_not_stages(model: nn.Module, structure: LayerStack, ways: Callable[[], Ways]) -> str:
+    """Why layers of one model can't be on several pipeline stages; empty where they can.
+
+    Args:
+        ways: finds the ways that its code can go, asked for where nothing else speaks against stages.
+    """
+    if model not in _WHY_NOT_ALONE:
+        _WHY_NOT_ALONE[model] = why_not_alone(model, structure)
+    return _WHY_NOT_ALONE[model] or why_not_other_ways(model, structure, ways())
 
 
 @collector_paused()

@@ -142,7 +142,7 @@ def _scheduled(model: Model, layout: Layout, dtype: torch.dtype = torch.float32)
 
     from megasched.analysis.structure import layer_stack_of
     from megasched.layers import attention
-    from megasched.lowering.known_model import KnownModel
+    from megasched.lowering.prepare import ScheduledDefinition
     from megasched.trainer.scheduled_model import ScheduledModel
     from megasched.trainer.session import Session
     from megasched.trainer.stages.stage import Stage
@@ -150,7 +150,7 @@ def _scheduled(model: Model, layout: Layout, dtype: torch.dtype = torch.float32)
     definition = model.on_meta(dtype)
     attention.enable(definition)
     structure = layer_stack_of(definition)
-    known = KnownModel(definition, structure, "by hand", _pairs)
+    known = ScheduledDefinition(definition, structure, "by hand", _pairs)
     session = Session(definition, known.apply(layout), definition, {}, layout.tp, known, structure)
     plan = session.plan
     config = TransformerConfig(

@@ -130,7 +130,7 @@ def mlp_assemblies(plan: Plan, layer: str, mlp: MlpSpec) -> dict[str, ParamMappi
 
 def mixture_assemblies(plan: Plan, layer: str, mixture: MoeSpec, ep_rank: int = 0) -> dict[str, ParamMapping]:
     """Parameter of Megatron's ``MoELayer`` -> HF tensors; see ``assemblies``."""
-    found = {}
+    found = dict[str, ParamMapping]()
     if mixture.shared:
         fc1 = _of(plan, layer, (f"{name}.weight" for name in mixture.shared_inputs))
         fc2 = _of(plan, layer, (f"{name}.weight" for name in mixture.shared_outputs))

@@ -1,4 +1,4 @@
-"""Primitive ``adapt``."""
+"""Primitives ``adapt`` and ``unfreeze``: LoRA adapters, and what is trained beside them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megasched.errors import Problem, ScheduleError
+from megasched.language.lora import takes_adapter
 from megasched.language.records import caller_source
 from megasched.language.registry import Node, Primitive, register_primitive
 
@@ -27,6 +28,9 @@ class Adapt(Primitive):
     """
 
     name = "adapt"
+    phase = "edit"
+    keeps_product = True
+    chooses_trained = True
 
     def record(
         self,
@@ -36,13 +40,9 @@ class Adapt(Primitive):
         dropout: float = 0.0,
         use_rslora: bool = False,
     ) -> Mapping[str, Any]:
-        from torch import nn
-
-        from megasched.definition.linears import is_conv1d
-
         what, remedy = "", ""
         before = [r for r in node.root.records if r.primitive == self.name and r.path == node.path]
-        if not (isinstance(node.mod, nn.Linear) or is_conv1d(node.mod)):
+        if not takes_adapter(node.mod):
             what = f"adapt takes a Linear or HF's Conv1D, and this is a {type(node.mod).__name__}"
             remedy = 'name linears inside it, e.g. sch["**.q_proj"], or sch.role("qkv.*")'
         elif isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
@@ -55,3 +55,29 @@ class Adapt(Primitive):
             raise ScheduleError(Problem(what, node.path, caller_source(), remedy))
         alpha = rank if alpha is None else alpha
         return {"rank": rank, "alpha": alpha, "dropout": dropout, "use_rslora": use_rslora}
+
+
+@register_primitive
+class Unfreeze(Primitive):
+    """Trains the parameters of a module beside the adapters (PEFT's ``modules_to_save``): a head, a norm.
+
+    ``adapt`` freezes everything else. What is in the module is trained with it.
+
+    Example: ``sch["lm_head"].unfreeze()``
+    """
+
+    name = "unfreeze"
+    phase = "edit"
+    keeps_product = True
+    chooses_trained = True
+
+    def record(self, node: Node) -> Mapping[str, Any]:
+        return {}
+
+    def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+        if next(node.mod.parameters(), None) is None:
+            return [Problem("unfreeze: the module has no parameters", node.path, source)]
+        if any(record.primitive == "adapt" for record in node.root.records):
+            return []
+        what = "unfreeze: nothing is frozen, because no linear is adapted"
+        return [Problem(what, node.path, source, "leave the call out, or adapt linears")]

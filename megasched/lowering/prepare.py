@@ -1,30 +1,42 @@
-"""A definition and its schedule before any layout: what sessions of several layouts have in common."""
+"""From a folder of Hugging Face to what is planned: a definition, its schedule, replacements and adapters made.
+
+A session of Megatron's trainer and the library's ``build`` prepare a model in the same way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from megasched.analysis.infer import infer_roles
 from megasched.analysis.known_runs import KnownRuns
 from megasched.analysis.layer_stack import LayerStack
 from megasched.analysis.structure import layer_stack_of
+from megasched.definition.build import build_definition, load_config
+from megasched.definition.module_copy import copy_module, holds_tensor
 from megasched.definition.objectives import find_objective
 from megasched.errors import ConfigError, Problem, ScheduleError
-from megasched.language.schedule import Schedule
+from megasched.language.parallel_dims import Layout
+from megasched.language.registry import records_where
+from megasched.language.roles import Roles
+from megasched.language.schedule import Schedule, create_schedule
+from megasched.language.schedule_file import ScheduleFunction, apply_schedule, find_schedule
 from megasched.layers import attention
+from megasched.lowering.lora import adapt_modules
+from megasched.lowering.replace import replace_modules
+from megasched.model_adapters.registry import has_roles, roles_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from megasched.language.parallel_dims import Layout
-    from megasched.language.schedule_file import ScheduleFunction
-
 
 @dataclass(frozen=True)
-class KnownModel:
-    """What follows from the model alone.
+class ScheduledDefinition:
+    """A definition and its schedule before any layout: what sessions of several layouts have in common.
 
     Attributes:
         definition: pristine, parameters on meta; nobody changes it.
@@ -40,33 +52,19 @@ class KnownModel:
     function: ScheduleFunction
     runs: KnownRuns = field(default_factory=KnownRuns)
 
-    @cached_property
-    def why_not_stages(self) -> str:
-        """Why its layers can't be on several pipeline stages; empty where they can."""
-        from megasched.trainer.stages.stage_trial import why_not_alone
-
-        return "" if self.structure is None else why_not_alone(self.definition, self.structure)
-
     def apply(self, layout: Layout) -> Schedule:
         """The schedule's records for a layout.
 
         Raises:
             ConfigError, ScheduleError: the schedule can't be used with this model.
         """
-        from megasched.language.schedule import create_schedule
-        from megasched.language.schedule_file import apply_schedule
-
         root = create_schedule(self.definition, layout, self._roles(layout))
         apply_schedule(root, self.function)
         _refuse_computed_weights(root)
         return root
 
-    def _roles(self, layout: Layout) -> Any:
+    def _roles(self, layout: Layout) -> Roles:
         """The adapter's roles, and what can be inferred besides; a schedule of the user's own can do without."""
-        from megasched.analysis.infer import infer_roles
-        from megasched.language.roles import Roles
-        from megasched.model_adapters.registry import has_roles, roles_of
-
         definition = self.definition
         try:
             roles = roles_of(definition)
@@ -80,18 +78,14 @@ class KnownModel:
         return infer_roles(definition, roles, self.structure, tp=tp, sequence_parallel=layout.sp)
 
 
-def know_model(
+def open_definition(
     schedule: str, hf_model: str, overrides: Sequence[str], *, trust_remote_code: bool, objective: str | None
-) -> KnownModel:
+) -> ScheduledDefinition:
     """Config, definition and schedule; the arguments are those of ``open_session``.
 
     Raises:
         ConfigError, ScheduleError: whatever can't be used as given.
     """
-    from megasched.definition.build import build_definition, load_config
-    from megasched.definition.module_copy import holds_tensor
-    from megasched.language.schedule_file import find_schedule
-
     function = find_schedule(schedule)
     config = load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
     definition = build_definition(config, find_objective(objective), trust_remote_code=trust_remote_code)
@@ -100,14 +94,14 @@ def know_model(
         remedy = "have the function hold the module, and read the tensor off that when it runs"
         raise ScheduleError(Problem(what, path, remedy=remedy))
     attention.enable(definition)
-    return KnownModel(definition, layer_stack_of(definition), schedule, function)
+    return ScheduledDefinition(definition, layer_stack_of(definition), schedule, function)
 
 
 def _refuse_computed_weights(schedule: Schedule) -> None:
     """In a run every value comes by its HF name, from the folder or a checkpoint; a function has no name there."""
     problems = []
-    for record in schedule.records:
-        weights = record.arguments.get("weights", {}) if record.primitive in ("replace", "replace_all") else {}
+    for record in records_where(schedule.records, lambda primitive: primitive.replaces_modules):
+        weights = record.arguments.get("weights", {})
         computed = [name for name, source in weights.items() if callable(source)]
         if computed:
             what = (
@@ -117,3 +111,48 @@ def _refuse_computed_weights(schedule: Schedule) -> None:
             problems.append(Problem(what, record.path, record.source, remedy))
     if problems:
         raise ScheduleError(problems)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a plan is made of.
+
+    Attributes:
+        model: the definition, replacements and adapters made.
+        renamed: parameter of a replaced module -> parameter of the definition it stands for.
+        structure: how the model runs, where that can be told; None for a model in hand, which is not looked at.
+    """
+
+    model: Any
+    renamed: Mapping[str, str]
+    structure: LayerStack | None = None
+
+
+def prepare(
+    schedule: Schedule,
+    model: nn.Module,
+    *,
+    structure: LayerStack | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    undo: ExitStack | None = None,
+) -> Prepared:
+    """Makes the replacements and puts in the adapters that a schedule asks for.
+
+    Args:
+        schedule: the records.
+        model: the definition, of which a copy is changed; or, with ``undo``, a model that is changed in place.
+        structure: how the definition runs, where that is known.
+        inputs: example arguments of the model's forward; by default token ids for a model that takes them.
+        undo: gets what takes back all that is done in place.
+
+    Raises:
+        ScheduleError: with everything that can't be made; the model is unchanged then.
+    """
+    edited = bool(records_where(schedule.records, lambda primitive: primitive.phase == "edit"))
+    if undo is None and edited:
+        model = copy_module(model)
+    renamed = replace_modules(schedule, model, inputs=inputs, undo=undo)
+    adapt_modules(schedule, model, undo)
+    if undo is None and edited:
+        structure = layer_stack_of(model)  # of what runs now
+    return Prepared(model, renamed, structure)

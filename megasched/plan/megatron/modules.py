@@ -4,57 +4,58 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from megasched.definition.experts import find_experts
-from megasched.errors import Problem
+from megasched.errors import Declined, Problem
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.records import Record
 from megasched.language.roles import Roles
 from megasched.plan.fused_columns import level_at, levels_asked, required
-from megasched.plan.megatron_fit import MegatronCandidate, MegatronFit
+from megasched.plan.megatron.fit import MakeTrials, MegatronCandidate, MegatronFit
 from megasched.plan.plan import Plan
 
-if TYPE_CHECKING:
-    from torch import nn
 
-
-def choose_blocks(plan: Plan, model: nn.Module, roles: Roles, by_trainer: bool) -> list[Problem]:
-    """Fills ``plan.blocks``, ``plan.attentions``, ``plan.mixtures`` and ``plan.mlps`` with what is at level
-    ``block``; a problem for each module that can't be and must.
+def choose_megatron_modules(
+    plan: Plan, model: nn.Module, roles: Roles, *, by_trainer: bool, trials: MakeTrials | None
+) -> tuple[Plan, list[Problem]]:
+    """The plan with the modules at level ``block`` that are Megatron's, and a problem for each that can't be and
+    must.
 
     Args:
         by_trainer: the model is built for Megatron's trainer, whose config its layers need.
+        trials: what compares Megatron's modules with the definition's; without it none is chosen.
     """
     levels = levels_asked(plan)
     asked = {path: record for path, record in levels.items() if record.arguments["name"] == "block"}
     if not asked:
-        return []
+        return plan, []
     structure = plan.structure
     if structure is None or not by_trainer:
         what = "Megatron's layers need the config of its trainer"
         remedy = "train through `python -m megasched pretrain_gpt.py`, or use level('fused')"
-        return [Problem(what, path, r.source, remedy) for path, r in asked.items() if required(r)]
+        return plan, [Problem(what, path, r.source, remedy) for path, r in asked.items() if required(r)]
     parts = _parts(plan, model, roles)
-    why_not = MegatronFit(plan, model, roles, parts)
-    problems = []
+    why_not = MegatronFit(plan, model, roles, parts, trials)
+    problems, declined = [], dict[str, Declined]()
     for path, record in asked.items():
         if structure.index_of(path) is not None and path not in parts:
             what = "a block is a whole decoder layer, its attention, its mixture of experts or its MLP"
             problems.append(Problem(what, path, record.source, "call level('block') on one of them"))
     for path, part in parts.items():
-        record = level_at(levels, path)
-        if record is None or record.arguments["name"] != "block" or _settled(plan, path, part, record):
+        level = level_at(levels, path)
+        if level is None or level.arguments["name"] != "block" or _settled(plan, path, part, level):
             continue
         reason = why_not(path, part)
         if not reason:
-            _take(plan, path, part, roles)
-        elif required(record):
+            plan = _take(plan, path, part, roles)
+        elif required(level):
             what = f"Megatron's {part.kind} can't stand for this one: {reason}"
-            problems.append(Problem(what, path, record.source, "use level('fused') here"))
+            problems.append(Problem(what, path, level.source, "use level('fused') here"))
         else:
-            plan.not_blocks[path] = reason
-    return problems
+            declined[path] = Declined(reason, path, level.source)
+    return replace(plan, not_blocks=declined), problems
 
 
 def _parts(plan: Plan, model: nn.Module, roles: Roles) -> dict[str, MegatronCandidate]:
@@ -91,28 +92,27 @@ def _attention_modules(plan: Plan, roles: Roles) -> dict[str, str]:
     return found
 
 
-def _take(plan: Plan, path: str, part: MegatronCandidate, roles: Roles) -> None:
+def _take(plan: Plan, path: str, part: MegatronCandidate, roles: Roles) -> Plan:
     """Has a module be Megatron's, which can stand for it."""
     if part.kind == "layer":
-        plan.blocks.add(path)
         assert isinstance(roles.layer, LayerSpec)
-        _share_sinks(plan, path, roles.layer.attention)
-    elif part.kind == "attention":
-        plan.attentions.add(path)
+        return _share_sinks(replace(plan, blocks=plan.blocks | {path}), path, roles.layer.attention)
+    if part.kind == "attention":
         assert isinstance(roles.attention, AttentionSpec)
-        _share_sinks(plan, part.layer, roles.attention)
-    elif part.kind == "mixture":
-        plan.mixtures.add(path)
-    else:
-        assert isinstance(part.mlp, MlpSpec)
-        plan.mlps[path] = part.mlp
+        return _share_sinks(replace(plan, attentions=plan.attentions | {path}), part.layer, roles.attention)
+    if part.kind == "mixture":
+        return replace(plan, mixtures=plan.mixtures | {path})
+    assert isinstance(part.mlp, MlpSpec)
+    return replace(plan, mlps={**plan.mlps, path: part.mlp})
 
 
-def _share_sinks(plan: Plan, layer: str, attention: AttentionSpec) -> None:
+def _share_sinks(plan: Plan, layer: str, attention: AttentionSpec) -> Plan:
     """Sinks are whole on each rank at other levels; in Megatron's attention a rank has those of its heads."""
-    if attention.sinks:
-        whole = plan.placement(*f"{layer}.{attention.sinks}".rsplit(".", 1))
-        plan.placements[whole.name] = replace(whole, axis=0, tp_gradient="complete")
+    if not attention.sinks:
+        return plan
+    whole = plan.placement(*f"{layer}.{attention.sinks}".rsplit(".", 1))
+    sinks = replace(whole, axis=0, tp_gradient="complete")
+    return replace(plan, placements={**plan.placements, whole.name: sinks})
 
 
 def _settled(plan: Plan, path: str, part: MegatronCandidate, record: Record) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+from torch import nn
 
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.records import Record
+from megasched.language.registry import get_primitive
 from megasched.language.roles import Cut, Roles
-from megasched.layers.megatron.trials import Subject, Trials
-from megasched.plan.megatron_params import (
+from megasched.plan.megatron.params import (
     assemblies,
     attention_assemblies,
     attention_parameter_names,
@@ -25,15 +27,29 @@ from megasched.plan.megatron_params import (
     parameter_names,
     whole_of_mixture,
 )
+from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.plan import Plan
 
-if TYPE_CHECKING:
-    from torch import nn
 
-    from megasched.plan.param_mapping import ParamMapping
+@dataclass(frozen=True)
+class TrialSubject:
+    """A module that is compared by numbers with Megatron's.
 
-# Calls on a module itself are carried out on what takes its place; nothing inside it is left to call.
-_INSIDE = ("shard", "level")
+    Attributes:
+        kind: layer, attention or mixture.
+        path: of the module.
+        layer: of the layer that it is or is in.
+    """
+
+    kind: str
+    path: str
+    layer: str
+
+
+# Made for a plan, a definition, its roles and all that may be asked for; says of one of them why Megatron's module
+# computes something else, empty where it computes the same. Megatron is run for that, above this floor.
+Trial = Callable[[TrialSubject], str]
+MakeTrials = Callable[[Plan, "nn.Module", Roles, Iterable[TrialSubject]], Trial]
 
 
 @dataclass(frozen=True)
@@ -90,16 +106,27 @@ class _Content:
 
 
 class MegatronFit:
-    """Why Megatron's modules can't stand for those of one plan; empty where they can."""
+    """Why Megatron's modules can't stand for those of one plan; empty where they can.
 
-    def __init__(self, plan: Plan, model: nn.Module, roles: Roles, parts: Mapping[str, MegatronCandidate]) -> None:
+    Args:
+        trials: what compares them by numbers; without it none can stand for another.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        roles: Roles,
+        parts: Mapping[str, MegatronCandidate],
+        trials: MakeTrials | None,
+    ) -> None:
         self.plan, self.roles = plan, roles
         self.subjects = {
-            path: Subject(part.kind, path, part.layer)
+            path: TrialSubject(part.kind, path, part.layer)
             for path, part in parts.items()
             if self._is_described(path, part)
         }
-        self.trials = Trials(plan, model, roles, self.subjects.values())
+        self.trial = None if trials is None else trials(plan, model, roles, self.subjects.values())
         self.trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         self.inside = _Inside(plan)
 
@@ -107,14 +134,16 @@ class MegatronFit:
         reason = self._by_description(path, part)
         if reason or part.kind == "MLP":  # which was tried when it was described
             return reason
-        return self.trials(self.subjects[path])
+        return (
+            "no trial has compared it with Megatron's" if self.trial is None else self.trial(self.subjects[path])
+        )
 
     def _is_described(self, path: str, part: MegatronCandidate) -> bool:
         """Whether it is known how a layer, attention or mixture would be Megatron's."""
         roles = self.roles
         if part.kind == "layer":
-            described = isinstance(roles.layer, LayerSpec)
-            return described and self.plan.holds_parameters(f"{path}.{roles.layer.attention.out}")
+            layer = roles.layer
+            return isinstance(layer, LayerSpec) and self.plan.holds_parameters(f"{path}.{layer.attention.out}")
         if part.kind == "attention":
             return isinstance(roles.attention, AttentionSpec) and path == f"{part.layer}.{roles.attention.module}"
         return part.kind == "mixture" and isinstance(roles.moe, MoeSpec)
@@ -224,8 +253,8 @@ class MegatronFit:
             if path in plan.replicated_heads:
                 return f"there are more TP ranks than heads of {name}"
         for record in self.inside.records[content.layer]:
-            own = record.path == content.path
-            if (own and record.primitive not in ("trace", "trace_until")) or record.primitive in _INSIDE:
+            own, primitive = record.path == content.path, get_primitive(record.primitive)
+            if (own and primitive.on_megatron_module) or primitive.inside_megatron_module:
                 continue
             if own or record.path.startswith(f"{content.path}."):
                 what = record.path[len(content.layer) + 1 :] or "the layer"

@@ -1,0 +1,232 @@
+"""Primitives on static graphs: ``trace``, ``trace_until``, ``find``, ``fuse`` and ``decompose``.
+
+They are registered as third parties' are: the entry point group ``megasched.primitives`` names this module.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.errors import Problem, ScheduleError
+from megasched.graph.compilers import get_compiler
+from megasched.graph.definition_graphs import (
+    chosen_leaves,
+    graph_of,
+    reached,
+    shapes_of,
+    standing_leaves,
+    trial_of,
+)
+from megasched.graph.edits import record_subgraph
+from megasched.graph.patterns import Pattern, as_pattern
+from megasched.language.lora import takes_adapter
+from megasched.language.records import caller_source
+from megasched.language.registry import Node, Primitive, records_where, register_primitive
+from megasched.language.subgraph import Subgraph
+
+
+@register_primitive
+class Trace(Primitive):
+    """Makes a static graph of this one module, for ``find``, ``fuse``, and partial ``replace`` and ``checkpoint``.
+
+    Parameters:
+        leaves: submodules that stay calls: paths below this module, globs, regular expressions, or classes.
+        flatten: look into submodules; otherwise each child stays a call.
+        inputs: example tensors by parameter, for a module that a trial call of the model does not reach.
+
+    Linears, embeddings and attention always stay calls, of what stands there when the model runs. Paths,
+    parameter names and state-dict keys stay. A module that can't be traced is refused at this line.
+
+    Example: ``sch["model.layers.0.mlp"].trace()``
+    """
+
+    name = "trace"
+    phase = "graph"
+    on_megatron_module = False
+    makes_graph = True
+    runs_code_again = True
+
+    def record(
+        self,
+        node: Node,
+        leaves: Sequence[str | type[nn.Module]] = (),
+        flatten: bool = True,
+        inputs: Mapping[str, torch.Tensor] | None = None,
+    ) -> Mapping[str, Any]:
+        chosen = set(chosen_leaves(node.mod, leaves, node.path))
+        if not flatten:
+            chosen |= {name for name, _ in node.mod.named_children()}
+        shapes = shapes_of(inputs)
+        trial_of(node).trace(node.path, frozenset(chosen | standing_leaves(node.mod)), shapes)
+        return {"leaves": tuple(sorted(chosen)), "flatten": flatten, "inputs": shapes}
+
+    def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+        return _check_traces(node, arguments, source)
+
+
+@register_primitive
+class TraceUntil(Primitive):
+    """Makes a static graph of this module down to the modules named, which stay calls.
+
+    Parameters:
+        where: path or glob below this module, or a function of (path, module); the outermost that match count.
+        inputs: as in ``trace``.
+
+    Example: ``sch["model"].trace_until("layers.*")`` shows how a model calls its layers.
+    """
+
+    name = "trace_until"
+    phase = "graph"
+    on_megatron_module = False
+    makes_graph = True
+    runs_code_again = True
+
+    def record(
+        self,
+        node: Node,
+        where: str | Callable[[str, nn.Module], bool] | None = None,
+        inputs: Mapping[str, torch.Tensor] | None = None,
+        leaves: tuple[str, ...] = (),
+    ) -> Mapping[str, Any]:
+        # A record keeps what was reached, so that a function need not be saved.
+        chosen = leaves if where is None else reached(node.mod, where, node.path)
+        shapes = shapes_of(inputs)
+        trial_of(node).trace(node.path, frozenset({*chosen, *standing_leaves(node.mod)}), shapes)
+        return {"leaves": tuple(chosen), "inputs": shapes}
+
+    def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+        return _check_traces(node, arguments, source)
+
+
+@register_primitive
+class Find(Primitive):
+    """Sub-graphs of a traced module that match, as a list; it leaves no record.
+
+    Parameters:
+        what: a regular expression that matches whole names of operations (each its own sub-graph; join them
+            with ``|``); or a pattern: a function of tensors, a module, or one of ``megasched.graph.patterns``.
+        missing_ok: return an empty list where nothing matches, which is an error otherwise.
+        examples: parameter of a pattern -> shape of an example, where [b, s, h] does not fit.
+
+    Example: ``sch["model.layers.0.mlp"].find(patterns.swiglu)``
+    """
+
+    name = "find"
+    leaves_record = False
+    phase = "graph"
+
+    def record(
+        self,
+        node: Node,
+        what: str | Callable[..., torch.Tensor] | nn.Module | Pattern,
+        missing_ok: bool = False,
+        examples: Mapping[str, Any] | None = None,
+    ) -> list[Subgraph]:  # type: ignore[override]
+        graph = graph_of(node)
+        if isinstance(what, str):
+            try:
+                found = [Subgraph(node.path, (name,)) for name in graph.names if re.fullmatch(what, name)]
+            except re.error as error:
+                problem = Problem(f"find: {what!r} is no regular expression: {error}", node.path, caller_source())
+                raise ScheduleError(problem) from error
+            title = repr(what)
+        else:
+            pattern = as_pattern(what, examples)
+            found, title = pattern.find(graph, node.path), pattern.name or "the pattern"
+        if not found and not missing_ok:
+            near = difflib.get_close_matches(what, graph.names, n=3) if isinstance(what, str) else []
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            remedy = f"{hint}its operations are: {', '.join(graph.names)}"
+            raise ScheduleError(Problem(f"find: nothing matches {title}", node.path, caller_source(), remedy))
+        return found
+
+
+@register_primitive
+class Fuse(Primitive):
+    """Compiles a sub-graph of this traced module into one call.
+
+    Parameters:
+        subgraph: one that ``find`` returned.
+        compiler: ``inductor`` (torch.compile), ``megatron`` (megatron-core's fused functions, for ready patterns),
+            ``te`` (Transformer Engine), or one that is registered (``megasched.register_compiler``).
+
+    Example: ``mlp.fuse(mlp.find(patterns.swiglu)[0], compiler="megatron")``
+    """
+
+    name = "fuse"
+    phase = "graph"
+    takes_subgraph = True
+    inlines_subgraph = True
+
+    def record(
+        self, node: Node, subgraph: Subgraph | Mapping[str, Any], compiler: str = "inductor"
+    ) -> Mapping[str, Any]:
+        data = record_subgraph(self, node, subgraph)
+        refused = get_compiler(compiler).refuse(Subgraph(node.path, **data))
+        if refused:
+            raise ScheduleError(Problem(f"fuse: {refused}", node.path, caller_source()))
+        return {"subgraph": data, "compiler": compiler}
+
+
+@register_primitive
+class Decompose(Primitive):
+    """Shows a linear as product and bias in the graph around it, so that a pattern can take the bias in.
+
+    Call it before ``trace`` on a module around it. It composes with ``shard``: the bias of a column is the local
+    one; that of a row is added after the reduction. A linear without bias is its product alone.
+
+    Example: ``sch["transformer.h.0.mlp.c_fc"].decompose()``
+    """
+
+    name = "decompose"
+    phase = "graph"
+
+    def record(self, node: Node) -> Mapping[str, Any]:
+
+        if not takes_adapter(node.mod):
+            what = f"decompose takes a Linear, and this is a {type(node.mod).__name__}"
+            raise ScheduleError(Problem(what, node.path, caller_source()))
+        trial = trial_of(node)
+        around = [path for path in trial.graphs if node.path.startswith(path + ".") or not path]
+        if around:
+            remedy = "call decompose before trace"
+            raise ScheduleError(Problem(f"{around[0]} is traced already", node.path, caller_source(), remedy))
+        trial.decomposed.add(node.path)
+        return {}
+
+    def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+        for record in records_where(node.root.records, lambda primitive: primitive.makes_graph):
+            prefix = record.path + "." if record.path else ""
+            if node.path.startswith(prefix):
+                inner = node.path.removeprefix(prefix)
+                if not any(inner == leaf or inner.startswith(leaf + ".") for leaf in record.arguments["leaves"]):
+                    return []
+        return [Problem("decompose: no traced module shows this linear", node.path, source, "trace one around it")]
+
+
+def _check_traces(node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+    """A module is traced once, by itself, and on one pipeline stage."""
+    prefix = node.path + "." if node.path else ""
+    others = records_where(node.root.records, lambda primitive: primitive.makes_graph)
+    if sum(record.path == node.path for record in others) > 1:
+        first = next(record for record in others if record.path == node.path)
+        if first.source != source or first.arguments != arguments:
+            return [Problem(f"is traced twice: at {first.source}, and again", node.path, source, "remove one")]
+    for record in others:
+        inner = record.path.removeprefix(prefix)
+        if record.path == node.path or not record.path.startswith(prefix):
+            continue
+        if not any(inner == leaf or inner.startswith(leaf + ".") for leaf in arguments["leaves"]):
+            remedy = f'trace one of the two, or keep the inner a call: leaves=["{inner}"]'
+            return [Problem(f"is traced, and so is {record.path} inside it", node.path, source, remedy)]
+    layout = node.root.layout
+    if layout.pp > 1 and not any(part.isdigit() for part in node.path.split(".")):
+        what = f"holds layers of several pipeline stages ({layout.pp}), and a graph can't be cut"
+        return [Problem(what, node.path, source, "trace the layers, or modules in them")]
+    return []

@@ -1,0 +1,59 @@
+"""Written by `make stubs`, from the registry: primitives as called on schedules and lists of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from megasched.graph.patterns import Pattern
+from megasched.language.subgraph import Subgraph
+
+class PrimitiveCalls:
+    def adapt(
+        self, rank: int, alpha: float | None = None, dropout: float = 0.0, use_rslora: bool = False
+    ) -> Self: ...
+    def annotate(self, param: str, key: str, value: Any) -> Self: ...
+    def checkpoint(self, subgraph: Subgraph | Mapping[str, Any] | None = None) -> Self: ...
+    def cut_pipeline_stage(self) -> Self: ...
+    def pipeline_split(self) -> Self: ...
+    def decompose(self) -> Self: ...
+    def find(
+        self,
+        what: str | Callable[..., torch.Tensor] | nn.Module | Pattern,
+        missing_ok: bool = False,
+        examples: Mapping[str, Any] | None = None,
+    ) -> list[Subgraph]: ...
+    def fork_rng(self) -> Self: ...
+    def fuse(self, subgraph: Subgraph | Mapping[str, Any], compiler: str = "inductor") -> Self: ...
+    def hook(self, mode: str, fn: Callable[..., Any]) -> Self: ...
+    def level(self, name: str, *, required: bool = True) -> Self: ...
+    def replace(
+        self,
+        factory: nn.Module | Callable[[nn.Module], nn.Module],
+        weights: Mapping[str, str | Callable[[dict[str, Any]], Any]] | None = None,
+        drop: tuple[str, ...] = (),
+        subgraph: Subgraph | Mapping[str, Any] | None = None,
+    ) -> Self: ...
+    def replace_all(
+        self,
+        what: type[nn.Module] | str,
+        factory: Callable[[nn.Module], nn.Module],
+        weights: Mapping[str, str | Callable[[dict[str, Any]], Any]] | None = None,
+        drop: tuple[str, ...] = (),
+    ) -> Self: ...
+    def shard(self, param: str, axis: int, components: Sequence[int] | None = None) -> Self: ...
+    def sync(self, mode: str, op: str | Callable[[Any], Any]) -> Self: ...
+    def trace(
+        self,
+        leaves: Sequence[str | type[nn.Module]] = (),
+        flatten: bool = True,
+        inputs: Mapping[str, torch.Tensor] | None = None,
+    ) -> Self: ...
+    def trace_until(
+        self,
+        where: str | Callable[[str, nn.Module], bool] | None = None,
+        inputs: Mapping[str, torch.Tensor] | None = None,
+        leaves: tuple[str, ...] = (),
+    ) -> Self: ...
+    def unfreeze(self) -> Self: ...

@@ -1,0 +1,272 @@
+"""What follows from the cuts: what is gathered, where gradients are partial, and what stays whole after all.
+
+It is found out by a run on meta, and made again as long as its own answer changes the cuts. The run does not meet
+parameters that values choose among (experts in a list): how their gradients are made up over TP is that of another
+one which was met, in the same list and of the same class, where both are whole. Nothing else is known of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from megasched.analysis.choices import others_of_its_kind
+from megasched.analysis.known_runs import KnownRuns
+from megasched.analysis.labels import TpAssumptions
+from megasched.analysis.meta_call import meta_copy, to_meta
+from megasched.analysis.reach import find_reach
+from megasched.analysis.replay import Rank
+from megasched.analysis.structure import find_layer_stack
+from megasched.errors import Problem, ScheduleError
+from megasched.language.records import Record
+from megasched.language.roles import Roles
+from megasched.plan.communication import check_syncs
+from megasched.plan.pairs import take_pairs
+from megasched.plan.placement import Placement
+from megasched.plan.plan import Plan
+from megasched.plan.record_checks import check_sliced_args, sharded_attention
+from megasched.plan.shards import leave_whole
+from megasched.plan.split_sequences import refuse_by_length
+
+
+def follow_cuts(
+    plan: Plan,
+    model: nn.Module,
+    inputs: Mapping[str, Any] | None,
+    *,
+    causal_lm: bool,
+    runs: KnownRuns,
+    roles: Roles,
+) -> tuple[Plan, list[Problem]]:
+    """The plan with its layers and all that follows from the cuts, and what can't be made right.
+
+    Args:
+        inputs: example arguments of the model's forward; without them nothing is followed, and only pairs of a
+            column and a row that speak for themselves are taken.
+        runs: of the model on meta.
+    """
+    problems: list[Problem] = []
+    like: dict[str, str] = {}
+    try:
+        if causal_lm:
+            structure = plan.structure or find_layer_stack(model)
+            plan = replace(plan, structure=structure)
+            inputs = structure.trial_inputs() if inputs is None else inputs
+        if plan.cuts and inputs is None:
+            derived, problems = take_pairs(plan, model)
+            plan = replace(plan, derived=derived)
+            return plan, problems + check_syncs(plan)
+        spread = plan.cuts or plan.layout.sp or plan.layout.cp > 1
+        if inputs is not None and (spread or plan.records_where(lambda primitive: primitive.replaces_modules)):
+            plan = _propagate(model, plan, inputs, causal_lm, runs, roles)
+            plan, problems = _lay_out_gathered(plan)
+            like, unknown = _like_those_met(plan, model, inputs)
+            problems += [*unknown, *refuse_by_length(plan, model, runs)]
+        several = plan.layout.world_size > 1
+        if inputs is not None and (plan.cuts or causal_lm or several):
+            problems += runs.why_seen(model, inputs, plan.cuts, regions=several)
+        if inputs is not None and several:
+            problems += runs.why_not_alike(model, inputs)
+        if inputs is not None and max(plan.layout.data_parallel_size, plan.layout.cp) > 1:
+            problems += runs.why_by_scale(model, inputs, plan.structure)
+    except ScheduleError as error:
+        return plan, with_sources(plan, error.problems)
+    plan = replace(plan, placements=_with_partial_gradients(plan, like))
+    of_tp = plan.derived.problems if plan.layout.tp > 1 else []
+    problems = [*problems, *of_tp, *check_sliced_args(plan), *_experts_read_elsewhere(plan)]
+    return plan, with_sources(plan, problems) + check_syncs(plan)
+
+
+def _propagate(
+    model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_lm: bool, runs: KnownRuns, roles: Roles
+) -> Plan:
+    """The plan with what follows from its cuts; columns of which it is not proven that a part will do are
+    gathered."""
+    forked = frozenset(record.path for record in plan.records_of("fork_rng"))
+    gather = frozenset(
+        record.path
+        for record in plan.records_of("sync")
+        if plan.cuts.get(record.path) == "column"
+        and (record.arguments["mode"], record.arguments["op"]) == ("fwd_post", "all_gather")
+    )
+    own_loss = plan.structure is not None and plan.structure.loss_labels is not None
+    if own_loss and plan.structure is not None:  # what its code makes the loss of is whole
+        gather |= {path for path in plan.structure.after if plan.cuts.get(path) == "column"}
+    while True:
+        assume = TpAssumptions(
+            dict(plan.cuts),
+            plan.structure,
+            sequence_parallel=plan.layout.sp and causal_lm,
+            gather=gather,
+            forked_by_user=forked,
+            components={path: _components(plan, path) for path in plan.cuts},
+            heads={path: heads.of_components for path, heads in plan.replicated_heads.items()},
+        )
+        takes_shards = causal_lm and not own_loss
+        plan = replace(plan, derived=runs.propagate(model, inputs, assume, loss_takes_shards=takes_shards))
+        elsewhere = plan.derived.read_elsewhere
+        if read := {path: elsewhere[path] for path in sorted(elsewhere.keys() & plan.cuts.keys())}:
+            plan = leave_whole(plan, {path: _why_whole(reader) for path, reader in read.items()})
+            continue
+        unproven = _unproven_sizes(plan, runs, assume, roles) - plan.derived.gather
+        if not unproven:
+            sizes_read = runs.sizes_read(model, inputs, _sizes_on_a_rank(plan))
+            if not sizes_read:
+                return plan
+            what = "code other than its own goes by the size of its weight"
+            plan = leave_whole(plan, dict.fromkeys(sorted(sizes_read), what))
+        gather = frozenset(path for path in gather | unproven if path in plan.cuts)
+
+
+def _sizes_on_a_rank(plan: Plan) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Linears and embeddings of which a rank has other sizes -> name of a parameter -> its shape there."""
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for path in plan.cuts:
+        for name in ("weight", "bias"):
+            canonical = plan.canonical.get(f"{path}.{name}" if path else name)
+            placement = None if canonical is None else plan.placements[canonical]
+            if placement is not None and (shape := placement.local_shape(plan.layout.tp)) != placement.shape:
+                shapes.setdefault(path, {})[name] = shape
+    return shapes
+
+
+def _why_whole(reader: str) -> str:
+    return f"its weight is read by code other than its own, {f'of {reader}' if reader else 'of the model'}"
+
+
+def _experts_read_elsewhere(plan: Plan) -> list[Problem]:
+    """Of experts that are shared out a rank has a part, and no other code is made to know that."""
+    read = plan.derived.read_elsewhere
+    remedy = "leave --expert-model-parallel-size at 1"
+    return [Problem(_why_whole(read[path]), path, remedy=remedy) for path in sorted(plan.experts & read.keys())]
+
+
+def _unproven_sizes(plan: Plan, runs: KnownRuns, assume: TpAssumptions, roles: Roles) -> set[str]:
+    """Columns that stay cut, and of whose sizes the code that follows may make something else on a rank."""
+    settled = plan.derived.gather | plan.derived.scatter
+    cuts = {path: cut for path, cut in plan.cuts.items() if path not in settled}
+    if plan.layout.tp == 1:  # all sizes are the definition's own, but for a vocabulary that is padded
+        cuts = {path: cut for path, cut in cuts.items() if cut == "column" and _is_padded(plan, path)}
+    rank = Rank(max(2, plan.layout.tp), cuts, assume.components, assume.heads)
+    sharded = sharded_attention(plan)
+    counts = {path: names for path, names in roles.local_attributes.items() if sharded(path)}
+    return runs.unproven_sizes(plan.derived, rank, plan.cuts, counts)
+
+
+def _is_padded(plan: Plan, path: str) -> bool:
+    weight = plan.placement(path, "weight")
+    return weight.padded is not None and weight.padded != weight.shape[weight.axis or 0]
+
+
+def _components(plan: Plan, path: str) -> tuple[int, ...]:
+    """Sizes of the projections packed into the output of a linear that is cut."""
+    heads = plan.replicated_heads.get(path)
+    return plan.placement(path, "weight").components if heads is None else heads.components
+
+
+def _lay_out_gathered(plan: Plan) -> tuple[Plan, list[Problem]]:
+    """What is gathered is cut in one piece, or it would come back in another order; heads play no part then."""
+    problems, placements = [], dict(plan.placements)
+    for path in sorted(plan.derived.gather):
+        if plan.cuts[path] == "features":
+            what = "what follows needs the whole of what is looked up, and each rank has some of its features"
+            problems.append(Problem(what, path, remedy="leave it whole, or cut it along its rows (axis 0)"))
+            continue
+        for name in ("weight", "bias"):
+            canonical = plan.canonical.get(f"{path}.{name}" if path else name)
+            if canonical is None:
+                continue
+            placement = replace(placements[canonical], components=())
+            if path in plan.replicated_heads:
+                axis = 1 if placement.transposed and len(placement.shape) > 1 else 0
+                placement = replace(placement, axis=axis, tp_gradient="complete")
+                if placement.shape[axis] % plan.layout.tp:
+                    what = f"TP {plan.layout.tp} does not divide {name} {list(placement.shape)}, which is gathered"
+                    problems.append(Problem(what, path, remedy="leave it whole"))
+            placements[canonical] = placement
+    gathered = {path for path in plan.derived.gather if plan.cuts[path] != "features"}
+    heads = {path: of for path, of in plan.replicated_heads.items() if path not in gathered}
+    return replace(plan, placements=placements, replicated_heads=heads), problems
+
+
+def with_sources(plan: Plan, problems: Sequence[Problem]) -> list[Problem]:
+    """Problems that a trial call showed, each with the schedule call that stands nearest to its module."""
+    records = plan.records_where(lambda primitive: primitive.name == "shard" or primitive.replaces_modules)
+    return [replace(problem, source=problem.source or _nearest(records, problem.module)) for problem in problems]
+
+
+def _nearest(records: Sequence[Record], path: str) -> str:
+    """Source of a record on the module, or else around it, below it or beside it; the root is around all."""
+    while True:
+        inside = path + "." if path else ""
+        for record in records:
+            if record.path == path or record.path.startswith(inside):
+                return record.source
+        if not path:
+            return ""
+        path = path.rpartition(".")[0]
+
+
+def _with_partial_gradients(plan: Plan, like: Mapping[str, str]) -> dict[str, Placement]:
+    """The placements, with those parameters marked whose gradient is partial on each TP rank.
+
+    Args:
+        like: what was not met -> what it is like.
+    """
+    placements = dict(plan.placements)
+    partial = plan.derived.partial | plan.derived.sequence
+    partial |= {name for name, other in like.items() if other in partial}
+    if plan.layout.sp and plan.structure is not None:
+        for path, cut in plan.cuts.items():  # a row's bias is added to its split output
+            split = plan.structure.index_of(path) is not None and path not in plan.derived.rows_inside
+            if cut == "row" and split and f"{path}.bias" in plan.canonical:
+                partial.add(plan.canonical[f"{path}.bias"])
+    for name in partial:
+        if not placements[name].sharded:
+            placements[name] = replace(placements[name], tp_gradient="partial")
+    return placements
+
+
+def _like_those_met(
+    plan: Plan, model: nn.Module, inputs: Mapping[str, Any]
+) -> tuple[dict[str, str], list[Problem]]:
+    """Parameter -> another that was met and stands for it, and what is wrong with those that have none.
+
+    Args:
+        model: what the labelled run was of.
+        inputs: its arguments.
+    """
+    met, trained = plan.derived.met, {name for name, p in model.named_parameters() if p.requires_grad}
+    unmet = {name for name in plan.placements if name in trained and name not in met}
+    if plan.layout.tp == 1 or not unmet:
+        return {}, []
+    with_loss = plan.structure is not None and plan.structure.takes_labels
+    reach = find_reach(meta_copy(model), to_meta(dict(inputs)), with_loss=with_loss)
+    found, problems = dict[str, str](), dict[str, Problem]()
+    for name in (name for name in reach.perhaps if name in unmet):
+        twin = _met_twin(plan, model, name)
+        path = name.rpartition(".")[0]
+        if twin is not None and path not in plan.cuts:
+            found[name] = twin
+        else:
+            problems.setdefault(path, _unknown_gradient(path))
+    return found, list(problems.values())
+
+
+def _met_twin(plan: Plan, model: nn.Module, name: str) -> str | None:
+    """The first of its kind that was met and is whole as it is."""
+    others: Iterable[str] = (other for _, other in others_of_its_kind(model, name))
+    whole = not plan.placements[name].sharded
+    return next(
+        (o for o in others if o in plan.derived.met and whole and not plan.placements[o].sharded),
+        None,
+    )
+
+
+def _unknown_gradient(path: str) -> Problem:
+    what = "values decide whether it is called, no trial has met it, and how its gradient is made up over TP is "
+    what += "not known"
+    return Problem(what, path, remedy="leave all modules of its list whole, or run it without TP")
