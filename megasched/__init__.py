@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megasched._moved import keep_old_names
 
 if TYPE_CHECKING:
-    from megasched.analysis.op_rules import register_op_rule
+    from megasched.analysis.rules.op_rules import register_op_rule
     from megasched.definition.build import build_definition, init_empty_weights, load_config
     from megasched.errors import CheckpointError, ConfigError, MegaschedError, Problem, ScheduleError
     from megasched.graph.compilers import register_compiler
@@ -61,7 +61,7 @@ _PUBLIC = {
     "materialize": "megasched.weights.source",
     "register_compiler": "megasched.graph.compilers",
     "register_lowering": "megasched.language.registry",
-    "register_op_rule": "megasched.analysis.op_rules",
+    "register_op_rule": "megasched.analysis.rules.op_rules",
     "register_primitive": "megasched.language.registry",
     "register_schedule": "megasched.language.schedule_file",
     "replay": "megasched.language.schedule",

@@ -2,7 +2,7 @@
 
 transformers keeps a plan per architecture (``model.tp_plan``: path pattern -> style). The table of styles
 is total: a style that is not in it is an error, never ignored. What no plan cuts stays whole here;
-``megasched.analysis.infer`` looks for more.
+``megasched.analysis.roles.infer`` looks for more.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megasched.analysis.meta_call import meta_copy
+from megasched.analysis.recording.meta_call import meta_copy
 from megasched.definition.module_copy import copy_module, holds_tensor
 from megasched.errors import ScheduleError
 

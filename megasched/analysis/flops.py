@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from megasched.analysis.attention_flops import attended, attention_flops
-from megasched.analysis.meta_call import tensors_in
-from megasched.analysis.tape import AttentionCall, Call, LossCall, Operation, Tape, TapeReader
+from megasched.analysis.recording.meta_call import tensors_in
+from megasched.analysis.recording.tape import AttentionCall, Call, LossCall, Operation, Tape, TapeReader
 from megasched.definition.experts import has_form
 
 

@@ -14,23 +14,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.analysis.cp.facts import CpFacts
+from megasched.analysis.cp.given_positions import takes_counted_positions
+from megasched.analysis.cp.propagate import plan_sequence
 from megasched.analysis.flops import ForwardFlops, forward_flops
-from megasched.analysis.given_positions import takes_counted_positions
-from megasched.analysis.gradient_scale import why_by_scale
-from megasched.analysis.labels import TpAssumptions, TpFacts
-from megasched.analysis.later_calls import why_not_alike
-from megasched.analysis.layer_stack import LayerStack
-from megasched.analysis.meta_call import meta_copy, to_meta
-from megasched.analysis.noted import NotedLines, Numbers, note_tape
-from megasched.analysis.propagate import propagate
-from megasched.analysis.recorder import boundaries_of, record_tape
-from megasched.analysis.replay import Rank
-from megasched.analysis.sequence_plan import CpFacts
-from megasched.analysis.sequence_run import plan_sequence
-from megasched.analysis.size_check import columns_of_unproven_sizes
-from megasched.analysis.stand_ins import sizes_read, why_seen
-from megasched.analysis.tape import Tape
-from megasched.analysis.ways import (
+from megasched.analysis.notes.noted import NotedLines, Numbers, note_tape
+from megasched.analysis.recording.meta_call import meta_copy, to_meta
+from megasched.analysis.recording.recorder import NO_BOUNDARIES, record_tape
+from megasched.analysis.recording.tape import Tape
+from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.analysis.tp.facts import TpAssumptions, TpFacts
+from megasched.analysis.tp.propagate import propagate
+from megasched.analysis.tp.replay import Rank
+from megasched.analysis.tp.size_check import columns_of_unproven_sizes
+from megasched.analysis.trials.gradient_scale import why_by_scale
+from megasched.analysis.trials.later_calls import why_not_alike
+from megasched.analysis.trials.stand_ins import sizes_read, why_seen
+from megasched.analysis.trials.ways import (
     TRIAL,
     Gathered,
     InputsOf,
@@ -103,9 +103,8 @@ class KnownRuns:
             probe = self._probe = self._probe or meta_copy(model)
             given = to_meta(dict(inputs)) if way.length is None else inputs_of(model, inputs)(way.length)
             own_loss = structure is not None and structure.loss_labels is not None
-            self._tapes[way] = record_tape(
-                probe, given, boundaries_of(probe, structure), answers=dict(way.answers), own_loss=own_loss
-            )
+            boundaries = NO_BOUNDARIES if structure is None else structure.boundaries(probe)
+            self._tapes[way] = record_tape(probe, given, boundaries, answers=dict(way.answers), own_loss=own_loss)
         return self._tapes[way]
 
     def let_go(self) -> None:

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.meta_call import ScalarAnswers, call_hooks, example_inputs, meta_copy, run_on_meta
+from megasched.analysis.recording.meta_call import (
+    ScalarAnswers,
+    call_hooks,
+    example_inputs,
+    meta_copy,
+    run_on_meta,
+)
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.capture import Graph, capture
 from megasched.graph.intercept import Limits, keeps_weights_of_its_own

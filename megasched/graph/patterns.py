@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megasched.analysis.meta_call import meta_copy
+from megasched.analysis.recording.meta_call import meta_copy
 from megasched.graph import opaque
 from megasched.graph.capture import Graph, capture
 from megasched.graph.intercept import Limits

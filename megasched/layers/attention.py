@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.analysis import attention_switch
+from megasched.analysis.trials import attention_switch
 from megasched.definition import attention_interface
 from megasched.definition.attention_interface import HARMLESS
 from megasched.definition.mask_interface import in_context

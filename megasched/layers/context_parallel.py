@@ -13,8 +13,8 @@ from megatron.core.parallel_state import get_hierarchical_context_parallel_group
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import nn
 
-from megasched.analysis.recorded import LeafPath, change_leaves
-from megasched.analysis.sequence_plan import CpRegion
+from megasched.analysis.cp.facts import CpRegion
+from megasched.analysis.stages.hooked_outputs import LeafPath, change_leaves
 from megasched.definition.mask_interface import whole_sequence
 from megasched.definition.sequence_split import Zigzag
 from megasched.errors import MegaschedError

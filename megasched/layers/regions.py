@@ -17,9 +17,9 @@ from megatron.core.tensor_parallel import (
 )
 from torch import nn
 
-from megasched.analysis.parts import ArgSlice
-from megasched.analysis.recorded import LeafPath, change_leaves
-from megasched.analysis.slot import HiddenStateArg
+from megasched.analysis.stages.hidden_state import HiddenStateArg
+from megasched.analysis.stages.hooked_outputs import LeafPath, change_leaves
+from megasched.analysis.tp.sliced_args import ArgSlice
 from megasched.graph import opaque
 from megasched.language.tensor_types import ShardDim
 from megasched.layers.wrap import Forward, wrap_forward

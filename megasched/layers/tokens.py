@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.slot import HiddenStateArg
+from megasched.analysis.stages.hidden_state import HiddenStateArg
 from megasched.layers.wrap import Forward, wrap_forward
 
 

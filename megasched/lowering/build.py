@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from megasched.analysis.known_runs import KnownRuns, usual_length
-from megasched.analysis.meta_call import example_inputs
+from megasched.analysis.recording.meta_call import example_inputs
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language import schedule as tree
 from megasched.language.parallel_dims import Layout

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.labels import Region
+from megasched.analysis.tp.facts import Region
 from megasched.definition.linears import plain_attributes
 from megasched.definition.module_copy import transfer_hooks
 from megasched.language.lora import DROPOUT

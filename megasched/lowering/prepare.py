@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from megasched.analysis.infer import infer_roles
+from megasched.analysis.find_layer_stack import layer_stack_of
 from megasched.analysis.known_runs import KnownRuns
-from megasched.analysis.layer_stack import LayerStack
-from megasched.analysis.structure import layer_stack_of
+from megasched.analysis.roles.infer import infer_roles
+from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.definition.build import build_definition, load_config
 from megasched.definition.module_copy import copy_module, holds_tensor
 from megasched.definition.objectives import find_objective

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.meta_call import call_hooks, example_inputs, meta_copy, run_on_meta, to_meta
+from megasched.analysis.recording.meta_call import call_hooks, example_inputs, meta_copy, run_on_meta, to_meta
 from megasched.definition.module_copy import transfer_hooks
 from megasched.errors import Problem, ScheduleError
 from megasched.language.records import Record

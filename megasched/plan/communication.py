@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megasched.analysis.labels import Region
+from megasched.analysis.tp.facts import Region
 from megasched.errors import Problem
 from megasched.plan.plan import Plan
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from megasched.analysis.known_runs import KnownRuns
-from megasched.analysis.layer_stack import LayerStack
+from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.errors import Problem, ScheduleError
 from megasched.language.schedule import Schedule
 from megasched.plan.fp8 import choose_fp8

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from torch import nn
 
-from megasched.analysis.labels import TpFacts
+from megasched.analysis.tp.facts import TpFacts
 from megasched.errors import Problem
 from megasched.language.records import Record
 from megasched.plan.plan import Plan

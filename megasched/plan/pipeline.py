@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from megasched.analysis.flops import ForwardFlops
-from megasched.analysis.layer_stack import LayerStack
+from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.errors import Problem, ScheduleError
 from megasched.language.schedule import Schedule
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from megasched.analysis.labels import TpFacts
-from megasched.analysis.layer_stack import LayerStack
-from megasched.analysis.packed_plan import PackedFacts
-from megasched.analysis.sequence_plan import CpFacts
+from megasched.analysis.cp.facts import CpFacts
+from megasched.analysis.cp.packed_sequences import PackedFacts
+from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.analysis.tp.facts import TpFacts
 from megasched.errors import Declined
 from megasched.language.module_specs import MlpSpec
 from megasched.language.parallel_dims import Layout

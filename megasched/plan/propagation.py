@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from megasched.analysis.choices import others_of_its_kind
+from megasched.analysis.find_layer_stack import find_layer_stack
 from megasched.analysis.known_runs import KnownRuns
-from megasched.analysis.labels import TpAssumptions
-from megasched.analysis.meta_call import meta_copy, to_meta
-from megasched.analysis.reach import find_reach
-from megasched.analysis.replay import Rank
-from megasched.analysis.structure import find_layer_stack
+from megasched.analysis.recording.meta_call import meta_copy, to_meta
+from megasched.analysis.tp.facts import TpAssumptions
+from megasched.analysis.tp.replay import Rank
+from megasched.analysis.trials.choices import others_of_its_kind
+from megasched.analysis.trials.reach import find_reach
 from megasched.errors import Problem, ScheduleError
 from megasched.language.records import Record
 from megasched.language.roles import Roles

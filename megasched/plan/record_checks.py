@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.replay import local_count
-from megasched.analysis.stock import is_theirs
+from megasched.analysis.recording.stock import is_theirs
+from megasched.analysis.tp.replay import local_count
 from megasched.definition.experts import find_experts, not_apart
 from megasched.errors import Problem
 from megasched.language.records import Record

@@ -9,9 +9,9 @@ from functools import partial
 
 from torch import nn
 
+from megasched.analysis.cp.facts import CpFacts
+from megasched.analysis.cp.packed_sequences import one_sequence_a_row, plan_packed
 from megasched.analysis.known_runs import KnownRuns
-from megasched.analysis.packed_plan import one_sequence_a_row, plan_packed
-from megasched.analysis.sequence_plan import CpFacts
 from megasched.definition.experts import find_experts
 from megasched.errors import Problem, ScheduleError
 from megasched.plan.plan import Plan

@@ -16,7 +16,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.training.models.gpt import GPTModelBuilder
 
-from megasched.analysis.layer_stack import LayerStack
+from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.trainer.checkpoint.source import with_progress
 from megasched.trainer.current_session import get_session
 from megasched.trainer.scheduled_model import ScheduledModel

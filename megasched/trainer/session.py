@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.analysis.flops import ForwardFlops
 from megasched.analysis.known_runs import KnownRuns
-from megasched.analysis.layer_stack import LayerStack
-from megasched.analysis.meta_call import meta_copy
-from megasched.analysis.reach import Reach, find_reach
+from megasched.analysis.recording.meta_call import meta_copy
+from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.analysis.trials.reach import Reach, find_reach
 from megasched.definition.module_copy import copy_module
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import Problem, ScheduleError

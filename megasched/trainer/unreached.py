@@ -1,4 +1,4 @@
-"""Parameters that training never reaches (``analysis/reach.py``): the tower for images of a model that gets text.
+"""Parameters that training never reaches (``analysis/trials/reach.py``): a tower for images where there is text.
 
 Without a gradient they stay as they are, as under plain PyTorch. Megatron would have them in its gradient buffers,
 decay their weights, keep optimizer states for them, and wait for their gradients under ``--overlap-grad-reduce``.
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.layer_stack import LayerStack
-from megasched.analysis.reach import Reach
+from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.analysis.trials.reach import Reach
 from megasched.errors import ConfigError, Problem, ScheduleError, some_of
 
 

@@ -18,18 +18,18 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from megasched.analysis.dims import NeedsWhole
-from megasched.analysis.label_run import LabelRun
-from megasched.analysis.labels import TpAssumptions, TpSpec
-from megasched.analysis.operators import draws
-from megasched.analysis.recorder import record_tape
-from megasched.analysis.sequence_dims import follow_sequence
-from megasched.analysis.tape import Operation, Tape, TapeReader
+from megasched.analysis.recording.operators import draws
+from megasched.analysis.recording.recorder import record_tape
+from megasched.analysis.recording.tape import Operation, Tape, TapeReader
+from megasched.analysis.rules.dims import NeedsWhole
+from megasched.analysis.rules.sequence_dims import follow_sequence
+from megasched.analysis.tp.facts import TpAssumptions, TpSpec
+from megasched.analysis.tp.operations import LabelRun
 from megasched.errors import ScheduleError
 from megasched.language.tensor_types import ON_ALL_RANKS, ShardDim
 
 # Sizes that are handed to these are numbers in a definition's code, which may be read off a rank's part or may not
-# be: analysis/size_check.py runs the code with what a rank has.
+# be: analysis/tp/size_check.py runs the code with what a rank has.
 SIZES = frozenset(
     (
         *(

@@ -6,8 +6,8 @@ from hypothesis import given
 
 from megasched.analysis.attention_flops import attended
 from megasched.analysis.flops import forward_flops
-from megasched.analysis.meta_call import meta_copy, token_inputs
-from megasched.analysis.recorder import record_tape
+from megasched.analysis.recording.meta_call import meta_copy, token_inputs
+from megasched.analysis.recording.recorder import record_tape
 from megasched.definition.build import build_definition
 from megasched.definition.small_models.small_models import small_config
 from megasched.layers import attention

@@ -6,9 +6,9 @@ import pytest
 
 from megasched import patches
 from megasched.analysis import known_runs
+from megasched.analysis.find_layer_stack import find_layer_stack
 from megasched.analysis.known_runs import KnownRuns
-from megasched.analysis.structure import find_layer_stack
-from megasched.analysis.ways import NO_OTHERS
+from megasched.analysis.trials.ways import NO_OTHERS
 from megasched.layers import attention
 from tests.lowering.models import tiny_model
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megasched.analysis.labels import Region, TpFacts
+from megasched.analysis.tp.facts import Region, TpFacts
 from megasched.cli.show.communication import Transfer, transfers
 from megasched.cli.show.report import inspect_schedule
 from megasched.errors import ScheduleError

@@ -149,7 +149,7 @@ def _stages(session: Any) -> dict[str, Any] | None:
     """Layers of each stage, and what crosses each boundary: shape and bytes of what is beside the hidden state."""
     import torch
 
-    from megasched.analysis.structure import measure_stage_inputs
+    from megasched.analysis.find_layer_stack import measure_stage_inputs
 
     layers = session.stage_layers(_LENGTH)
     if layers is None:

@@ -74,7 +74,10 @@ def test_the_installed_entry_points_are_those_of_this_tree():
     [
         ("import megasched, megasched.errors", ["torch", "transformers", "megatron"]),
         ("import megasched.plan.plan, megasched.plan.make", ["megatron", "transformer_engine"]),
-        ("import megasched.analysis.structure, megasched.analysis.labels", ["megatron", "transformer_engine"]),
+        (
+            "import megasched.analysis.find_layer_stack, megasched.analysis.tp.facts",
+            ["megatron", "transformer_engine"],
+        ),
     ],
 )
 def test_floors_are_light(code, heavy):
@@ -104,7 +107,12 @@ def house(tmp_path, monkeypatch):
 
 def test_an_import_that_points_upwards_is_seen_wherever_it_stands(house):
     body = "def f():\n    from megasched.verify import verify\n"
-    house({"megasched/analysis/dims.py": body, "megasched/verify/verify.py": "import megasched.analysis.dims\n"})
+    house(
+        {
+            "megasched/analysis/dims.py": body,
+            "megasched/verify/verify.py": "import megasched.analysis.dims\n",
+        }
+    )
     (found,) = survey.upward()
     assert found == "megasched/analysis/dims.py (analysis) -> megasched/verify/verify.py (verify)"
     assert survey.late() == ["megasched/analysis/dims.py: megasched/verify/verify.py"]

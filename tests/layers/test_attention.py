@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megasched.analysis.attention_switch import is_used
+from megasched.analysis.trials.attention_switch import is_used
 from megasched.errors import MegaschedError
 from megasched.layers.attention import AttentionSettings, attention_forward
 from tests.lowering.models import tiny_model

@@ -6,9 +6,9 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megasched.analysis.cp.packed_sequences import one_sequence_a_row, plan_packed
+from megasched.analysis.find_layer_stack import find_layer_stack
 from megasched.analysis.known_runs import KnownRuns
-from megasched.analysis.packed_plan import one_sequence_a_row, plan_packed
-from megasched.analysis.structure import find_layer_stack
 from megasched.definition.build import build_definition
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError, ScheduleError

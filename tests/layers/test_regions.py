@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megasched import Layout
-from megasched.analysis.parts import ArgRef, ArgSlice
+from megasched.analysis.tp.sliced_args import ArgRef, ArgSlice
 from megasched.layers.regions import slice_args, slices_of
 from megasched.plan.plan import Plan
 from megasched.plan.record_checks import check_sliced_args

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.analysis.function_trials import FunctionTrials
+from megasched.analysis.rules.function_trials import FunctionTrials
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import Layout
 from megasched.language.schedule import create_schedule
@@ -204,24 +204,24 @@ def along(cuts):
 def test_a_function_is_tried_along_the_dimension_that_is_cut(function, dim, works):
     x, output = (torch.empty(2, 4, 8, device="meta") for _ in range(2))
     cuts = {id(x): ShardDim(dim), id(output): ShardDim(dim)}
-    assert FunctionTrials().works_by_parts(function, (x,), output, along(cuts)) is works
+    assert FunctionTrials().works_on_shards(function, (x,), output, along(cuts)) is works
 
 
 def test_the_gradient_of_what_is_whole_adds_up():
     x, output = (torch.empty(2, 4, 8, device="meta") for _ in range(2))
     weight = torch.empty(8, device="meta")
     tokens = {id(x): ShardDim(1), id(output): ShardDim(1)}
-    assert FunctionTrials().works_by_parts(Weighted, (x, weight), output, along(tokens))
+    assert FunctionTrials().works_on_shards(Weighted, (x, weight), output, along(tokens))
     features = {id(x): ShardDim(2), id(output): ShardDim(2)}
-    assert not FunctionTrials().works_by_parts(Weighted, (x, weight), output, along(features))
+    assert not FunctionTrials().works_on_shards(Weighted, (x, weight), output, along(features))
     features[id(weight)] = ShardDim(0)
-    assert FunctionTrials().works_by_parts(Weighted, (x, weight), output, along(features))
+    assert FunctionTrials().works_on_shards(Weighted, (x, weight), output, along(features))
 
 
 def test_gradients_that_add_up_are_no_gradients_of_what_is_not_linear():
     x, output = (torch.empty(2, 4, 8, device="meta") for _ in range(2))
-    assert FunctionTrials().works_by_parts(Scaled, (x,), output, along({}))
-    assert not FunctionTrials().works_by_parts(Normed, (x,), output, along({}))
+    assert FunctionTrials().works_on_shards(Scaled, (x,), output, along({}))
+    assert not FunctionTrials().works_on_shards(Normed, (x,), output, along({}))
 
 
 class Packing(Between):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from megasched.analysis.function_trials import FunctionTrials
-from megasched.analysis.gradient_scale import why_by_scale
-from megasched.analysis.library_operators import library_operator
+from megasched.analysis.recording.library_operators import library_operator
+from megasched.analysis.rules.function_trials import FunctionTrials
+from megasched.analysis.trials.gradient_scale import why_by_scale
 from megasched.verify.parity import LAYOUTS, failure
 from megasched.verify.ranks.pool import RankError
 from tests import remote
@@ -49,7 +49,7 @@ def test_torchs_own_are_none():
 def test_gradients_add_up_where_its_backward_is_linear(name, works):
     x, output = (torch.empty(2, 4, 8, device="meta") for _ in range(2))
     args = (x,), {"by": 2.0}
-    assert FunctionTrials().works_by_parts(own(name), args, output, lambda tensor: None) is works
+    assert FunctionTrials().works_on_shards(own(name), args, output, lambda tensor: None) is works
 
 
 class Model(nn.Module):

@@ -45,8 +45,8 @@ def compare(family: str) -> dict[str, Any]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     import megasched
-    from megasched.analysis.infer import infer_roles
-    from megasched.analysis.structure import find_layer_stack
+    from megasched.analysis.find_layer_stack import find_layer_stack
+    from megasched.analysis.roles.infer import infer_roles
     from megasched.language.module_specs import LayerSpec
     from megasched.layers import attention
     from megasched.layers.build_context import BuildContext

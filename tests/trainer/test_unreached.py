@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megasched.analysis.reach import Reach
+from megasched.analysis.trials.reach import Reach
 from megasched.errors import ConfigError, ScheduleError
 from megasched.trainer.unreached import (
     folded,

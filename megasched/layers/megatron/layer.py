@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megasched.analysis.slot import HiddenStateArg
+from megasched.analysis.stages.hidden_state import HiddenStateArg
 from megasched.language.module_specs import LayerSpec
 from megasched.language.roles import Roles
 from megasched.layers.build_context import BuildContext

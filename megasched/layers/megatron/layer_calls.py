@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.layer_stack import LayerStack
-from megasched.analysis.recorder import Enough
+from megasched.analysis.recording.recorder import Enough
+from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.layers.megatron.small_copy import copy_tree
 
 # Index of a layer -> its positional and keyword arguments

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-from megasched.analysis.meta_results import Given, Metadata, MetaResults
+from megasched.analysis.recording.meta_results import Given, Metadata, MetaResults
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 # Of all modes: what an operation gives does not hang on the mode.

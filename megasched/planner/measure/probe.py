@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from megasched.analysis.meta_call import ScalarAnswers, tensors_in
+from megasched.analysis.recording.meta_call import ScalarAnswers, tensors_in
 from megasched.errors import ConfigError, MegaschedError
 from megasched.language.parallel_dims import Layout
 from megasched.layers import experts

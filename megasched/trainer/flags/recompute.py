@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megasched.analysis.layer_stack import LayerStack
+from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.errors import ConfigError
 from megasched.layers.megatron.attention import MegatronAttention
 from megasched.layers.megatron.layer import MegatronLayer

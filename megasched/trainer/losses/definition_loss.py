@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from megasched.analysis.layer_stack import LayerStack
-from megasched.analysis.loss_labels import LossLabels
-from megasched.analysis.loss_trial import IGNORED
-from megasched.analysis.own_loss import why_another_at
+from megasched.analysis.loss.loss_trial import IGNORED
+from megasched.analysis.loss.own_loss import why_another_at
+from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.analysis.stages.loss_labels import LossLabels
 from megasched.definition.undisturbed import undisturbed
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.plan.plan import Plan

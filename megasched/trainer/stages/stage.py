@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.layer_stack import LayerStack
-from megasched.analysis.places import OutputRef, StageInput
-from megasched.analysis.shape import Shape
-from megasched.analysis.slot import HiddenStateArg
+from megasched.analysis.stages.hidden_state import HiddenStateArg
+from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.analysis.stages.output_refs import OutputRef, StageInput
+from megasched.analysis.stages.shapes import Shape
 from megasched.layers.wrap import Forward, wrap_forward
 from megasched.trainer.stages.stage_transfer import StageBuffers
 

@@ -17,9 +17,9 @@ import torch
 from megatron.core.utils import make_viewless_tensor
 from torch import nn
 
-from megasched.analysis.layer_stack import LayerStack
-from megasched.analysis.places import OutputRef, StageInput
-from megasched.analysis.structure import measure_stage_inputs
+from megasched.analysis.find_layer_stack import measure_stage_inputs
+from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.analysis.stages.output_refs import OutputRef, StageInput
 from megasched.definition.objectives import objective_of
 
 _ALIGNED = 8  # bytes; a view in another dtype must begin at a multiple of its size

@@ -1,8 +1,8 @@
 """Whether later layers do the same where earlier ones are on another stage: tried on meta.
 
-Tensors that go from layer to layer are followed (``analysis/crossing.py``) and carried. What layers tell each
-other through Python objects is not: a counter in a shared dictionary, a list that each appends to. A stage runs
-without what earlier layers put there, and its operations, their sizes or their numbers are others then.
+Tensors that go from layer to layer are followed (``analysis/stages/stage_flow.py``) and carried. What layers tell
+each other through Python objects is not: a counter in a shared dictionary, a list that each appends to. A stage
+runs without what earlier layers put there, and its operations, their sizes or their numbers are others then.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from megasched.analysis.layer_stack import LayerStack
-from megasched.analysis.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in
-from megasched.analysis.numbers import numbers_in
-from megasched.analysis.places import StageInput
-from megasched.analysis.recording import loss_given
-from megasched.analysis.structure import flow_of
-from megasched.analysis.ways import Ways
+from megasched.analysis.find_layer_stack import flow_of
+from megasched.analysis.recording.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.analysis.recording.numbers import numbers_in
+from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.analysis.stages.output_refs import StageInput
+from megasched.analysis.stages.trial_inputs import loss_given
+from megasched.analysis.trials.ways import Ways
 from megasched.collector import collector_paused
 from megasched.errors import ScheduleError
 from megasched.trainer.stages.stage import Stage, hollow_out_stage, set_entry
@@ -77,8 +77,8 @@ def why_not_alone(model: nn.Module, structure: LayerStack) -> str:
 
 
 def why_not_other_ways(model: nn.Module, structure: LayerStack, ways: Ways) -> str:
-    """What goes from layer to layer otherwise where the code goes another way (``analysis/ways.py``), or which way
-    it goes by what most stages do not have; empty if nothing.
+    """What goes from layer to layer otherwise where the code goes another way (``analysis/trials/ways.py``), or
+    which way it goes by what most stages do not have; empty if nothing.
 
     Raises:
         ScheduleError: the model does not run on meta.

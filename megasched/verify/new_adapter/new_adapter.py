@@ -161,8 +161,8 @@ def still_open(model: nn.Module, roles: Roles, proposal: Proposal) -> list[str]:
 
 def unusual_calls(model: nn.Module) -> list[str]:
     """What a definition does otherwise than most, and what follows from it."""
-    from megasched.analysis import attention_switch
-    from megasched.analysis.structure import find_layer_stack
+    from megasched.analysis.find_layer_stack import find_layer_stack
+    from megasched.analysis.trials import attention_switch
 
     found = []
     if not attention_switch.is_used(model, attention_switch.attention_name(model)):

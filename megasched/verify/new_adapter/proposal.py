@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megasched.analysis.infer import infer_roles
-from megasched.analysis.structure import layer_stack_of
+from megasched.analysis.find_layer_stack import layer_stack_of
+from megasched.analysis.roles.infer import infer_roles
 from megasched.language.roles import Roles
 from megasched.model_adapters.generic import read_plan
 from megasched.verify.new_adapter.globs import fold_paths

@@ -30,7 +30,7 @@ from megasched.verify.ranks.pool import rebuild_tensor
 PATCHES = ("wheel_helpers", "adamw_resume", "fp32_resume", "results_queue")
 # What a run of the trainer imports, and much of it late: two seconds of each rank if it did that itself.
 IMPORTS = (
-    "megasched.analysis.infer",
+    "megasched.analysis.roles.infer",
     "megasched.launch.pretrain_gpt",
     "megasched.launch.pretraining",
     "megasched.trainer.session_from_args",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from megasched.analysis.dims import NeedsWhole
+from megasched.analysis.rules.dims import NeedsWhole
 from megasched.language.tensor_types import ON_ALL_RANKS, ShardDim
 
 # (operator, arguments, keyword arguments, outputs, how a tensor is cut) -> how each output is cut

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, settings
 
-from megasched.analysis import dims, sequence_dims
-from megasched.analysis.dims import follow
-from megasched.analysis.sequence_dims import follow_sequence
+from megasched.analysis.rules import dims, sequence_dims
+from megasched.analysis.rules.dims import follow
+from megasched.analysis.rules.sequence_dims import follow_sequence
 from tests.analysis.rules.by_parts import check
 from tests.analysis.rules.computed import pointwise, pointwise_overloads
 from tests.analysis.rules.examples import EXAMPLES, EXAMPLES_OF_SEQUENCES

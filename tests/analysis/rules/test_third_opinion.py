@@ -19,7 +19,7 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
-from megasched.analysis.dims import follow
+from megasched.analysis.rules.dims import follow
 from megasched.language.tensor_types import ShardDim
 from tests.analysis.rules.by_parts import Example, answer, part_of
 from tests.analysis.rules.computed import pointwise, pointwise_overloads

@@ -140,7 +140,7 @@ def _scheduled(model: Model, layout: Layout, dtype: torch.dtype = torch.float32)
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megasched.analysis.structure import layer_stack_of
+    from megasched.analysis.find_layer_stack import layer_stack_of
     from megasched.layers import attention
     from megasched.lowering.prepare import ScheduledDefinition
     from megasched.trainer.scheduled_model import ScheduledModel

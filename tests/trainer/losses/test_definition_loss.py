@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megasched.analysis.loss_labels import LossLabels
+from megasched.analysis.stages.loss_labels import LossLabels
 from megasched.errors import ConfigError
 from megasched.trainer.losses.definition_loss import DefinitionLoss
 from megasched.trainer.stages.stage_transfer import StageBuffers

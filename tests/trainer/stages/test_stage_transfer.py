@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megasched.analysis.layer_stack import LayerStack
-from megasched.analysis.places import BEFORE, OutputRef, StageInput
-from megasched.analysis.shape import Shape
-from megasched.analysis.slot import HiddenStateArg
+from megasched.analysis.stages.hidden_state import HiddenStateArg
+from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.analysis.stages.output_refs import BEFORE, OutputRef, StageInput
+from megasched.analysis.stages.shapes import Shape
 from megasched.trainer.stages.stage_transfer import BoundaryCodec, StageBuffers, receive_hidden, send_hidden
 
 IDS = StageInput(BEFORE, 3, (OutputRef(""),))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megasched.analysis.structure import find_layer_stack
+from megasched.analysis.find_layer_stack import find_layer_stack
 from megasched.trainer.stages.stage_trial import why_not_alone
 
 

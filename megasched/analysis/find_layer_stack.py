@@ -1,0 +1,288 @@
+"""What a definition looks like when it runs: its layers, what comes before and after them.
+
+Found by two calls on meta with different batch and sequence sizes, never by names. This is what lets a
+stage be cut out of any definition whose layers form a list.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.analysis.loss.own_loss import own_loss
+from megasched.analysis.notes.noted import note_tape
+from megasched.analysis.recording.meta_call import meta_copy, tensors_in
+from megasched.analysis.recording.recorder import record_tape
+from megasched.analysis.recording.sites import Site
+from megasched.analysis.recording.tape import Call, Tape
+from megasched.analysis.stages.hidden_state import HiddenStateArg
+from megasched.analysis.stages.hooked_outputs import find_recorded
+from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.analysis.stages.output_refs import OutputRef, StageInput
+from megasched.analysis.stages.shapes import SIZES, FollowsNeither, shape_of
+from megasched.analysis.stages.stage_flow import StageFlow
+from megasched.analysis.stages.trial_inputs import inputs_of, trial_of
+from megasched.collector import collector_paused
+from megasched.definition.build import cast_as_loaded
+from megasched.definition.objectives import CAUSAL_LM, objective_of
+from megasched.definition.undisturbed import undisturbed
+from megasched.errors import Problem, ScheduleError
+
+
+def record_definition(
+    probe: nn.Module,
+    structure: LayerStack,
+    batch: int = SIZES[0][0],
+    length: int = SIZES[0][1],
+    answers: Mapping[Site, int] | None = None,
+) -> Tape:
+    """The tape of a trial batch of a definition whose layers are known.
+
+    Args:
+        probe: a ``meta_copy`` of it.
+        answers: to questions about values.
+
+    Raises:
+        ScheduleError: it does not run on meta.
+    """
+    inputs = structure.inputs_for(probe, batch, length)
+    own_loss = not structure.calls_loss
+    return record_tape(probe, inputs, structure.boundaries(probe), answers=answers, own_loss=own_loss)
+
+
+def _first_tape(model: nn.Module) -> tuple[Tape, bool]:
+    """A tape up to the loss, and whether the forward hands all logits, and the labels as it got them, to
+    ``loss_function``; without labels where it does not."""
+    inputs = trial_of(model)
+    with suppress(ScheduleError):  # a loss of its own may not take labels as long as these
+        tape = record_tape(model, inputs, lines=True, until_loss=True)
+        if (loss := tape.loss) is not None:
+            labels = loss.args[0] if loss.args else loss.kwargs.get("labels")
+            if loss.logits.shape[:-1] == SIZES[0] and labels is inputs["labels"]:
+                return tape, True
+    return record_tape(model, inputs_of(model, *SIZES[0]), own_loss=True, lines=True), False
+
+
+def _stage_flow(tape: Tape, structure: LayerStack) -> StageFlow:
+    """Only a causal language model's later stages lack its inputs; other batches are read on every stage. What a
+    forward adds to the result of ``loss_function`` may read what layers left, so it is looked at, too."""
+    layers = [structure.layer_path(index) for index in structure.called or range(structure.count)]
+    outside = {*structure.before, *structure.between, *structure.after}
+    first_stage_only = "input_ids" if objective_of(tape.model) is CAUSAL_LM else None
+    return StageFlow(tape, layers, outside, structure.slot, structure.recorded, first_stage_only)
+
+
+@collector_paused()
+def find_layer_stack(model: nn.Module) -> LayerStack:
+    """The structure of an HF model that was built for an objective.
+
+    Raises:
+        ScheduleError: no list of layers is called one after the other, or the model can't run on meta.
+    """
+    probe = meta_copy(model)
+    tape, calls_loss = _first_tape(probe)
+    calls, noted = [*tape.calls()], note_tape(tape)
+    layers, repeated = _find_layers(probe, calls)
+    count = len(probe.get_submodule(layers))
+    paths = {f"{layers}.{i}" for i in range(count)}
+    of_layers = [call for call in calls if call.path in paths]
+    called = tuple(int(call.path.rpartition(".")[2]) for call in of_layers)
+    found = LayerStack(layers, count, _find_slot(of_layers), calls_loss=calls_loss, repeated=repeated)
+    with undisturbed(model):
+        found.loss = own_loss(model, found)
+    if found.loss_labels is not None:  # its loss may call more modules
+        tape = record_tape(probe, inputs_of(probe, *SIZES[0], found.loss_labels), own_loss=True, lines=True)
+        found.calls_loss, calls, noted = False, [*tape.calls()], note_tape(tape)
+        of_layers = [call for call in calls if call.path in paths]
+    found.trial, found.noted = trial_of(probe), noted
+    found.called = () if [*dict.fromkeys(called)] == [*range(count)] else called
+    owners = {path for path, m in probe.named_modules() if next(m.parameters(recurse=False), None) is not None}
+    outside = {path for path in owners if found.index_of(path) is None and not found.holds_layers(path)}
+    inside = {path for path, _ in probe.named_modules() if found.index_of(path) is not None} - paths
+    found.recorded = find_recorded(
+        probe, ((call.path, call.output) for call in calls), inside.__contains__, found.holds_layers
+    )
+    tape = record_definition(probe, found, *SIZES[0])
+    first_stage_only = "input_ids" if objective_of(probe) is CAUSAL_LM else None
+    run = StageFlow(tape, [call.path for call in of_layers], outside, found.slot, found.recorded, first_stage_only)
+    found.uncuttable, found.by_chance, found.asked = run.refused, run.by_chance, frozenset(run.asked)
+    if repeated:
+        more = len(set(called)) < len(called)
+        found.uncuttable = "they are called more than once" if more else "they are called out of their order"
+        found.calls = {path: times for path, times in Counter(call.path for call in calls).items() if times > 1}
+    elif not next(call.autograd for call in tape.calls() if call.path == of_layers[0].path):
+        found.uncuttable = "the model computes their gradients by a function of its own"
+    found.uncuttable = found.uncuttable or _handing_containers(found.slot, of_layers)
+    found.bare, found.changed_buffers = tuple(run.bare), tuple(sorted(run.changed_buffers))
+    found.changed_parameters = run.changed_parameters
+    start, end = calls.index(of_layers[0]), of_layers[-1].end
+    found.before = {call.path: None for call in calls[:start] if call.path in outside}
+    found.after = tuple(dict.fromkeys(call.path for call in calls[end:] if call.path in outside))
+    for path, places in run.bare.items():
+        if places == {called[-1] + 1}:
+            found.after += (path,) if path not in found.after else ()
+        elif called[-1] + 1 in places or path in found.after:
+            found.uncuttable = found.uncuttable or f"the parameters of {path} are read before the layers and after"
+    between: dict[str, list[int]] = defaultdict(list)
+    for number, call in enumerate(calls[start:end], start):
+        if call.path in outside:
+            between[call.path].append(
+                next(i for i, layer in zip(called, of_layers, strict=True) if layer.end > number)
+            )
+    found.between = {path: (tuple(indices), None) for path, indices in between.items()}
+    found.sides = tuple(StageInput(of.made, of.read, tuple(of.places)) for of in run.sides())
+    _learn_shapes(found, probe, calls if between else calls[: start + 1])
+    return found
+
+
+def measure_stage_inputs(
+    model: nn.Module, structure: LayerStack, batch: int, length: int, dtype: torch.dtype
+) -> dict[OutputRef, torch.Tensor]:
+    """Place of what crosses between stages beside the hidden state -> a tensor on meta of its shape and dtype.
+
+    They are those of a run without parallelism.
+
+    Args:
+        model: the definition.
+        batch, length: of a micro-batch.
+        dtype: of the definition's parameters in that run.
+    """
+    probe = meta_copy(model)
+    cast_as_loaded(probe, dtype)
+    flow = _stage_flow(record_definition(probe, structure, batch, length), structure)
+    return {found.places[0]: found.tensor for found in flow.sides()}
+
+
+def flow_of(
+    model: nn.Module, structure: LayerStack, answers: Mapping[Site, int] | None = None, length: int | None = None
+) -> tuple[Any, ...]:
+    """What goes from layer to layer, and what else a pipeline has to know, as something that can be compared.
+
+    Args:
+        answers: to questions about values.
+        length: of the sequence; that of a trial by default.
+    """
+    batch, usual = SIZES[0]
+    run = _stage_flow(record_definition(meta_copy(model), structure, batch, length or usual, answers), structure)
+    sides = [StageInput(of.made, of.read, tuple(of.places)) for of in run.sides()]
+    return run.ran, sides, run.bare, run.changed_buffers, run.refused
+
+
+def layer_stack_of(model: nn.Module) -> LayerStack | None:
+    """The same; None where there is none."""
+    with suppress(ScheduleError):
+        return find_layer_stack(model)
+    return None
+
+
+def _learn_shapes(structure: LayerStack, probe: nn.Module, calls: list[Call]) -> None:
+    """What follows the batch and the sequence, and which floats stay in float32 in another precision.
+
+    Args:
+        calls: up to the first layer's at least.
+    """
+    others, dtype = calls, torch.float32
+    for dtype in (torch.bfloat16, torch.float32):
+        cast_as_loaded(probe, dtype)
+        try:
+            inputs = inputs_of(probe, *SIZES[1], structure.loss_labels)
+            others = [*record_tape(probe, inputs, own_loss=True, most_calls=len(calls)).calls()]
+            break
+        except ScheduleError:  # one that can't run in bfloat16 will not be trained in it
+            if dtype == torch.float32:
+                raise
+    for path in structure.before:
+        structure.before[path] = _shapes(path, _at(calls, path).output, _at(others, path).output, dtype)
+    for path, (layers, _) in structure.between.items():
+        returned = _shapes(path, _at(calls, path).output, _at(others, path).output, dtype)
+        structure.between[path] = layers, returned
+    first = structure.layer_path(structure.first)
+    hidden = [structure.slot.get(call.args, call.kwargs) for call in (_at(calls, first), _at(others, first))]
+    structure.hidden = _shapes(first, *hidden, dtype)
+
+
+def _find_layers(model: nn.Module, calls: list[Call]) -> tuple[str, bool]:
+    """The largest list, and whether some of its layers are called more than once (shared, or in loops)."""
+    found = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or not len(module):
+            continue
+        children = [f"{path}.{i}" for i in range(len(module))]
+        members = set(children)
+        order = [call.path for call in calls if call.path in members]
+        # Some may be for what is not there (cross attention to images).
+        once = order == [child for child in children if child in set(order)]
+        size = sum(p.numel() for child in set(order) for p in model.get_submodule(child).parameters())
+        if order and (once or set(order) == members):
+            found.append((size, once, path))
+    if not found:
+        remedy = "pipeline stages and sequence parallelism need a ModuleList whose modules are all called"
+        raise ScheduleError(Problem("no list of layers found in the model", remedy=remedy))
+    _, once, path = max(found, key=lambda one: one[:2])  # the first of those that are as large
+    return path, not once
+
+
+def _find_slot(calls: list[Call]) -> HiddenStateArg:
+    """Where the hidden state is: the argument that is, for most layers, what the layer before returned."""
+    votes: Counter[int | str] = Counter()
+    for previous, call in pairwise(calls):
+        returned = {id(t) for t in tensors_in(previous.output)}
+        for key, value in [*enumerate(call.args), *call.kwargs.items()]:
+            if isinstance(value, torch.Tensor) and id(value) in returned:
+                votes[key] += 1
+    if votes:
+        argument = votes.most_common(1)[0][0]
+    else:  # one layer, or an operation between the layers: the first float tensor
+        given = [*enumerate(calls[0].args), *calls[0].kwargs.items()]
+        floats = [k for k, v in given if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        if not floats:
+            raise _no_hidden_state(calls[0].path, "takes no tensor of floats by itself")
+        argument = floats[0]
+    output = calls[-1].output
+    if isinstance(output, torch.Tensor):
+        return HiddenStateArg(argument, None)
+    first = calls[0]
+    hidden = first.args[argument] if isinstance(argument, int) else first.kwargs[argument]
+    items = output if isinstance(output, (tuple, list)) else ()
+    fits = [i for i, v in enumerate(items) if isinstance(v, torch.Tensor) and v.shape == hidden.shape]
+    if not fits:
+        kind = type(output).__name__
+        raise _no_hidden_state(calls[-1].path, f"returns a {kind} without a tensor like what it takes")
+    others = tuple(None if isinstance(v, torch.Tensor) else v for v in items)
+    return HiddenStateArg(argument, fits[0], others, type(items))
+
+
+def _handing_containers(slot: HiddenStateArg, calls: list[Call]) -> str:
+    """Why layers can't be cut that take something else than a tensor; empty where they take tensors."""
+    handed = (slot.get(call.args, call.kwargs) for call in calls)
+    names = [type(value).__name__ for value in handed if not isinstance(value, torch.Tensor)]
+    return f"they hand each other a {names[0]}, and no tensor by itself" if names else ""
+
+
+def _no_hidden_state(path: str, what: str) -> ScheduleError:
+    remedy = "let layers take the hidden state as an argument, and return it, or a tuple or list that has it"
+    what = f"this layer {what}, so where its hidden state is can't be told"
+    return ScheduleError(Problem(what, path, remedy=remedy))
+
+
+def _at(calls: list[Call], path: str) -> Call:
+    return next(call for call in calls if call.path == path)
+
+
+def _shapes(path: str, first: Any, second: Any, dtype: torch.dtype) -> Any:
+    """The shape of each tensor in what a module returned in two calls; the rest stays."""
+
+    def one(a: Any, b: Any) -> Any:
+        return shape_of(a, b, second_dtype=dtype) if isinstance(a, torch.Tensor) else a
+
+    try:
+        return torch.utils._pytree.tree_map(one, first, second)
+    except FollowsNeither as error:
+        what = f"an output dimension follows neither batch nor sequence {error.args}"
+        raise ScheduleError(Problem(what, path)) from error

@@ -1,0 +1,204 @@
+"""What a run notes of a definition's code: its lines, its numbers, its questions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from megasched.analysis.notes.made import MadeOfNothing
+from megasched.analysis.recording.meta_call import tensors_in
+from megasched.analysis.recording.numbers import CONSTANTS, numbers_in
+from megasched.analysis.recording.sites import Line, Lines, Site, running_lines
+from megasched.analysis.recording.tape import Call, Operation, Question, Tape, TapeReader
+
+
+class Numbers(NamedTuple):
+    """What an operation did beside what it got.
+
+    Attributes:
+        path: the module whose code has it.
+        lines: of that code.
+        operation: its name.
+        numbers: that it got; of a tensor made of nothing, what is equal for those made in the same way.
+        of_nothing: it counts places, or such a tensor meets others.
+        here: the latter, in the module that made it.
+    """
+
+    path: str
+    lines: tuple[Line, ...]
+    operation: str
+    numbers: tuple[float, ...]
+    of_nothing: bool = False
+    here: bool = False
+
+
+# Get numbers that are the sizes of what they take or give, or that say which part of it they take.
+_OF_SIZES = frozenset(
+    (
+        *("slice", "select", "narrow", "as_strided", "view", "expand", "reshape", "alias", "detach"),
+        *("empty", "new_empty", "new_zeros", "new_ones", "slice_scatter", "select_scatter"),
+    )
+)
+_COPIES = frozenset(["clone", "_to_copy", "copy_"])  # made or not by how a tensor lies, which sizes of 1 decide
+COUNTED = "arange"  # makes places, of nothing
+
+
+@cache
+def _kind(func: Any) -> tuple[str, str, bool, bool]:
+    """Of an operation: its name, that with the overload's, whether its numbers are of sizes, and whether it is one
+    on single elements."""
+    name = func.__name__.partition(".")[0]
+    pointwise = torch.Tag.pointwise in getattr(func, "tags", ()) and name not in _COPIES
+    return name, func.__name__, name in _OF_SIZES, pointwise
+
+
+class NotedLines:
+    """Which lines of a definition's code have operations done in a run, and what it asks.
+
+    What is made of neither arguments nor weights, such as masks and positions, is left aside, but for how it was
+    made, where it meets them.
+
+    Attributes:
+        lines: modules and the lines of their code.
+        numbers: of operations: module, lines, operation, and the numbers it got beside sizes. Those on single
+            elements are there without numbers, too.
+        asked: questions about values -> dtypes of what was asked for; None where it was how many there are.
+    """
+
+    def __init__(self) -> None:
+        self.lines: set[Lines] = set()
+        self.numbers: list[Numbers] = []
+        self.asked: dict[Site, set[torch.dtype | None]] = {}
+        self._data: dict[int, torch.Tensor] = {}  # held, so that no other tensor gets the id
+        self._made = MadeOfNothing()
+
+    def note_model(self, model: torch.nn.Module, inputs: Any) -> None:
+        """What a model has, and what it is called with, are looked at."""
+        self.note_data([*model.parameters(), *model.buffers(), *tensors_in(inputs)])
+
+    def note_data(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These, and what is made of them, are looked at."""
+        self._data.update((id(tensor), tensor) for tensor in tensors)
+
+    def leave_aside(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These, and what is made of them alone, are not looked at any more."""
+        for tensor in tensors:
+            self._data.pop(id(tensor), None)
+
+    def let_go(self) -> None:
+        """Holds no tensors any more; to be called after the run."""
+        self._data.clear()
+        self._made.let_go()
+
+    def note(
+        self,
+        path: str,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        output: Any,
+        lines_of: Callable[[], tuple[Line, ...]] = running_lines,
+    ) -> tuple[Line, ...] | None:
+        """Of an operation in the module at ``path``; its lines, None where it is left aside.
+
+        Args:
+            lines_of: gives its lines; by default those that run.
+        """
+        name, full, of_sizes, pointwise = _kind(func)
+        tensors = tensors_in(args if not kwargs else (args, kwargs))
+        ids = [id(tensor) for tensor in tensors]
+        of_data = not self._data.keys().isdisjoint(ids)
+        if name in CONSTANTS or not of_data or self._made.meets(ids):
+            self._note_made(path, func, args, kwargs, tensors, output, lines_of)
+        if not of_data:
+            if name == COUNTED:
+                numbers = tuple(numbers_in(args, kwargs))
+                self.numbers.append(Numbers(path, lines_of(), name, numbers, of_nothing=True))
+            return None
+        lines = lines_of()
+        self.lines.add((path, lines))
+        numbers = () if of_sizes else tuple(numbers_in(args, kwargs))
+        if numbers or pointwise:
+            self.numbers.append(Numbers(path, lines, full, numbers))
+        if isinstance(output, torch.Tensor):
+            self._data[id(output)] = output
+        else:
+            self.note_data(tensors_in(output))
+        return lines
+
+    def _note_made(
+        self,
+        path: str,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        tensors: list[torch.Tensor],
+        output: Any,
+        lines_of: Callable[[], tuple[Line, ...]],
+    ) -> None:
+        """Of an operation that makes something of nothing, or gets what was made so."""
+        name, _, _, pointwise = _kind(func)
+        made = [self._made.of(tensor) for tensor in tensors]
+        others = [t for t, one in zip(tensors, made, strict=True) if one is None and id(t) in self._data]
+        known, outputs = [one for one in made if one is not None], tensors_in(output)
+        if name in CONSTANTS or not others:
+            shapes = [tensor.shape for tensor in tensors]
+            self._made.follow(path, name, known, shapes, args, kwargs, outputs, pointwise=pointwise)
+            return
+        lines = lines_of()
+        for one in known:
+            here = one.path == path
+            self.numbers.append(Numbers(one.path, lines, one.name, (one.told,), of_nothing=True, here=here))
+        self._made.forget(outputs)
+
+    def note_given(self, path: str, values: Any) -> None:
+        """Of code that makes a tensor of numbers."""
+        self.numbers.append(Numbers(path, (), "tensor", (hash(repr(values)),)))
+
+    def note_question(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
+        """Of code that asks for values of tensors, or how many there are of a kind."""
+        for tensor in tensors:
+            if (made := self._made.of(tensor)) is not None:
+                told = hash((made.told, tuple(tensor.shape)))
+                self.numbers.append(Numbers(made.path, (), made.name, (told,), of_nothing=True))
+        if site is not None and not self._data.keys().isdisjoint(map(id, tensors)):
+            self.asked.setdefault(site, set()).update(None if how_many else tensor.dtype for tensor in tensors)
+
+
+def note_tape(tape: Tape) -> NotedLines:
+    """What the forward of a tape with lines notes, up to its loss and after it."""
+    reader = _Noting(tape)
+    tape.read(reader)
+    reader.noted.let_go()
+    return reader.noted
+
+
+class _Noting(TapeReader):
+    def __init__(self, tape: Tape) -> None:
+        self.noted = NotedLines()
+        self.noted.note_model(tape.model, dict(tape.inputs))
+        self.running = [""]
+
+    def enter(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        self.running.append(call.path)
+
+    def leave(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        self.running.pop()
+
+    def question(self, question: Question) -> None:
+        """See ``TapeReader``."""
+        self.noted.note_question(question.tensors, question.site, how_many=question.how_many)
+
+    def numbers_given(self, values: Any) -> None:
+        """See ``TapeReader``."""
+        self.noted.note_given(self.running[-1], values)
+
+    def operation(self, operation: Operation) -> None:
+        """See ``TapeReader``."""
+        done = operation.func, operation.args, operation.kwargs, operation.output
+        self.noted.note(self.running[-1], *done, lambda: operation.lines)

@@ -1,0 +1,79 @@
+"""Attributes by which a module counts heads or features, found by trial: with what columns hand out on one rank,
+its operations must give what the labelled run says that one rank has."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+from torch import nn
+
+from megasched.analysis.recording.tape import Tape
+from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.analysis.tp.facts import TpAssumptions
+from megasched.analysis.tp.module_call import ModuleCall
+from megasched.analysis.tp.module_calls import RecordedCalls
+from megasched.analysis.tp.replay import PLACES, Rank, divided, local_linears, replay
+
+# So many attributes at most must be divided together.
+_AT_MOST = 3
+
+
+def find_counts(
+    tape: Tape, structure: LayerStack, assume: TpAssumptions, tp: int, inferred: set[str]
+) -> tuple[dict[str, tuple[str, ...]], set[str]]:
+    """Attributes that must be divided by TP, by module; and columns for which nothing helps.
+
+    Args:
+        tape: of the definition.
+        assume: what is cut; nothing of it needs to be gathered.
+        tp: tensor parallel size.
+        inferred: columns and rows to look at; what others have decided is theirs to know.
+    """
+    rank = Rank(tp, assume.cuts, assume.components, assume.heads)
+    run = RecordedCalls(tape, assume, loss_takes_shards=True)
+    run.read()
+    found: dict[str, tuple[str, ...]] = {}
+    hopeless: set[str] = set()
+    seen: dict[Any, tuple[str, ...] | None] = {}
+    for path, call in run.derived.calls.items():
+        module = tape.model.get_submodule(path)
+        if path in assume.cuts or not call.columns & inferred or not _own_code(structure, path):
+            continue
+        kind = (type(module), tuple(sorted(_candidates(module).items())), call.results, call.numbers)
+        if kind not in seen:
+            seen[kind] = _attributes(module, path, call, rank)
+        names = seen[kind]
+        if names is None:
+            hopeless |= call.columns
+        elif names:
+            found[path] = names
+    return found, hopeless
+
+
+def _own_code(structure: LayerStack, path: str) -> bool:
+    """Whether a module lies below a layer: layers and what is around them only hand things on."""
+    index = structure.index_of(path)
+    return index is not None and path != structure.layer_path(index)
+
+
+def _candidates(module: nn.Module) -> dict[str, int]:
+    """Attributes that may count heads or features: integers of a module, and of its config."""
+    numbers = {name: value for name, value in vars(module).items() if type(value) is int and value > 1}
+    own = {name: value for name, value in numbers.items() if name not in PLACES}
+    config = vars(module).get("config")
+    fields = vars(config) if config is not None else {}
+    counted = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "hidden_size")
+    return {**own, **{f"config.{name}": fields[name] for name in counted if type(fields.get(name)) is int}}
+
+
+def _attributes(module: nn.Module, path: str, call: ModuleCall, rank: Rank) -> tuple[str, ...] | None:
+    """The fewest attributes that, divided by TP, make a module do what it must; None where none do."""
+    counts = {name: rank.count(path, value) for name, value in _candidates(module).items()}
+    local = {name: count for name, count in counts.items() if count is not None}
+    for number in range(_AT_MOST + 1):
+        for chosen in combinations(local, number):
+            with divided(module, {name: local[name] for name in chosen}), local_linears(module, path, rank):
+                if replay(module, path, call, rank.tp, rank.cuts) is not None:
+                    return chosen
+    return None

@@ -1,0 +1,39 @@
+"""Columns with fewer heads of key and value than TP ranks: several ranks can have the same head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megasched.analysis.tp.facts import TpFacts
+
+
+def is_uneven(column: str, derived: TpFacts, tp: int) -> bool:
+    """Whether TP does not divide what stems from a column."""
+    return any(size % tp for size in derived.cut_sizes.get(column, ()))
+
+
+def few_heads(
+    features: Mapping[str, int], derived: TpFacts, components: Mapping[str, tuple[int, ...]], tp: int
+) -> dict[str, tuple[int, ...]]:
+    """Columns that can't be cut -> heads of their components (``ShardDim``) with which they may be.
+
+    Smaller ones are taken for key and value. Whether they are, the next labelled run shows: heads that ranks have
+    in common fit nothing but attention, and one that all have is the same for all.
+
+    Args:
+        features: columns that feed one row -> how many each gives.
+        derived: of a run that had them cut.
+        components: column -> sizes of the projections packed into its output.
+    """
+    found = {}
+    for column, size in features.items():
+        parts = components.get(column, ())
+        packed = len(parts) == 3 and parts[0] > parts[1] == parts[2]
+        heads = 0
+        if is_uneven(column, derived, tp):
+            heads = min(derived.cut_sizes[column])
+        elif column in derived.gather and (packed or size < max(features.values())):
+            heads = 1  # one head is no dimension of its own, so it was taken to be cut inside
+        if 0 < heads < tp and tp % heads == 0 and (packed or heads == 1 or not parts):
+            found[column] = (0, heads, heads) if packed else (heads,)
+    return found

@@ -1,0 +1,153 @@
+"""How a definition runs: its layers, what comes before and after them, and what later layers read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.analysis.notes.noted import NotedLines
+from megasched.analysis.recording.meta_call import token_inputs
+from megasched.analysis.recording.recorder import Boundaries
+from megasched.analysis.recording.sites import Site
+from megasched.analysis.stages.hidden_state import HiddenStateArg
+from megasched.analysis.stages.loss_labels import LossForm, LossLabels
+from megasched.analysis.stages.output_refs import OutputRef, StageInput
+from megasched.analysis.stages.shapes import SIZES, Shape
+from megasched.analysis.stages.trial_inputs import inputs_of
+
+_UNKNOWN = Shape((), torch.float32)  # until it is learnt
+
+
+@dataclass
+class LayerStack:
+    """How a definition runs.
+
+    Attributes:
+        layers: path of the ``ModuleList`` whose children are the layers.
+        slot: where the hidden state stands in each layer's call.
+        before: path -> what it returns, of each module with parameters of its own that runs before the layers:
+            a ``Shape``, or a structure that has one in each tensor's place.
+        between: path -> (layers before or in which it runs, what it returns) of each such module that runs between
+            or inside of layers.
+        after: paths of such modules that run after the layers, in call order.
+        repeated: whether layers are called more than once (ALBERT's are shared; some models run theirs in loops),
+            or in another order than they have in their list.
+        calls: path of a module -> how often a forward calls it, where that is more than once; empty unless
+            ``repeated``.
+        trial: example arguments of the forward, on meta, labels included.
+        calls_loss: whether the forward computes its loss by ``loss_function``, of which a run has its own; one
+            that does it by itself gets no labels, and its logits are taken.
+        loss: whether a run's loss is that which its own code computes; it gets labels then.
+        hidden: the shape of the hidden state; mostly [b, s, h].
+        called: indices of the layers that a call with token ids runs; empty where it runs all in their order.
+        sides: what layers read of earlier ones beside the hidden state.
+        recorded: what HF's hooks record inside of layers.
+        bare: modules outside of the layers whose parameters the code of others reads.
+        changed_buffers: buffers that a forward writes to, and that are other ones after it.
+        changed_parameters: parameters that a forward writes to -> whether the inputs say what.
+        by_chance: whether the code around the layers asks for a number that it draws, to skip some of them.
+        uncuttable: why there can be no pipeline stages; empty where there can.
+        asked: questions about values that code around the layers asks, and that later stages can't answer.
+        noted: which lines of the code a trial has run; None where that is not known.
+    """
+
+    layers: str
+    count: int
+    slot: HiddenStateArg
+    before: dict[str, Any] = field(default_factory=dict)
+    after: tuple[str, ...] = ()
+    calls_loss: bool = True
+    between: dict[str, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
+    hidden: Shape = _UNKNOWN
+    called: tuple[int, ...] = ()
+    sides: tuple[StageInput, ...] = ()
+    recorded: tuple[OutputRef, ...] = ()
+    bare: tuple[str, ...] = ()
+    changed_buffers: tuple[str, ...] = ()
+    changed_parameters: dict[str, bool] = field(default_factory=dict)
+    uncuttable: str = ""
+    by_chance: bool = False
+    asked: frozenset[Site] = frozenset()
+    noted: NotedLines | None = field(default=None, compare=False, repr=False)
+    repeated: bool = False
+    loss: LossForm = field(default_factory=LossForm)
+    calls: dict[str, int] = field(default_factory=dict)
+    trial: dict[str, torch.Tensor] = field(default_factory=lambda: token_inputs(*SIZES[0]))
+
+    @property
+    def loss_labels(self) -> LossLabels | None:
+        """The labels that the definition's own code takes, where that computes the loss; None where a run does."""
+        return self.loss.labels
+
+    @property
+    def takes_labels(self) -> bool:
+        """Whether the forward gets labels, and returns the loss."""
+        return self.calls_loss or self.loss_labels is not None
+
+    def trial_inputs(self) -> dict[str, torch.Tensor]:
+        """What a trial call gets, on meta: what a batch has, and labels where the forward has a use for them."""
+        inputs = {name: tensor.clone() for name, tensor in self.trial.items()}
+        if not self.takes_labels:
+            del inputs["labels"]
+        elif self.loss_labels is not None:
+            inputs |= self.loss_labels.arguments(inputs["labels"])
+        return inputs
+
+    def inputs_for(self, model: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor]:
+        """The same for a batch of other sizes."""
+        return inputs_of(model, batch, length, self.loss_labels, calls_loss=self.calls_loss)
+
+    def boundaries(self, model: nn.Module) -> Boundaries:
+        """Where tensors are other ones on a tape of this model."""
+        around = frozenset(path for path, _ in model.named_modules() if path and self.holds_layers(path))
+        layers, last = frozenset(self.layer_paths()), self.layer_path(self.last)
+        return Boundaries(layers, f"{self.layers}.", last, self.slot, around)
+
+    def layer_path(self, index: int) -> str:
+        return f"{self.layers}.{index}"
+
+    def layer_paths(self) -> list[str]:
+        return [self.layer_path(index) for index in range(self.count)]
+
+    @property
+    def first(self) -> int:
+        """Index of the first layer that runs."""
+        return self.called[0] if self.called else 0
+
+    @property
+    def last(self) -> int:
+        """Index of the last layer that runs."""
+        return self.called[-1] if self.called else self.count - 1
+
+    def last_before(self, boundary: int) -> int | None:
+        """Index of the last layer that runs before a cut in front of the layer ``boundary``; None without any."""
+        return max((i for i in self.called or range(self.count) if i < boundary), default=None)
+
+    @property
+    def token_ids(self) -> StageInput | None:
+        """The token ids, where layers read them, or what is made of them without parameters."""
+        return next((side for side in self.sides if not side.places[0].path), None)
+
+    def stage_inputs_at(self, boundary: int) -> tuple[StageInput, ...]:
+        """What has to cross a cut before the layer ``boundary``, beside the hidden state."""
+        hidden = self.stage_inputs_in_hidden(boundary)
+        return tuple(side for side in self.sides if side.crosses(boundary) and side not in hidden)
+
+    def stage_inputs_in_hidden(self, boundary: int) -> tuple[StageInput, ...]:
+        """Sides that are the hidden state there: they are read again further on."""
+        layer = self.last_before(boundary)
+        hidden = None if layer is None else OutputRef(self.layer_path(layer), self.slot.output)
+        return tuple(side for side in self.sides if hidden in side.places)
+
+    def holds_layers(self, path: str) -> bool:
+        """Whether the module at ``path`` is around the layers."""
+        return not path or self.layers.startswith(f"{path}.") or path == self.layers
+
+    def index_of(self, path: str) -> int | None:
+        """Index of the layer that the module at ``path`` is or lies in; None outside the layers."""
+        if not path.startswith(self.layers + "."):
+            return None
+        return int(path[len(self.layers) + 1 :].partition(".")[0])

@@ -1,0 +1,62 @@
+"""What code that runs in the backward pass alone (``recording/backward_code.py``) does to labels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megasched.analysis.recording.backward_code import Function
+from megasched.analysis.recording.library_operators import LibraryOperator
+from megasched.analysis.recording.meta_call import tensors_in
+from megasched.analysis.rules.op_rules import op_rule
+from megasched.analysis.tp.operations import LabelRun
+
+
+class BackwardLabels(LabelRun):
+    """A run that is told of such code."""
+
+    def custom_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
+        """A function with a backward of its own: its gradients may lie as its outputs do, or not."""
+        labels = [self.label(tensor) for tensor in tensors_in(output)]
+        regions = {label.region for label in labels} - {"R"}
+        if self.silent or not regions:
+            return
+        if regions == {"T"} and isinstance(function, LibraryOperator) and op_rule(function.operator):
+            return
+        followed = all(label.along is not None for label in labels) or regions == {"P"}
+        if followed and self.functions.works_on_shards(function, args, output, lambda t: self.label(t).along):
+            return
+        if "T" in regions:
+            self.derived.gather |= frozenset().union(*(label.columns for label in labels))
+        if "S" in regions:
+            self._need_sequence()
+        if "P" in regions:
+            self._problem(
+                f"the backward of {function.__name__} does not take a part of a gradient",
+                "leave the linears around it whole",
+            )
+
+    def packs(self, change: int) -> None:
+        """Code enters, or leaves, hooks of its own on the tensors that are saved for the backward pass."""
+        self.packing += change
+
+    def grad_fn_read(self, tensor: torch.Tensor) -> None:
+        """See ``TapeReader``."""
+        if not self.silent:
+            self.hooked(tensor)
+
+    def hook_registered(self, tensor: torch.Tensor, hook: Any) -> None:
+        """See ``TapeReader``."""
+        self.hooked(tensor)
+
+    def hooked(self, tensor: torch.Tensor) -> None:
+        """A hook sees the gradient of a tensor, which must be whole on each rank then."""
+        label = self.label(tensor)
+        self.derived.gather |= label.columns
+        self._use(tensor)  # nobody takes it over further up, where its gradient would not be summed yet
+        if label.region in ("S", "P") or label.params:
+            self._problem(
+                "a hook is handed a gradient of which each rank has a part",
+                "switch sequence parallelism off, or leave the linears around it whole",
+            )

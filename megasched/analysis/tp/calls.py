@@ -1,0 +1,323 @@
+"""What calls of modules do to labels, on top of what operations do (``operations.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megasched.analysis.recording.backward_code import handed_to_hooks
+from megasched.analysis.recording.meta_call import tensors_in
+from megasched.analysis.recording.tape import AttentionCall, Call, LossCall
+from megasched.analysis.tp.backward import BackwardLabels
+from megasched.analysis.tp.facts import TpSpec
+from megasched.analysis.tp.shared_inputs import ColumnCall
+from megasched.analysis.tp.sliced_args import ArgRef
+from megasched.language.tensor_types import ShardDim
+
+_SPLIT = TpSpec("S", active=True, fed=True, along=ShardDim(1))
+
+
+class Labelling(BackwardLabels):
+    """What calls of modules, of the attention function and of the loss function do to labels.
+
+    Args:
+        loss_takes_shards: the loss function takes logits that are cut over the vocabulary.
+    """
+
+    def __init__(self, *given: Any, loss_takes_shards: bool = False, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.loss_takes_shards = loss_takes_shards
+        self.attending: list[TpSpec] = []  # labels of what attention functions that run will give
+        for tensor in tensors_in(dict(self.tape.inputs)):
+            # A float input is an activation; what is made of ids alone (masks, positions) carries no gradient.
+            self._set(tensor, TpSpec(fed=True, active=tensor.is_floating_point()))
+
+    def read(self) -> None:
+        """Reads the tape."""
+        self.tape.read(self)
+        if not self.loss_takes_shards:
+            for tensor in tensors_in(self.tape.output):
+                self.derived.gather |= self.label(tensor).columns
+
+    def enter(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        for source, alias in call.entered:
+            self._pass_on(source, alias)
+        path = call.path
+        self.stack.append(call)
+        self.derived.called.add(path)
+        self._enter_layer(call)
+        if path == self._around():
+            self._enter_region(call)
+            self._take_parts(call)
+        if path in self.experts:
+            self.derived.experts[path] = self.label(tensors_in((call.args, call.kwargs))[0]).region
+        if path in self.cuts:
+            if not self.silent:
+                self._enter_cut(call)
+                if self.packing:
+                    self._refuse_packing()
+            self._meet(call.module.parameters())
+            self.silent += 1
+
+    def leave(self, call: Call) -> None:
+        """See ``TapeReader``."""
+        path, output, arguments = call.path, call.output, (call.args, call.kwargs)
+        leaving = self._outside_of(call)
+        for tensor in handed_to_hooks(call.module, *arguments, output):
+            self.hooked(tensor)
+        self.stack.pop()
+        handed = {self.origin(tensor) for tensor in tensors_in(arguments)}
+        for tensor in tensors_in(output):
+            if self.origin(tensor) in handed:  # what it was given goes out again, to whoever uses it next
+                self.other_uses[self.origin(tensor)].add(path)
+        if path in self.cuts:
+            self.silent -= 1
+            if not self.silent:
+                result = tensors_in(output)[0]
+                self.cut_outputs[id(result)] = path
+                self._set(result, self._cut_output(path, result.dim() - 1, tensors_in(arguments)[0]))
+        for source, alias in call.exited:
+            self._pass_on(source, alias)
+            if (label := leaving.get(id(source))) is not None:
+                self._set(alias, label)
+        self._note_sides(call)
+        if self.sequence_parallel and self.structure and path == self.structure.layer_path(self.structure.last):
+            self._set(self.structure.slot.result(call.returned), TpSpec(active=True, fed=True))
+
+    def _outside_of(self, call: Call) -> dict[int, TpSpec]:
+        """Labels of what leaves a module with another one than it has in it, by the ids of what that returns."""
+        if call.path in self.regions:
+            return self._leave_region(call)
+        if call.path in self.wanted_regions:
+            self._as_if_region(call.output)
+        elif call.path and self.structure is not None and self.structure.holds_layers(call.path):
+            return self._leave_layers(call)
+        return {}
+
+    def _note_sides(self, call: Call) -> None:
+        """How what later layers read beside the hidden state is cut."""
+        for side in self.structure.sides if self.structure else ():
+            place = side.places[0]
+            if place.path == call.path and call.path:
+                label = self.label(place.tensor(*call.left, call.returned))
+                if label.region in ("T", "S"):
+                    self.derived.sides[place] = label.along.dim if label.along else None
+
+    def _enter_layer(self, call: Call) -> None:
+        """Under sequence parallelism the hidden state is split when it enters the first layer, and what else was
+        made of the whole sequence before the layers when it enters any."""
+        if call.path not in self.layers or self.structure is None:
+            return
+        hidden = self.structure.slot.get(call.args, call.kwargs)
+        self.tokens = hidden.shape[:2]
+        found = _arguments(call)
+        whole = [key for key, value in found.items() if value is not hidden and self._of_sequence(value, hidden)]
+        if whole:
+            self.derived.split_slots[call.path] = tuple(whole)
+        for key in whole:
+            self._set(found[key], _SPLIT)
+        if call.path == self.structure.layer_path(self.structure.first):
+            self._set(hidden, _SPLIT)
+
+    def _of_sequence(self, value: Any, hidden: torch.Tensor) -> bool:
+        """Whether this is an activation [b, s, ...] that every TP rank has whole."""
+        if not isinstance(value, torch.Tensor) or value.shape[:2] != hidden.shape[:2]:
+            return False
+        label = self.label(value)
+        return value.is_floating_point() and label.active and label.region == "R"
+
+    def _enter_region(self, call: Call) -> None:
+        """What a region takes over: the arguments that carry a gradient."""
+        path, found = call.path, _arguments(call)
+        active = {
+            slot: value
+            for slot, value in found.items()
+            if any(self.label(tensor).active and tensor.is_floating_point() for tensor in tensors_in(value))
+        }
+        labels = {key: self.label(v) if isinstance(v, torch.Tensor) else TpSpec("T") for key, v in active.items()}
+        known = (("R", None), ("S", ShardDim(1)))
+        usable = all((label.region, label.along) in known for label in labels.values())
+        slots = tuple(active) if usable else ()
+        self.derived.whole_slots[path] = {key for key in slots if labels[key].region == "R"}
+        if self.slots.setdefault(path, slots) != slots:
+            slots = self.slots[path] = ()
+        if path not in self.regions:
+            return
+        if not slots:
+            self.not_regions.add(path)
+            return
+        self.derived.needed_regions.add(path)
+        for slot in slots:
+            self._set(active[slot], TpSpec("P", active=True, fed=True))
+
+    def _take_parts(self, call: Call) -> None:
+        """Constants that the module is handed: some are cut, which of the others should be is to be seen."""
+        for slot, value in _arguments(call).items():
+            argument = ArgRef(call.path, slot)
+            part = self.parts.known.get(argument)
+            constant = isinstance(value, torch.Tensor) and self._is_constant(value)
+            if part is None:
+                if constant:
+                    self.parts.offer(argument, value)
+            elif not constant:  # in another call it was one
+                self.derived.gather |= part.columns
+            elif part.columns.isdisjoint(self.gather):
+                self._set(value, TpSpec("T", part.columns, along=part.along(value)))
+                self.derived.parts[argument] = part
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the same on all TP ranks, and carries no gradient."""
+        label = self.label(tensor)
+        return label.region == "R" and not label.active and not label.params
+
+    def _leave_region(self, call: Call) -> dict[int, TpSpec]:
+        """Whole tensors leave a region as ``_outside`` says."""
+        leaving: dict[int, TpSpec] = {}
+        if not self.slots.get(call.path):
+            return leaving
+        for index, leaf in enumerate(torch.utils._pytree.tree_leaves(call.output)):
+            if isinstance(leaf, torch.Tensor) and self._is_inside(leaf):
+                leaving[id(leaf)] = self._outside(leaf)
+                self.derived.exits[call.path][index] = leaving[id(leaf)].along
+        return leaving
+
+    def _leave_layers(self, call: Call) -> dict[int, TpSpec]:
+        """What HF's hooks recorded inside of regions is whole once the module around the layers returns it."""
+        leaves, _ = torch.utils._pytree.tree_flatten_with_path(call.output)
+        inside = {path: leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor) and self._is_inside(leaf)}
+        if inside:
+            self.derived.recorded[call.path] = tuple(inside)
+        return {id(leaf): TpSpec(active=True, fed=True) for leaf in inside.values()}
+
+    def _is_inside(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is whole, of a region, and carries a gradient."""
+        return self.label(tensor).region == "P" and tensor.is_floating_point()
+
+    def _along_sequence(self, leaf: torch.Tensor) -> ShardDim | None:
+        """How [b, s, ...] and flattened [b*s, ...] are cut along the sequence; None for another shape."""
+        if leaf.shape[:2] == self.tokens:
+            return ShardDim(1)
+        return ShardDim(0, outer=self.tokens[0]) if leaf.shape[:1] == (self.tokens.numel(),) else None
+
+    def _as_if_region(self, output: Any) -> None:
+        """What comes of a module that will be a region in the next run, so that nothing after it asks for one: a
+        run for each layer would be quadratic."""
+        for tensor in tensors_in(output):
+            label = self.label(tensor)
+            if label.region == "S" and label.along is None and tensor.dim() > 1:
+                self._set(tensor, replace(label, along=ShardDim(1)))
+            elif self._is_inside(tensor):
+                self._set(tensor, self._outside(tensor))
+
+    def _outside(self, inside: torch.Tensor) -> TpSpec:
+        """Of a whole tensor that leaves a region: split as before it, or whole with a gradient that is, too."""
+        along = self._along_sequence(inside) if self.sequence_parallel else None
+        return TpSpec("R" if along is None else "S", active=True, fed=True, along=along)
+
+    def _enter_cut(self, call: Call) -> None:
+        path, source = call.path, tensors_in((call.args, call.kwargs))[0]
+        label = self.label(source)
+        cut = self.cuts[path]
+        if cut == "column":
+            self.derived.gather |= label.columns
+            if label.region == "P":
+                self.derived.inside.add(path)
+            else:
+                if label.region == "R" and self.sequence_parallel and self._in_layers(path):
+                    self.derived.whole_inputs.add(path)
+                around = [(one.path, self._origins_of_arguments(one)) for one in self.stack]
+                self.column_calls.append(ColumnCall(path, self.origin(source), around))
+        elif cut == "row" and label.region != "T":
+            self.derived.gather |= label.columns
+            self.derived.scatter.add(path)
+            if label.region == "P":
+                self.derived.inside.add(path)
+            elif self._in_layers(path) and self.sequence_parallel:
+                self._problem(
+                    "a row-parallel linear whose input is not sharded can't run under sequence parallelism",
+                    "shard the linear before it by columns, or leave this one whole",
+                )
+        elif cut == "row" and label.along != ShardDim(source.dim() - 1):
+            # it takes a contiguous part of the last dimension, and nothing else
+            self.derived.gather |= label.columns
+
+    def _origins_of_arguments(self, call: Call) -> dict[int | str, int]:
+        tensors = {key: value for key, value in _arguments(call).items() if isinstance(value, torch.Tensor)}
+        return {key: self.origin(tensor) for key, tensor in tensors.items()}
+
+    def _cut_output(self, path: str, last: int, source: torch.Tensor) -> TpSpec:
+        cut = self.cuts[path]
+        split = self.sequence_parallel and self._in_layers(path)
+        if cut == "column" and path not in self.gather:
+            along = ShardDim(
+                last, components=self.assume.components.get(path, ()), heads=self.assume.heads.get(path, ())
+            )
+            if along.heads == (1,):
+                return TpSpec("P", frozenset([path]), active=True, fed=True)
+            return TpSpec("T", frozenset([path]), active=True, fed=True, along=along)
+        if cut == "column" and self.label(source).region == "P":
+            return TpSpec("P", active=True, fed=True)
+        if cut == "column" and split:
+            if not self._want_region():
+                self._problem(
+                    "the gathered output of a column-parallel linear is whole along the sequence",
+                    "pair it with a row-parallel linear, or switch sequence parallelism off",
+                )
+            return TpSpec("P", active=True, fed=True)
+        if path in self.assume.rows_inside:
+            return TpSpec("P", active=True, fed=True)
+        if cut == "features":
+            return TpSpec("T", frozenset([path]), active=True, fed=True, along=ShardDim(last))
+        split = split and cut == "row"
+        rows = frozenset([path]) if cut == "row" else frozenset()
+        # Tokens may be flattened: [b*s, h].
+        place = ShardDim(1) if last > 1 else ShardDim(0, outer=self.tokens[0])
+        return TpSpec("S" if split else "R", rows=rows, active=True, fed=True, along=place if split else None)
+
+    def enter_attention(self, call: AttentionCall) -> None:
+        """Attention is heads apart: it takes q, k and v [b, heads, s, d] that are cut along their heads."""
+        operands = tensors_in((call.query, call.key, call.value, call.args, call.kwargs))
+        self.derived.attention[self._path()] = call.query.shape[1], self.label(call.query).region == "T"
+        self._meet(operands)
+        label = self._join([self.label(tensor) for tensor in operands])
+        if label.region == "T":
+            cut = [self.label(tensor).along for tensor in operands if self.label(tensor).region == "T"]
+            # Ranks may have the same heads of key and value: the function takes fewer of them than of query.
+            cut = [cut[0], *(along and replace(along, heads=()) for along in cut[1:])]
+            whole = [t for t in operands if self.label(t).region != "T" and id(t) not in self.alike]
+            # Sinks, biases. The function takes those of its heads of a parameter.
+            of_heads = [t for t in whole if t.dim() == 1 or (t.dim() == 4 and t.shape[1] > 1)]
+            of_heads = [t for t in of_heads if t is not call.kwargs.get("s_aux") or not self.label(t).params]
+            met = [(t, ShardDim(1 if t.dim() == 4 else 0)) for t in of_heads]
+            by_heads = all(along == ShardDim(1) for along in cut)
+            if not by_heads or (met and not self.parts.want(met, label.columns, self._around())):
+                self.derived.gather |= label.columns
+        if label.region == "S":
+            self._need_sequence()
+        self.attending.append(label)
+        self.silent += 1
+
+    def leave_attention(self, call: AttentionCall) -> None:
+        """See ``TapeReader``."""
+        self.silent -= 1
+        label = self.attending.pop()
+        self._set(call.output[0], replace(label, along=ShardDim(2) if label.region == "T" else None))
+
+    def enter_loss(self, call: LossCall) -> None:
+        """See ``TapeReader``."""
+        if not self.loss_takes_shards:
+            self.derived.gather |= self.label(call.logits).columns
+        self.silent += 1
+
+    def leave_loss(self, call: LossCall) -> None:
+        """A forward may add to it what it makes of parameters."""
+        self.silent -= 1
+        self._set(call.output, TpSpec(active=True, fed=True))
+
+
+def _arguments(call: Call) -> dict[int | str, Any]:
+    """By position, or by name."""
+    return dict([*enumerate(call.args), *call.kwargs.items()])

@@ -1,0 +1,165 @@
+"""What one labelled run on meta says of tensors, and what it tells of a definition as a whole.
+
+Labels: ``R`` the same on all TP ranks; ``S`` split along the sequence; ``T`` split along features or heads; ``P``
+the same on all TP ranks but inside of a TP region, where each rank has a part of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from megasched.analysis.stages.hooked_outputs import LeafPath
+from megasched.analysis.stages.output_refs import OutputRef
+from megasched.analysis.tp.sliced_args import ArgRef, ArgSlice
+from megasched.errors import Problem
+from megasched.language.roles import Cut
+from megasched.language.tensor_types import ShardDim
+
+if TYPE_CHECKING:
+    from megasched.analysis.stages.layer_stack import LayerStack
+    from megasched.analysis.tp.module_call import ModuleCall
+
+
+@dataclass(frozen=True)
+class TpSpec:
+    """What is known of one tensor.
+
+    Attributes:
+        region: R, S, T or P.
+        columns: paths of the column linears that a T tensor stems from, and a P tensor of one head.
+        along: how a T or S tensor is cut; None where that could not be followed.
+        rows: paths of the row linears that a whole or split tensor stems from, in their layer.
+        params: replicated parameters that a tensor is made of, as long as no activation is.
+        active: depends on the model's input through parameters, so that it carries a gradient.
+        fed: depends on the model's input.
+    """
+
+    region: Literal["R", "S", "T", "P"] = "R"
+    columns: frozenset[str] = frozenset()
+    rows: frozenset[str] = frozenset()
+    params: frozenset[str] = frozenset()
+    active: bool = False
+    fed: bool = False
+    along: ShardDim | None = None
+
+
+@dataclass(frozen=True)
+class TpAssumptions:
+    """What a propagation starts from.
+
+    Attributes:
+        cuts: path -> how the linear or embedding there is cut.
+        structure: where the layers are; None where that is not known.
+        sequence_parallel: the hidden state is split along the sequence inside of the layers.
+        gather: column linears whose output is gathered.
+        forked_by_user: modules with a ``fork_rng`` record.
+        components: path of a column linear -> sizes of the projections packed into its output.
+        heads: path of a column linear that ranks have the same heads of -> see ``ShardDim``.
+        regions: modules that must be TP regions as a whole.
+        not_regions: modules that can't be.
+        rows_inside: row linears whose output stays inside of a region.
+        parts: arguments of modules that are constants, and of which each rank takes its part.
+    """
+
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    structure: LayerStack | None = None
+    sequence_parallel: bool = False
+    gather: frozenset[str] = frozenset()
+    forked_by_user: frozenset[str] = frozenset()
+    components: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    heads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    regions: frozenset[str] = frozenset()
+    not_regions: frozenset[str] = frozenset()
+    rows_inside: frozenset[str] = frozenset()
+    parts: Mapping[ArgRef, ArgSlice] = field(default_factory=dict)
+
+
+class Region(NamedTuple):
+    """Where a TP region begins.
+
+    Attributes:
+        slots: arguments of the module that are taken over.
+        columns: the column linears inside that read them.
+    """
+
+    slots: tuple[int | str, ...]
+    columns: tuple[str, ...]
+
+
+@dataclass
+class TpFacts:
+    """What one run told.
+
+    Attributes:
+        gather: column linears whose output must be gathered.
+        scatter: row linears whose input is whole and must be cut.
+        partial: replicated parameters whose gradient is partial because they meet T activations.
+        whole_inputs: column linears of the split layers that read a tensor whole along the sequence.
+        sequence: replicated parameters whose gradient is partial because they meet S activations.
+        regions: module path -> where a TP region begins for several columns, or for a whole module.
+        needed_regions: those of them without which the numbers would be wrong: something inside that is whole
+            meets shards, or the whole sequence. Whole tensors inside have partial gradients.
+        whole_slots: module path -> those arguments of a region there that are not split along the sequence.
+        exits: needed region -> which leaves of what it returns are such tensors, and leave it; how they are cut
+            along the sequence then, None for those that stay whole.
+        recorded: module around the layers -> which leaves of what it returns are such tensors, that HF's hooks
+            recorded inside of the region.
+        parts: constants that are whole on all TP ranks, and of which each takes its part.
+        inside: columns and rows that read a whole tensor inside of a needed region.
+        rows_inside: rows whose output meets whole tensors inside of a needed region: it is one, too.
+        split_slots: layer path -> arguments beside the hidden state that come from before the layers, are made of
+            the whole sequence, and are split along it.
+        overwritten: what is cut and has its output changed in place.
+        read_elsewhere: what is cut, or has experts, and has its weights read by code other than its own -> the
+            module whose code that is.
+        without_rule: operator that no rule is known of, and that took cut tensors whole ->
+            modules whose code has it.
+        cut_sizes: column -> sizes of the dimensions along which what stems from it is cut; TP must divide them.
+        by_heads: columns whose output is viewed as heads [b, s, heads, d] or turned: the module that does so reads
+            the length of the sequence off its own input.
+        shared: columns in one module that read the very same tensor.
+        forked: ``nn.Dropout`` modules on T activations.
+        attention: attention module path -> (query heads, whether they are T).
+        experts: module of experts -> region of the tokens that it takes.
+        sides: place of what later layers read beside the hidden state -> the dimension along which it is cut, if
+            it is; None where that could not be followed.
+        met: parameters that operations have read.
+        problems: what can't be made right.
+        calls: path of a module whose own code works on shards -> its first call.
+        called: modules that ran.
+        other_calls: as ``calls``, of each other way through the code.
+    """
+
+    gather: set[str] = field(default_factory=set)
+    scatter: set[str] = field(default_factory=set)
+    whole_inputs: set[str] = field(default_factory=set)
+    partial: set[str] = field(default_factory=set)
+    sequence: set[str] = field(default_factory=set)
+    complete: set[str] = field(default_factory=set)
+    regions: dict[str, Region] = field(default_factory=dict)
+    needed_regions: set[str] = field(default_factory=set)
+    whole_slots: dict[str, set[int | str]] = field(default_factory=dict)
+    exits: dict[str, dict[int, ShardDim | None]] = field(default_factory=lambda: defaultdict(dict))
+    recorded: dict[str, tuple[LeafPath, ...]] = field(default_factory=dict)
+    parts: dict[ArgRef, ArgSlice] = field(default_factory=dict)
+    inside: set[str] = field(default_factory=set)
+    rows_inside: set[str] = field(default_factory=set)
+    split_slots: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
+    overwritten: set[str] = field(default_factory=set)
+    read_elsewhere: dict[str, str] = field(default_factory=dict)
+    without_rule: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    cut_sizes: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    by_heads: set[str] = field(default_factory=set)
+    shared: list[tuple[str, ...]] = field(default_factory=list)
+    forked: set[str] = field(default_factory=set)
+    attention: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    experts: dict[str, str] = field(default_factory=dict)
+    sides: dict[OutputRef, int | None] = field(default_factory=dict)
+    met: set[str] = field(default_factory=set)
+    problems: list[Problem] = field(default_factory=list)
+    calls: dict[str, ModuleCall] = field(default_factory=dict, compare=False, repr=False)
+    called: set[str] = field(default_factory=set, compare=False, repr=False)
+    other_calls: list[dict[str, ModuleCall]] = field(default_factory=list, compare=False, repr=False)

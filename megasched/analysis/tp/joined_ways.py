@@ -1,0 +1,89 @@
+"""One answer of several labelled runs, each another way through a definition's code (``trials/ways.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.analysis.tp.facts import TpFacts
+from megasched.analysis.trials.ways import Way
+from megasched.errors import Problem
+
+# What is true of a parameter, a column or an operator in any way is true of it.
+_OF_ANY = frozenset(
+    ["gather", "partial", "sequence", "complete", "rows_inside", "overwritten", "by_heads", "met", "called"]
+)
+# Of modules: what is done there is done in every way that runs them.
+_BY_MODULE = frozenset(
+    (
+        *("scatter", "whole_inputs", "needed_regions", "inside", "forked"),
+        *("regions", "whole_slots", "exits", "recorded", "split_slots", "attention", "experts"),
+    )
+)
+
+
+def join(base: TpFacts, other: TpFacts, way: Way, structure: LayerStack | None, *, split: bool) -> None:
+    """Adds to what a trial told what another way tells.
+
+    Args:
+        split: the hidden state is split along the sequence inside of the layers.
+    """
+    for path in dict.fromkeys(_differing(base, other)):
+        what = f"what is done to its tensors goes by {way}, and a plan has one way for all"
+        _problem(base, Problem(what, path, remedy="leave the linears around it whole, or run it without TP"))
+    for layer in _ends(structure, base, other) if split else ():
+        what = (
+            f"whether it runs goes by {way}, and sequence parallelism joins the hidden state after the last layer"
+        )
+        _problem(base, Problem(what, layer, remedy="run it without --sequence-parallel"))
+    for name in _OF_ANY:
+        getattr(base, name).update(getattr(other, name))
+    for name in _BY_MODULE:
+        held = getattr(base, name)
+        held.update(getattr(other, name))
+    base.parts.update(other.parts)
+    base.read_elsewhere.update(other.read_elsewhere)
+    base.sides.update(other.sides)
+    for column, sizes in other.cut_sizes.items():
+        base.cut_sizes[column] |= sizes
+    for operator, paths in other.without_rule.items():
+        base.without_rule[operator] |= paths
+    told = set(base.shared)
+    base.shared += [columns for columns in other.shared if columns not in told]
+    for problem in other.problems:
+        _problem(base, problem)
+    base.other_calls.append(other.calls)
+
+
+def _differing(base: TpFacts, other: TpFacts) -> Iterator[str]:
+    """Modules that both ways run, and that are dealt with otherwise."""
+    both = base.called & other.called
+    for name in sorted(_BY_MODULE):
+        one, two = getattr(base, name), getattr(other, name)
+        for path in sorted(both & (set(one) | set(two))):
+            if (path in one) != (path in two) or (isinstance(one, Mapping) and one[path] != two[path]):
+                yield path
+    for place in base.sides.keys() & other.sides.keys():
+        if base.sides[place] != other.sides[place]:
+            yield place.path
+    for columns in set(base.shared) ^ set(other.shared):
+        if both.issuperset(columns):
+            yield columns[0]
+    for argument in base.parts.keys() | other.parts.keys():
+        path: Any = argument.path
+        if path in both and base.parts.get(argument) != other.parts.get(argument):
+            yield path
+
+
+def _ends(structure: LayerStack | None, base: TpFacts, other: TpFacts) -> list[str]:
+    """The first and the last layer, if only one of two ways runs them."""
+    if structure is None:
+        return []
+    ends = (structure.layer_path(structure.first), structure.layer_path(structure.last))
+    return [layer for layer in ends if (layer in base.called) != (layer in other.called)]
+
+
+def _problem(derived: TpFacts, problem: Problem) -> None:
+    if all(known.module != problem.module for known in derived.problems):
+        derived.problems.append(problem)

@@ -1,0 +1,358 @@
+"""What operations do to labels (``facts.py``): a tape is read with a label at every tensor of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterable
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.analysis.recording.operators import base_of, draws, written
+from megasched.analysis.recording.tape import Call, Operation, Tape, TapeReader
+from megasched.analysis.rules.dims import NeedsWhole, NoRule, follow
+from megasched.analysis.rules.function_trials import FunctionTrials
+from megasched.analysis.tp.facts import TpAssumptions, TpFacts, TpSpec
+from megasched.analysis.tp.shared_inputs import ColumnCall
+from megasched.analysis.tp.sliced_args import SlicedArgs
+from megasched.definition.experts import find_experts
+from megasched.errors import Problem
+from megasched.language.lora import DROPOUT, A
+from megasched.language.tensor_types import ON_ALL_RANKS, ShardDim
+
+# Give tensors of one value, from nothing or from such a tensor: each rank can make its own part of one.
+_ALIKE = frozenset(["zeros", "ones", "full", "detach"])
+# Beside what is pointwise: do the same to a part of a weight as to the whole, and ask nothing of it.
+_OF_ANY_PART = frozenset(["detach", "alias", "clone", "_to_copy", "t", "transpose"])
+
+
+class LabelRun(TapeReader):
+    """What operations do to labels; ``Labelling`` (``calls.py``) adds what modules do.
+
+    Args:
+        tape: of a definition, replacements made.
+        assume: what it starts from.
+        functions: what is known of functions with a backward of their own, and is added to.
+    """
+
+    def __init__(self, tape: Tape, assume: TpAssumptions, functions: FunctionTrials | None = None) -> None:
+        self.tape, self.assume = tape, assume
+        self.model, self.cuts, self.structure = tape.model, assume.cuts, assume.structure
+        self.sequence_parallel = assume.sequence_parallel
+        structure = assume.structure
+        self.layers = set(structure.layer_paths()) if assume.sequence_parallel and structure else set()
+        self.gather, self.regions = assume.gather, assume.regions
+        self.not_regions = set(assume.not_regions)
+        self.wanted_regions: set[str] = set()
+        self.parts = SlicedArgs(assume.parts)
+        self.derived = TpFacts()
+        self.labels: dict[int, TpSpec] = {}
+        self.stack: list[Call] = []
+        self.slots: dict[str, tuple[int | str, ...]] = {}
+        self.column_calls: list[ColumnCall] = []
+        self.origins: dict[int, int] = {}  # id of an alias -> id of what it is one of
+        self.other_uses: dict[int, set[str]] = defaultdict(set)  # by ``origin``
+        self.cut_outputs: dict[int, str] = {}  # id of a tensor -> path of what is cut and gave it
+        self.written: dict[int, TpSpec] = {}  # id of a tensor of which a view was written to -> what was
+        self.tokens = torch.Size((1, 1))
+        self.alike: dict[int, int] = {}  # id of a tensor that has one value everywhere -> its number
+        self._numbers = count()
+        self.silent = 0  # calls of what is cut that have not ended, and of attention and the loss
+        self.functions = functions or FunctionTrials()
+        self.packing = 0
+        self.weights: dict[int, str] = {}  # id of a parameter, or what is made of it -> the module that it is of
+        self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            self._set(parameter, TpSpec(params=frozenset([name])))
+        self.experts = set(find_experts(self.model))
+        for path, module in self.model.named_modules():
+            if path in self.cuts or path in self.experts:
+                self.weights.update((id(parameter), path) for parameter in module.parameters(recurse=False))
+
+    # labels -----------------------------------------------------------------------------------------
+
+    def label(self, tensor: torch.Tensor) -> TpSpec:
+        found = self.labels.get(id(tensor), TpSpec())
+        if self.written and (written := self.written.get(id(base_of(tensor)))) is not None:
+            return _joined(found, written)
+        return found
+
+    def origin(self, tensor: torch.Tensor) -> int:
+        """The same for a tensor and for its aliases."""
+        return self.origins.get(id(tensor), id(tensor))
+
+    def _pass_on(self, source: torch.Tensor, alias: torch.Tensor) -> None:
+        """What is known of a tensor is known of its alias."""
+        self.origins[id(alias)] = self.origin(source)
+        self.labels[id(alias)] = self.labels.get(id(source), TpSpec())
+        for known in (self.alike, self.cut_outputs, self.weights):
+            if id(source) in known:
+                known[id(alias)] = known[id(source)]
+        self.parts.pass_on(source, alias)
+
+    def _set(self, tensor: torch.Tensor, label: TpSpec) -> None:
+        self.labels[id(tensor)] = label
+        if label.region == "T" and label.along is not None:
+            place = label.along
+            lengths = place.components or (tensor.shape[place.dim] // place.outer,)
+            parts = place.heads or (0,) * len(lengths)
+            cut = {length for length, part in zip(lengths, parts, strict=True) if not part}
+            for column in label.columns:
+                self.derived.cut_sizes[column] |= cut
+            if label.along.dim != tensor.dim() - 1:
+                self.derived.by_heads |= label.columns
+
+    def operation(self, operation: Operation) -> None:
+        """See ``TapeReader``."""
+        if self.silent:
+            return
+        func, args, kwargs = operation.func, operation.args, operation.kwargs
+        operands, outputs = operation.operands, operation.outputs
+        joined = self._join([self.label(t) for t in operands])
+        path = self._path()
+        for tensor in operands:
+            if not (self._in_adapter_of_column(path) and self.label(tensor).region == "S"):
+                self._use(tensor)
+        self._meet(operands)
+        if self.packing and joined.region in ("T", "S"):
+            self._refuse_packing()
+        changed = written(func, args, kwargs)
+        for tensor in changed:
+            for held in (tensor, base_of(tensor)):
+                if id(held) in self.cut_outputs:
+                    self.derived.overwritten.add(self.cut_outputs[id(held)])
+        self._watch_weights(func, operands, outputs)
+        if func.__name__.split(".")[0] in _ALIKE and all(id(tensor) in self.alike for tensor in operands):
+            number = self.alike[id(operands[0])] if operands else next(self._numbers)
+            self.alike.update((id(tensor), number) for tensor in outputs)
+        for tensor in changed:
+            self.alike.pop(id(tensor), None)
+            self.alike.pop(id(base_of(tensor)), None)
+        for tensor, along in zip(outputs, self._follow(operation, joined), strict=True):
+            on_all = along == ON_ALL_RANKS
+            self._set(tensor, replace(joined, region="P") if on_all else replace(joined, along=along))
+        for tensor in changed:
+            self._write_through(tensor)
+        if draws(func, args, kwargs):
+            self._random(path, joined)
+
+    def _path(self) -> str:
+        """The module that runs; empty for the model's own code."""
+        return self.stack[-1].path if self.stack else ""
+
+    def _use(self, tensor: torch.Tensor) -> None:
+        """All modules that run use a tensor."""
+        self.other_uses[self.origin(tensor)].update(call.path for call in self.stack)
+
+    def _follow(self, operation: Operation, joined: TpSpec) -> list[ShardDim | None]:
+        """How the outputs are cut; what the operation needs whole is gathered."""
+        func, args, kwargs, outputs = operation.func, operation.args, operation.kwargs, operation.outputs
+        if joined.region not in ("T", "S"):
+            self.parts.follow(func, args, kwargs, operation.operands, outputs)
+            return [None] * len(outputs)
+        try:
+            found = follow(func, args, kwargs, outputs, lambda tensor: self.label(tensor).along)
+        except NeedsWhole as needs:
+            found = None
+            if isinstance(needs, NoRule) and joined.region == "T":
+                self.derived.without_rule[str(func)].add(self._path())
+            if joined.region == "T" and self.parts.want(needs.met, joined.columns, self._around()):
+                return [None] * len(outputs)
+        # What gives no tensor asks for a number, which each rank would answer by its part.
+        if not found or any(along is None for along in found):
+            if joined.region == "T":
+                self.derived.gather |= joined.columns
+            else:
+                self._need_sequence()
+        return found or [None] * len(outputs)
+
+    def _meet(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.derived.met.update(self.names[id(tensor)] for tensor in tensors if id(tensor) in self.names)
+
+    def _watch_weights(self, func: Any, operands: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Of a weight that is cut a rank has a part: only its module's own code is made to know that."""
+        read = {self.weights[id(tensor)] for tensor in operands if id(tensor) in self.weights}
+        if not read:
+            return
+        alone = len({id(tensor) for tensor in operands}) == 1
+        if alone and (torch.Tag.pointwise in func.tags or func.overloadpacket.__name__ in _OF_ANY_PART):
+            self.weights.update((id(tensor), min(read)) for tensor in outputs)
+            return
+        running = [call.path for call in self.stack]
+        for path in read.difference(running):
+            self.derived.read_elsewhere.setdefault(path, running[-1] if running else "")
+
+    def _write_through(self, tensor: torch.Tensor) -> None:
+        """What a view is given, the tensor has that it is a view of, and so have all its other views."""
+        base, given = base_of(tensor), self.labels.get(id(tensor), TpSpec())
+        if base is not tensor and (given.active or given.fed):
+            before = self.written.get(id(base))
+            self.written[id(base)] = given if before is None else _joined(before, given)
+
+    def _join(self, labels: list[TpSpec]) -> TpSpec:
+        """The label of what an operation makes of its operands."""
+        regions = {label.region for label in labels}
+        params = frozenset().union(*(label.params for label in labels))
+        fed = any(label.fed for label in labels)
+        whole = any(label.active and label.region == "R" for label in labels)
+        rows = frozenset().union(*(label.rows for label in labels))
+        if "T" in regions:
+            columns = frozenset().union(*(label.columns for label in labels))
+            self.derived.partial |= params
+            if (whole or "S" in regions) and not self._want_region():
+                self.derived.gather |= columns
+            return TpSpec("T", columns, active=True, fed=True)
+        if "P" in regions:
+            self.derived.partial |= params
+            columns = frozenset().union(*(label.columns for label in labels))
+            outside = self.structure is not None and not any(self._in_layers(call.path) for call in self.stack)
+            if outside and not columns:
+                self._problem(
+                    "a tensor from inside of a tensor-parallel region is read after the layers, which were not "
+                    "handed it out",
+                    "have the modules return it, or leave the region's linears whole",
+                )
+            if (whole or "S" in regions) and columns:
+                self.derived.gather |= columns
+            elif whole or "S" in regions:
+                self._meets_inside(rows, [label for label in labels if label.active and label.region in "RS"])
+            return TpSpec("P", columns, active=True, fed=True)
+        if "S" in regions:
+            self.derived.sequence |= params
+            if whole:
+                self._problem(
+                    "a whole activation meets one that is split along the sequence",
+                    "switch sequence parallelism off for this architecture",
+                )
+            return TpSpec("S", rows=rows, active=True, fed=True)
+        active = any(label.active for label in labels) or bool(params and fed)
+        if active:
+            self.derived.complete |= params
+        return TpSpec(rows=rows, params=frozenset() if active else params, active=active, fed=fed)
+
+    def _problem(self, what: str, remedy: str) -> None:
+        self._problem_at(self._path(), what, remedy)
+
+    def _problem_at(self, path: str, what: str, remedy: str) -> None:
+        if all(problem.module != path for problem in self.derived.problems):
+            self.derived.problems.append(Problem(what, path, remedy=remedy))
+
+    def _random(self, path: str, label: TpSpec) -> None:
+        """A dropout on T activations must draw other numbers on each rank; S ones are covered layer by layer."""
+        if label.region == "P" and self.sequence_parallel:
+            self._problem(
+                "draws random numbers for activations that are whole inside a region of sequence parallelism",
+                "switch this dropout off, or sequence parallelism",
+            )
+        if label.region != "T":
+            return
+        if any(not user or path == user or path.startswith(user + ".") for user in self.assume.forked_by_user):
+            return
+        if isinstance(self.model.get_submodule(path), nn.Dropout):
+            self.derived.forked.add(path)
+        else:
+            self._problem(
+                "draws random numbers for activations that are sharded over TP, outside of nn.Dropout",
+                f'call sch["{path}"].fork_rng(), so that the ranks draw different ones',
+            )
+
+    def _refuse_packing(self) -> None:
+        self._problem(
+            "its hooks on tensors that are saved for the backward pass (saved_tensors_hooks) get parts of them",
+            "run it without TP",
+        )
+
+    # regions ----------------------------------------------------------------------------------------
+
+    def _around(self) -> str | None:
+        """The outermost running module below a layer; None outside of the layers and in a layer's own code."""
+        if self.structure is None:
+            return None
+        for call in self.stack:
+            index = self.structure.index_of(call.path)
+            if index is not None and call.path != self.structure.layer_path(index):
+                return call.path
+        return None
+
+    def want_lengths(self, entered: Container[str]) -> None:
+        """What views a column's output as heads reads the length of the sequence off what its module is handed,
+        which must be a region then: the whole sequence comes in at its entry.
+
+        Args:
+            entered: columns that read what a module around them takes over.
+        """
+        settled = self.gather | self.derived.gather | self.derived.inside | self.derived.whole_inputs
+        columns = {path for path in self.derived.by_heads - settled if self.cuts[path] == "column"}
+        for column in sorted(columns):
+            index = None if self.structure is None else self.structure.index_of(column)
+            of_adapter = column.rpartition(".")[0] in self.cuts  # its linear's output is what is viewed
+            if column in entered or of_adapter or self.structure is None or index is None:
+                continue
+            layer = self.structure.layer_path(index)
+            path = f"{layer}.{column.removeprefix(f'{layer}.').partition('.')[0]}"
+            if path in self.regions:
+                continue
+            if path == column or not self._ask_for(path):
+                self._problem(
+                    f"what {column} gives is viewed as heads, by a length that is read off a part of the sequence",
+                    "switch sequence parallelism off for this architecture",
+                )
+
+    def _want_region(self) -> bool:
+        """Asks for the module around to be one TP region; False where it can't be, or is one already."""
+        return self._ask_for(self._around())
+
+    def _ask_for(self, path: str | None) -> bool:
+        if path is None or path in self.regions or path in self.not_regions or not self.slots.get(path):
+            return False
+        self.wanted_regions.add(path)
+        return True
+
+    def _meets_inside(self, rows: frozenset[str], others: list[TpSpec]) -> None:
+        """Outside tensors meet whole ones inside a region: what rows give can stay inside, nothing else can."""
+        region = f"{self._around()}."
+        if rows and all(label.rows and all(row.startswith(region) for row in label.rows) for label in others):
+            self.derived.rows_inside |= rows
+        else:
+            self._refuse_region()
+
+    def _refuse_region(self) -> None:
+        path = self._around()
+        if path in self.regions:
+            self.not_regions.add(path)
+
+    def _need_sequence(self) -> None:
+        """Something here needs the whole sequence."""
+        if not self._want_region():
+            self._problem(
+                "needs the whole sequence, and gets a part of it",
+                "switch sequence parallelism off for this architecture",
+            )
+
+    def _in_adapter_of_column(self, path: str) -> bool:
+        """Whether the first part of an adapter runs, which takes its part of what is gathered for the column."""
+        column, _, part = path.rpartition(".")
+        return part in (A, DROPOUT) and self.cuts.get(column) == "column"
+
+    def _in_layers(self, path: str) -> bool:
+        return self.structure is not None and self.structure.index_of(path) is not None
+
+
+def _joined(own: TpSpec, written: TpSpec) -> TpSpec:
+    """The label of a tensor of which a part was written to; only of one that was cut before it is known how."""
+    if own.region == "R":
+        region, along = written.region, None
+    else:
+        region, along = own.region, own.along if written.region in ("R", own.region) else None
+    return TpSpec(
+        region,
+        own.columns | written.columns,
+        own.rows | written.rows,
+        own.params | written.params,
+        own.active or written.active,
+        own.fed or written.fed,
+        along,
+    )

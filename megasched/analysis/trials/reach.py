@@ -1,0 +1,173 @@
+"""Which parameters training reaches: those that the loss of a forward depends on, by autograd's own graph on meta.
+
+Plain PyTorch leaves the gradient of all others at None, and its optimizers pass over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+
+from megasched.analysis.notes.noted import NotedLines
+from megasched.analysis.recording.meta_call import (
+    ScalarAnswers,
+    call_hooks,
+    loss_function_of,
+    run_on_meta,
+    sum_of_logits,
+    tensors_in,
+)
+from megasched.analysis.recording.sites import Site
+from megasched.analysis.trials.choices import others_of_its_kind
+from megasched.errors import ScheduleError
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a training step reaches; names of parameters are the first ones of each.
+
+    Attributes:
+        never: parameters that no batch reaches.
+        perhaps: parameters that the trial did not reach, and values of a batch may: an expert that got no token.
+        uncalled: modules that have some of ``never`` and were not called.
+        noted: which lines of the code have run; None where the forward failed.
+    """
+
+    never: tuple[str, ...] = ()
+    perhaps: tuple[str, ...] = ()
+    uncalled: frozenset[str] = frozenset()
+    noted: NotedLines | None = field(default=None, compare=False, repr=False)
+
+
+def find_reach(model: nn.Module, inputs: Mapping[str, Any], *, with_loss: bool) -> Reach:
+    """Runs a forward on meta in training mode; where something is not reached, once more with other answers to the
+    questions that its code asks about values.
+
+    Args:
+        model: a ``meta_copy`` of the definition.
+        inputs: arguments of its forward, on meta; the length of the sequence counts.
+        with_loss: the loss is the one that the forward returns; else it is made of the logits.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    run = _ReachRun(model, inputs, with_loss)
+    if run.reached is None:
+        return Reach()
+    noted = run.noted
+    left = {name for name, parameter in trained.items() if id(parameter) not in run.reached}
+    if not left:
+        return Reach(noted=noted)
+    other = _ReachRun(model, inputs, with_loss, answer=1)
+    by_values = set() if other.reached is None else {name for name in left if id(trained[name]) in other.reached}
+    for name in left - by_values:
+        if run.has_reached_another(name) or (other.reached is None and run.asked_around(name)):
+            by_values.add(name)
+    never = [name for name in trained if name in left and name not in by_values]
+    owners = {name.rpartition(".")[0] for name in never}
+    called = run.called | other.called
+    perhaps = tuple(name for name in trained if name in by_values)
+    return Reach(tuple(never), perhaps, frozenset(owners - called), noted)
+
+
+class _ReachRun(ScalarAnswers):
+    """One forward, and what its loss depends on.
+
+    Attributes:
+        reached: identities of parameters; None if the forward failed.
+        called: paths of the modules that ran.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], with_loss: bool, answer: int = 0) -> None:
+        super().__init__(answer=answer)
+        self.called: set[str] = set()
+        self.reached: set[int] | None = None
+        self._model = model
+        self._stack: list[str] = []
+        self._asked: set[str] = set()
+        self._read_aside: set[int] = set()
+        self._parameters = {id(parameter) for parameter in model.parameters()}
+        self.noted = NotedLines()
+        self.noted.note_model(model, dict(inputs))
+        with (
+            suppress(ScheduleError),
+            loss_function_of(model, sum_of_logits),
+            call_hooks(model, self._before, self._after),
+        ):
+            output = run_on_meta(model, inputs, self, autograd=True)
+            self.reached, by_functions = _sources(_roots(output, with_loss))
+            if by_functions:  # their backward may have a gradient for what they have read
+                self.reached |= self._read_aside
+        self.noted.let_go()
+
+    def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._stack.append(path)
+        self.called.add(path)
+
+    def _after(self, path: str, module: nn.Module, output: Any) -> None:
+        self._stack.pop()
+
+    def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
+        """See ``ScalarAnswers``."""
+        self._asked.add(self._stack[-1] if self._stack else "")
+        self.noted.note_question(tensors, site, how_many=how_many)
+
+    def numbers_given(self, values: Any) -> None:
+        """See ``ScalarAnswers``."""
+        self.noted.note_given(self._stack[-1] if self._stack else "", values)
+
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operands = tensors_in((args, kwargs))
+        if not torch.is_grad_enabled():
+            self._read_aside.update(self._parameters.intersection(map(id, operands)))
+        output = super().execute(func, args, kwargs)
+        self.noted.note(self._stack[-1] if self._stack else "", func, args, kwargs, output)
+        return output
+
+    def asked_around(self, name: str) -> bool:
+        """Whether the code asked for values that decides whether the module with this parameter is called."""
+        return self._caller(name.rpartition(".")[0]) in self._asked
+
+    def has_reached_another(self, name: str) -> bool:
+        """Whether there are others of its kind in a list (or dict), some were reached, and values may choose."""
+        parameters, reached = dict(self._model.named_parameters()), self.reached or set[int]()
+        return any(
+            other in parameters and id(parameters[other]) in reached and self._asked_in(self._caller(path))
+            for path, other in others_of_its_kind(self._model, name)
+        )
+
+    def _caller(self, path: str) -> str:
+        """The nearest module around this one, or itself, that ran."""
+        while path and path not in self.called:
+            path = path.rpartition(".")[0]
+        return path
+
+    def _asked_in(self, path: str) -> bool:
+        return any(not path or asked == path or asked.startswith(f"{path}.") for asked in self._asked)
+
+
+def _roots(output: Any, with_loss: bool) -> list[torch.Tensor]:
+    found = getattr(output, "loss" if with_loss else "logits", None)
+    return [found] if isinstance(found, torch.Tensor) else tensors_in(output)
+
+
+def _sources(roots: Iterable[torch.Tensor]) -> tuple[set[int], bool]:
+    """Identities of the leaves that these depend on, and whether functions with a backward of their own are among
+    what lies between."""
+    reached, own = set[int](), False
+    waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        own = own or isinstance(node, BackwardCFunction)
+        if hasattr(node, "variable"):
+            reached.add(id(node.variable))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return reached, own

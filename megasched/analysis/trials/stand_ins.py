@@ -1,0 +1,253 @@
+"""Whether a definition's code sees that a run has other objects where the definition has its own.
+
+A run works on a copy of a definition, in which linears and embeddings that are cut are modules of other
+classes, and all parameters other tensors, of which a rank may have a smaller one. Code that calls a module by its
+name sees nothing of it. Code that holds one elsewhere (in a list, a closure, a global), looks something up by one,
+asks for a class, or reads the size of a weight does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Container, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Thread
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from megasched.analysis.recording.meta_call import call_hooks, meta_copy, run_on_meta, to_meta
+from megasched.analysis.recording.stock import all_stock
+from megasched.analysis.trials.later_calls import Done, differing, traced_call
+from megasched.analysis.trials.object_keys import table_of_objects
+from megasched.analysis.trials.process_asked import process_not_asked
+from megasched.definition.linears import plain_attributes
+from megasched.definition.module_copy import transfer_hooks
+from megasched.definition.undisturbed import undisturbed
+from megasched.errors import Problem, ScheduleError
+
+_REMEDY = "have the code reach its modules and parameters by the names of attributes, and not go by their classes"
+
+
+# Identity of a parameter -> its name, and itself, as no other tensor may get that identity.
+type _Gone = dict[int, tuple[str, torch.Tensor]]
+
+
+def why_seen(
+    model: nn.Module, inputs: Mapping[str, Any], replaced: Iterable[str], *, regions: bool
+) -> Problem | None:
+    """What a model's code does otherwise where other objects stand in the places of its own; None if nothing.
+
+    Args:
+        inputs: arguments of its forward in a trial.
+        replaced: paths of the linears and embeddings that are other modules in a run.
+        regions: a call of a module may begin and end a region, which another call inside of it would, too.
+    """
+    if all_stock(model):  # whose code is known
+        return None
+    if (table := table_of_objects(model)) is not None:
+        name, path = table
+        what = f"its code looks up a module or a parameter in {name}, and a run has others"
+        return Problem(what, path, remedy="keep what is looked up on the module, as an attribute")
+    inputs = to_meta(dict(inputs))
+    gone = _names(model)
+    first = _traced(meta_copy(model), inputs, gone)
+    if isinstance(first, Problem):
+        return first
+    if regions and (problem := _why_not_in_turn(meta_copy(model), inputs)) is not None:
+        return problem
+    probe = meta_copy(model)
+    gone |= _names(probe)
+    put_stand_ins(probe, {path: {} for path in replaced})
+    return _compared(first, probe, inputs, gone)
+
+
+def sizes_read(
+    model: nn.Module, inputs: Mapping[str, Any], shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
+) -> set[str]:
+    """Paths of linears and embeddings of which other code reads the size of a weight, and does something else by
+    what a rank has of it.
+
+    Args:
+        inputs: arguments of its forward in a trial.
+        shapes: path -> name of a parameter -> its shape on a rank.
+    """
+    if all_stock(model) or not shapes:
+        return set()
+    inputs = to_meta(dict(inputs))
+    first = _traced(meta_copy(model), inputs, {})
+    probe = meta_copy(model)
+    put_stand_ins(probe, shapes)
+    read = _SizesRead(
+        {id(p): path for path in shapes for p in probe.get_submodule(path).parameters(recurse=False)}
+    )
+    with read:
+        problem = first if isinstance(first, Problem) else _compared(first, probe, inputs, {}, own_code=shapes)
+    return read.paths if problem is not None else set()
+
+
+def _why_not_in_turn(probe: nn.Module, inputs: Mapping[str, Any]) -> Problem | None:
+    """What modules do that run inside of themselves, or in threads; None if none does."""
+    running: list[str] = []
+
+    def before(path: str, *call: Any) -> None:
+        if path in running:
+            what = "it is called again inside of its own call, and a run may begin and end a region with each"
+            remedy = "have a module of its own do what the inner call does, or call a function"
+            raise ScheduleError(Problem(what, path, remedy=remedy))
+        running.append(path)
+
+    def after(*result: Any) -> None:
+        running.pop()
+
+    def in_a_thread(*args: Any, **kwargs: Any) -> Any:
+        what = "its code runs in threads, where no trial sees what is done, nor do ranks do it in the same order"
+        raise ScheduleError(Problem(what, running[-1], remedy="have it done in turn"))
+
+    threads = patch.object(Thread, "start", in_a_thread), patch.object(ThreadPoolExecutor, "submit", in_a_thread)
+    try:
+        with threads[0], threads[1], call_hooks(probe, before, after):
+            run_on_meta(probe, inputs)
+    except ScheduleError as error:
+        return error.problems[0]
+    return None
+
+
+def _compared(
+    first: list[Done], probe: nn.Module, inputs: Mapping[str, Any], gone: _Gone, own_code: Container[str] = ()
+) -> Problem | None:
+    """What is done otherwise.
+
+    Args:
+        own_code: modules that have a smaller weight; what they do with it does not count, nor do shapes, which are
+            others of what is done to a weight itself.
+    """
+    second = _traced(probe, inputs, gone)
+    if isinstance(second, Problem):
+        return second
+    if own_code:
+        first, second = ([done[:-1] for done in run if done[0] not in own_code] for run in (first, second))
+    path = differing(first, second)
+    what = "its code does something else where other objects stand for its linears, embeddings and parameters, "
+    return None if path is None else Problem(f"{what}as in a run", path, remedy=_REMEDY)
+
+
+def _traced(probe: nn.Module, inputs: Mapping[str, Any], gone: _Gone) -> list[Done] | Problem:
+    try:
+        with undisturbed(probe), _Alterations(), process_not_asked():
+            return traced_call(probe, inputs, partial(_refuse_gone, gone))
+    except ScheduleError as error:
+        return error.problems[0]
+
+
+def _refuse_gone(gone: _Gone, tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if id(tensor) in gone:
+            name, _ = gone[id(tensor)]
+            what = f"its code holds {name} elsewhere than at its name, and a run has another tensor there"
+            raise ScheduleError(Problem(what, name.rpartition(".")[0], remedy=_REMEDY))
+
+
+class _Alterations(TorchFunctionMode):
+    """Refuses what is done to a parameter by no operation: a run has noted of it what it was before."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ALTERING and isinstance(args[0], nn.Parameter):
+            what = f"its forward sets {_ALTERING[func]} of a parameter"
+            remedy = "leave parameters as they are: detach what is made of one, or compute with another tensor"
+            raise ScheduleError(Problem(what, remedy=remedy))
+        return func(*args, **(kwargs or {}))
+
+
+_ALTERING = {
+    torch.Tensor.requires_grad_: "requires_grad",
+    torch.Tensor.requires_grad.__set__: "requires_grad",  # type: ignore[attr-defined]
+    torch.Tensor.data.__set__: "the data",  # type: ignore[attr-defined]
+    torch.Tensor.set_: "the data",
+}
+
+
+class _SizesRead(TorchFunctionMode):
+    """Notes of which parameters something is asked.
+
+    Args:
+        paths_of: id of a parameter -> path of its module.
+    """
+
+    def __init__(self, paths_of: Mapping[int, str]) -> None:
+        super().__init__()
+        self._paths_of = paths_of
+        self.paths: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.paths.update(self._paths_of[id(arg)] for arg in args[:1] if id(arg) in self._paths_of)
+        return func(*args, **(kwargs or {}))
+
+
+def _names(model: nn.Module) -> _Gone:
+    return {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
+
+
+class StandIn(nn.Module):
+    """Computes what a module does, and is none of its class.
+
+    Args:
+        module: of parameters that nobody else holds.
+        shapes: name of a parameter -> the shape that others see.
+    """
+
+    def __init__(self, module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        inner = copy.copy(module)
+        inner.__dict__ = {**vars(module), "_parameters": dict(module._parameters)}
+        for name, parameter in module._parameters.items():
+            seen = parameter
+            if parameter is not None and name in shapes:
+                seen = nn.Parameter(parameter.new_empty(shapes[name]), requires_grad=parameter.requires_grad)
+            self._parameters[name] = seen
+        for name, child in module.named_children():  # of an adapter
+            self.add_module(name, child)
+        vars(self).update(plain_attributes(module))
+        transfer_hooks(module, self)
+        self.computed = inner.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.computed(*args, **kwargs)
+
+
+def put_stand_ins(probe: nn.Module, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
+    """Has all parameters of a ``meta_copy`` be other tensors, and modules at these paths be of another class.
+
+    Args:
+        shapes: path of such a module -> name of a parameter -> the shape that others see; by default its own.
+    """
+    new = {
+        id(old): nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad) for old in probe.parameters()
+    }
+    before = {module: dict(module._parameters) for module in probe.modules()}
+    for module, held in before.items():
+        module._parameters.update({name: new[id(old)] for name, old in held.items() if old is not None})
+    by_module: dict[nn.Module, StandIn] = {}
+    for path, sizes in shapes.items():
+        module = probe.get_submodule(path)
+        if module not in by_module:
+            by_module[module] = StandIn(module, sizes)
+            module._parameters.update(before[module])
+            module.register_forward_pre_hook(partial(_refuse_call, path))
+    for parent in [*probe.modules(), *by_module.values()]:
+        for name, child in parent._modules.items():
+            if child in by_module:
+                parent._modules[name] = by_module[child]
+
+
+def _refuse_call(path: str, module: nn.Module, args: Any) -> None:
+    what = "it is called by code that holds it elsewhere than at its name, and a run has another module there"
+    raise ScheduleError(Problem(what, path, remedy=_REMEDY))

@@ -1,0 +1,297 @@
+"""Ways through a definition's code: which one it goes is decided by values, and by the length of a sequence.
+
+A trial on meta has no values and is short. It goes one way; where the code asks for a value, or for the length, a
+run may go another, with operations that no trial has met. The code is run with other answers, and on sequences
+as long as those of a run. Every way that differs is one more to be analysed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from itertools import zip_longest
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.analysis.notes.noted import NotedLines, Numbers
+from megasched.analysis.recording.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.analysis.recording.numbers import numbers_in
+from megasched.analysis.recording.sites import Site
+from megasched.analysis.stages.hooked_outputs import LeafPath
+from megasched.definition import attention_interface
+from megasched.errors import ScheduleError
+
+# Larger than what code compares with, as a rule.
+_LARGE = 10_000
+# The shortest sequence of an analysis at another length than a trial's.
+_SHORTEST = 16
+# No definition has so many; looking at each way takes a run.
+_MOST = 24
+# A loop whose end is a value may go on for very long with another one.
+_LONGER = 8
+
+type Inputs = Mapping[str, Any]
+# Arguments of a forward, on meta, with sequences of this length.
+type InputsOf = Callable[[int], Inputs]
+type Gathered = Mapping[str, Collection[LeafPath]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """What makes the code go one way.
+
+    Attributes:
+        answers: to questions about values; others are answered as ``ScalarAnswers`` does.
+        length: of a sequence; None for that of a trial.
+    """
+
+    answers: tuple[tuple[Site, int], ...] = ()
+    length: int | None = None
+
+    def __str__(self) -> str:
+        places = ", ".join(str(site) for site, _ in self.answers)
+        return f"the value that {places} asks for" if places else "the length of the sequence"
+
+
+TRIAL = Way()
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What was found.
+
+    Attributes:
+        others: beside the one of a trial.
+        deciding: questions whose answers change what is done: what runs, on what shapes, with which numbers.
+        too_many: questions about which there are more ways than were looked at.
+    """
+
+    others: tuple[Way, ...] = ()
+    deciding: frozenset[Site] = frozenset()
+    too_many: tuple[Site, ...] = ()
+
+
+NO_OTHERS = Ways()
+
+
+def find_ways(
+    model: nn.Module, short: Inputs, inputs_of: InputsOf | None = None, length: int | None = None
+) -> Ways:
+    """Runs a model with other answers to its questions, and on longer sequences.
+
+    Args:
+        model: the definition; what runs are copies on meta, each but once, as a forward may change its modules.
+        short: arguments of its forward in a trial, on meta.
+        length: of a run's sequences, where that is known.
+
+    Raises:
+        ScheduleError: it does not run on meta.
+    """
+    search = _Search(model, short, inputs_of)
+    if length is not None and inputs_of is not None:
+        search.look_at_length(length)
+    search.look_at_answers()
+    return Ways(tuple(search.others), frozenset(search.deciding), tuple(sorted(search.too_many)))
+
+
+class _Search:
+    def __init__(self, model: nn.Module, short: Inputs, inputs_of: InputsOf | None) -> None:
+        self.model, self.short, self.inputs_of = model, short, inputs_of
+        first = _WayRun(meta_copy(model), short, Way())
+        self.others: list[Way] = []
+        self.deciding, self.too_many = set[Site](), set[Site]()
+        self.met = set(first.noted.lines)
+        self.seen = {frozenset(first.noted.lines)}
+        self.waiting = [(Way(), first)]
+        self.looked = 0
+
+    def look_at_length(self, length: int) -> None:
+        """Whether such a sequence has other lines run than a short one, and which shorter one has them, too."""
+        try:
+            whole = self._run(Way(length=length))
+        except ScheduleError:  # more than it has positions for, which a run will say
+            return
+        if whole.noted.lines == self.met:
+            return
+        shorter = _SHORTEST
+        while shorter < length:
+            with suppress(ScheduleError):
+                run = self._run(Way(length=shorter))
+                if whole.noted.lines == run.noted.lines:
+                    length, whole = shorter, run
+                    break
+            shorter *= 2
+        self._found(Way(length=length), whole)
+
+    def look_at_answers(self) -> None:
+        """Every question of every way, answered otherwise."""
+        while self.waiting:
+            way, base = self.waiting.pop(0)
+            for site, kinds in base.noted.asked.items():
+                for answer in _answers(kinds) if site not in dict(way.answers) else ():
+                    other = Way((*way.answers, (site, answer)), way.length)
+                    self._look_at(other, base, of_count=kinds == {None})
+
+    def _look_at(self, way: Way, base: _WayRun, *, of_count: bool) -> None:
+        site, _ = way.answers[-1]
+        if self.looked == _MOST:
+            self.too_many.add(site)
+            return
+        self.looked += 1
+        try:
+            run = self._run(way, _LONGER * len(base.done) + 1000)
+        except ScheduleError:  # a check that fails, or what is no value there
+            return
+        if (of_count or run.too_long) and run.noted.lines <= self.met:  # shapes are others, of course
+            return
+        if run.too_long:
+            self.too_many.add(site)
+            return
+        if run.done != base.done:
+            self.deciding.add(site)
+            self._found(way, run)
+
+    def _run(self, way: Way, longest: int | None = None) -> _WayRun:
+        inputs = self.short if way.length is None or self.inputs_of is None else self.inputs_of(way.length)
+        return _WayRun(meta_copy(self.model), inputs, way, longest)
+
+    def _found(self, way: Way, run: _WayRun) -> None:
+        lines = frozenset(run.noted.lines)
+        if lines not in self.seen:
+            self.seen.add(lines)
+            self.met |= lines
+            self.others.append(way)
+            self.waiting.append((way, run))
+
+
+def _answers(kinds: Collection[torch.dtype | None]) -> tuple[int, ...]:
+    """Other ones than the usual: to how many there are, for a truth, and for a number."""
+    if None in kinds:
+        return (0, 2)
+    return (1,) if set(kinds) == {torch.bool} else (1, _LARGE, -_LARGE)
+
+
+def what_goes_by_length(
+    one: Iterable[Numbers],
+    other: Iterable[Numbers],
+    is_whole: Callable[[str], bool] = lambda path: False,
+    *,
+    is_outside: Callable[[str], bool] = lambda path: False,
+    places: bool = True,
+) -> tuple[str, str] | None:
+    """What two runs, of a part of a sequence and of all of it, do otherwise: the module, and the operation.
+
+    Args:
+        one, other: what they noted.
+        is_whole: whether the module at a path gets the whole sequence in any case.
+        is_outside: whether it does so before anything runs that is not outside, and after that: code around the
+            layers has a part between them, where places that it counts are none of its tensors'.
+        places: whether what is made of nothing is looked at, too, such as counted places.
+    """
+    whole, outside = cache(is_whole), cache(is_outside)
+
+    def looked_at(numbers: Iterable[Numbers]) -> list[Numbers]:
+        numbers = list(numbers)
+        inside = [index for index, noted in enumerate(numbers) if not outside(noted.path)]
+        return [
+            noted
+            for noted in (numbers[inside[0] : inside[-1] + 1] if inside else [])
+            if not whole(noted.path)
+            and (not noted.of_nothing or (places and (noted.here or not outside(noted.path))))
+        ]
+
+    for found in zip_longest(looked_at(one), looked_at(other)):
+        if found[0] != found[1]:
+            either = found[0] or found[1]
+            return either.path, either.operation
+    return None
+
+
+def numbers_at(model: nn.Module, inputs: Inputs, gathered: Gathered = MappingProxyType({})) -> list[Numbers]:
+    """What a run of a definition notes of its numbers.
+
+    Args:
+        gathered: module -> leaves of what it returns that are whole in any case: nothing of them is noted.
+
+    Raises:
+        ScheduleError: it does not run on meta with these arguments.
+    """
+    return _WayRun(meta_copy(model), inputs, Way(), gathered=gathered).noted.numbers
+
+
+class _TooManyOperations(BaseException):
+    """Ends a run. No error, so nothing that catches errors may catch it."""
+
+
+class _WayRun(ScalarAnswers):
+    """A forward. What happens in attention through HF's registry is left aside.
+
+    Attributes:
+        noted: its lines, and its questions.
+        done: module, lines, operation, its numbers, and the shapes of what it gives; of a tensor that is made of
+            numbers, the numbers.
+        too_long: it was ended.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        way: Way,
+        longest: int | None = None,
+        gathered: Gathered = MappingProxyType({}),
+    ) -> None:
+        super().__init__(answers=dict(way.answers))
+        self.gathered = gathered
+        self.noted = NotedLines()
+        self.noted.note_model(model, dict(inputs))
+        self.done: list[tuple[str, Any, Any, tuple[float, ...], Any]] = []
+        self.longest = longest
+        self.stack: list[str] = [""]
+        self.too_long = False
+        try:
+            with attention_interface.use_attention(self.attend), call_hooks(model, self.before, self.after):
+                run_on_meta(model, inputs, self)
+        except _TooManyOperations:
+            self.too_long = True
+        self.noted.let_go()
+
+    def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.stack.append(path)
+
+    def after(self, path: str, module: nn.Module, output: Any) -> None:
+        self.stack.pop()
+        if path in self.gathered:
+            leaves, _ = torch.utils._pytree.tree_flatten_with_path(output)
+            self.noted.leave_aside(leaf for place, leaf in leaves if place in self.gathered[path])
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, key: Any, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Takes q, k, v [b, heads, s, d]; returns [b, s, heads, d]."""
+        batch, heads, length, _ = query.shape
+        return value.new_empty(batch, length, heads, value.shape[-1]), None
+
+    def asked_about_values(self, tensors: Any, site: Site | None, *, how_many: bool) -> None:
+        """See ``ScalarAnswers``."""
+        self.noted.note_question(tensors, site, how_many=how_many)
+
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().execute(func, args, kwargs)
+        path = self.stack[-1]
+        lines = self.noted.note(path, func, args, kwargs, output)
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(output))
+        self.done.append((path, lines, func, tuple(numbers_in(args, kwargs)), shapes))
+        if len(self.done) == self.longest:
+            raise _TooManyOperations
+        return output
+
+    def numbers_given(self, values: Any) -> None:
+        """See ``ScalarAnswers``."""
+        self.done.append((self.stack[-1], None, None, (), repr(values)))
+        self.noted.note_given(self.stack[-1], values)
