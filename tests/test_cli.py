@@ -98,7 +98,7 @@ def test_version(run):
 
 def test_a_script_gets_its_arguments_untouched(monkeypatch):
     calls = []
-    monkeypatch.setattr("megasched.cli.main.run_script", lambda *given: calls.append(given))
+    monkeypatch.setattr("megasched.trainer.entry.run_script", lambda *given: calls.append(given))
     flags = ["--help", "--version", "--hf-override", "a=1", "b=2", "--", "-h"]
     main.main(["pretrain_gpt.py", *flags])
     assert calls == [("pretrain_gpt.py", flags)]

@@ -76,6 +76,8 @@ LATE: dict[str, str] = {
     "megasched/cli/check/commands.py: megasched/verify/matrix.py": _COMMAND,
     "megasched/cli/check/commands.py: megasched/verify/new_adapter/new_adapter.py": _COMMAND,
     "megasched/cli/check/commands.py: megasched/verify/verify.py": _COMMAND,
+    "megasched/cli/main.py: megasched/cli/doctor.py": "heavy: all that a run is made of, for this command alone",
+    "megasched/cli/main.py: megasched/trainer/entry.py": "heavy: what a script runs under, which no command needs",
     "megasched/cli/search/commands.py: megasched/cli/search/calibrate.py": _COMMAND,
     "megasched/cli/search/commands.py: megasched/cli/search/plan.py": _COMMAND,
     "megasched/cli/search/commands.py: megasched/cli/search/tune.py": _COMMAND,
