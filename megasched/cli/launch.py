@@ -299,15 +299,9 @@ def _shown(job: TorchrunJob, as_json: bool) -> Callable[[bytes], None]:
 
 
 def _found(script: str, place: str, checked: Checked | None) -> dict[str, Any]:
-    """What the check has found, for JSON; it is told as well."""
+    """Prints what the check has found, and gives it for JSON."""
     if checked is None:
         return {"facts": {}, "warnings": []}
-    _tell(script, place, checked)
-    return {"facts": checked.facts, "warnings": list(checked.warnings)}
-
-
-def _tell(script: str, place: str, checked: Checked) -> None:
-    """What the check has found."""
     facts = checked.facts
     lines = [
         f"megasched: {script} on {place}: {facts['layout']}, {facts['microbatches']} micro-batches, "
@@ -319,3 +313,4 @@ def _tell(script: str, place: str, checked: Checked) -> None:
         lines.append(f"  a checkpoint: {decimal(facts['checkpoint_bytes'])} in {facts['save']}")
     lines += [f"  mind: {warning}" for warning in checked.warnings]
     _say("\n".join(lines))
+    return {"facts": facts, "warnings": list(checked.warnings)}
