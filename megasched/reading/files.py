@@ -16,7 +16,7 @@ from megasched.errors import ConfigError, MegaschedError
 
 MIB = 1 << 20
 BOM = b"\xef\xbb\xbf"
-_KINDS = (
+_IRREGULAR = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),
@@ -61,11 +61,6 @@ def is_regular(path: str | os.PathLike[str]) -> bool:
     return os.path.isfile(path)
 
 
-def kind_of(mode: int) -> str:
-    """What there is in the place of a regular file, in words."""
-    return next((name for test, name in _KINDS if test(mode)), "no regular file")
-
-
 @contextmanager
 def open_regular(path: str | os.PathLike[str], expected: Expected, about: str = "") -> Iterator[BinaryIO]:
     """A regular file, open for its bytes; it never waits for one who writes.
@@ -83,7 +78,8 @@ def open_regular(path: str | os.PathLike[str], expected: Expected, about: str = 
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             found = os.fstat(handle)  # another file may have come there
         if not stat.S_ISREG(found.st_mode):
-            raise expected.refusal(about or path, f"it is {kind_of(found.st_mode)}, no regular file")
+            it = next((name for test, name in _IRREGULAR if test(found.st_mode)), "no regular file")
+            raise expected.refusal(about or path, f"it is {it}, no regular file")
         with os.fdopen(handle, "rb", closefd=False) as file:
             yield file
     except OSError as error:

@@ -50,7 +50,7 @@ def parse_json(text: str, form: Any = object, *, unique: bool = False) -> Any:
         raise NoJson(f"line {error.lineno}, column {error.colno}: it is no JSON: {error.msg}") from None
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    except _TooLong as error:
+    except _LongNumber as error:
         at = _LONG.search(text)
         line = 1 + text.count("\n", 0, at.start()) if at else 1
         raise ValueError(f"line {line}: {error}") from None
@@ -59,13 +59,13 @@ def parse_json(text: str, form: Any = object, *, unique: bool = False) -> Any:
     return found
 
 
-class _TooLong(ValueError):
+class _LongNumber(ValueError):
     """A number that nothing here can use."""
 
 
 def _whole(digits: str) -> int:
     if len(digits) >= 20 and len(digits.lstrip("-0")) >= 20:
-        raise _TooLong(f"a whole number of {len(digits)} digits, of which 64 bits hold 19")
+        raise _LongNumber(f"a whole number of {len(digits)} digits, of which 64 bits hold 19")
     return int(digits)
 
 

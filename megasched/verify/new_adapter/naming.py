@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from megasched.definition.linears import output_axis
 from megasched.language.roles import ROLES, Roles
 from megasched.model_adapters.generic import head_counts
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # Leaf of a column -> role; regular expressions for the whole name.
 _COLUMNS: tuple[tuple[str, str], ...] = (

@@ -6,19 +6,25 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
+
+from megasched.analysis import attention_switch
+from megasched.analysis.structure import find_layer_stack
+from megasched.definition.build import build_definition, load_config
+from megasched.definition.small_models.small_models import copy_code, small_copy, write_model
 from megasched.errors import ConfigError, ScheduleError
 from megasched.language.roles import ROLES, Roles
 from megasched.layers import attention
+from megasched.model_adapters.registry import adapter_origin
 from megasched.verify.new_adapter.adapter_source import adapter_expression, write_source
 from megasched.verify.new_adapter.globs import fold_paths
 from megasched.verify.new_adapter.proposal import Proposal, found_roles, propose
 from megasched.verify.parity import Outcome, check_layout
-
-if TYPE_CHECKING:
-    from torch import nn
+from megasched.verify.ranks.pool import RankPool
 
 # Where a proposed adapter must be right before it is believed.
 CHECKED = ("tp2", "tp2-sp", "pp2")
@@ -80,12 +86,6 @@ def new_adapter(
     Raises:
         ConfigError: there is no definition for the config, or no small copy of it can be made.
     """
-    from importlib.metadata import version
-
-    from megasched.definition.build import load_config
-    from megasched.definition.small_models.small_models import small_copy
-    from megasched.model_adapters.registry import adapter_origin
-
     config = load_config(hf_model, trust_remote_code=trust_remote_code)
     small_config = small_copy(config) if check else None
     model = _definition(config, trust_remote_code)
@@ -113,8 +113,6 @@ def new_adapter(
 
 
 def _definition(config: Any, trust_remote_code: bool) -> nn.Module:
-    from megasched.definition.build import build_definition
-
     model = build_definition(config, trust_remote_code=trust_remote_code)
     attention.enable(model)
     return model
@@ -128,9 +126,6 @@ def check_source(
     progress: Callable[[str], None],
 ) -> dict[str, Outcome]:
     """Layout -> whether a small model under the adapter computes what it computes alone."""
-    from megasched.definition.small_models.small_models import copy_code, write_model
-    from megasched.verify.ranks.pool import RankPool
-
     outcomes = {}
     with tempfile.TemporaryDirectory() as folder, RankPool() as ranks:
         adapter = Path(folder) / "adapter.py"
@@ -161,9 +156,6 @@ def still_open(model: nn.Module, roles: Roles, proposal: Proposal) -> list[str]:
 
 def unusual_calls(model: nn.Module) -> list[str]:
     """What a definition does otherwise than most, and what follows from it."""
-    from megasched.analysis import attention_switch
-    from megasched.analysis.structure import find_layer_stack
-
     found = []
     if not attention_switch.is_used(model, attention_switch.attention_name(model)):
         found.append(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from megasched.analysis.infer import infer_roles
 from megasched.analysis.structure import layer_stack_of
@@ -11,9 +12,6 @@ from megasched.language.roles import Roles
 from megasched.model_adapters.generic import read_plan
 from megasched.verify.new_adapter.globs import fold_paths
 from megasched.verify.new_adapter.naming import name_roles, parts_of
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True)
