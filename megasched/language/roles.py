@@ -1,4 +1,4 @@
-"""Roles: what a module is in its block, in words that hold for every architecture."""
+"""A role says what a module is in its block, in words that hold for every architecture."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROLES: Mapping[str, Cut | None] = {
 
 @dataclass(frozen=True)
 class Roles:
-    """What is known of one definition beyond what its modules show.
+    """Roles hold what is known of one definition beyond what its modules show.
 
     Attributes:
         role: module path -> role.

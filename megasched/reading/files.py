@@ -1,4 +1,5 @@
-"""Bytes and text of a file that somebody else has written: of a regular file, of a size and an encoding that suit.
+"""Files that somebody else has written are read here, if they are regular files of a size and an encoding that
+suit.
 
 Whatever lies at a path may be no file at all: to open a FIFO waits for ever, to read a device never ends.
 """
@@ -27,7 +28,7 @@ _IRREGULAR = (
 
 @dataclass(frozen=True)
 class Expected:
-    """What a file is to be.
+    """Says what a file is to be.
 
     Attributes:
         what: in words, behind "expected", e.g. ``"a certificate, which `megasched verify` writes"``.
@@ -42,28 +43,28 @@ class Expected:
     most: int = 64 * MIB
 
     def named_by(self, flag: str) -> Expected:
-        """The same, of a file that a flag has named."""
+        """Says the same of a file that a flag has named."""
         return replace(self, flag=flag)
 
     def refusal(self, path: str | os.PathLike[str], why: str) -> MegaschedError:
-        """The error: file, why and where, and what was expected."""
+        """Makes the error: file, why and where, and what was expected."""
         name = f"{self.flag} {os.fspath(path)}".strip()
         return self.error(f"{printable(name)}: {printable(why)}; expected {self.what}")
 
 
 def printable(text: str) -> str:
-    """Text that any terminal and any file takes: what UTF-8 has no bytes for, and NUL, are escaped."""
+    """Escapes what UTF-8 has no bytes for, and NUL, so that any terminal and any file takes the text."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 def is_regular(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a regular file; False for a name that no file can have, too."""
+    """Says whether there is a regular file; a name that no file can have is none, too."""
     return os.path.isfile(path)
 
 
 @contextmanager
 def open_regular(path: str | os.PathLike[str], expected: Expected, about: str = "") -> Iterator[BinaryIO]:
-    """A regular file, open for its bytes; it never waits for one who writes.
+    """Opens a regular file for its bytes; it never waits for one who writes.
 
     Args:
         about: what is read, for messages; the path, if not given.
@@ -94,7 +95,7 @@ def open_regular(path: str | os.PathLike[str], expected: Expected, about: str = 
 
 
 def read_bytes(path: str | os.PathLike[str], expected: Expected) -> bytes:
-    """The whole of a file.
+    """Reads the whole of a file.
 
     Raises:
         MegaschedError: ``expected.error``: it can't be read, or is larger than such a file is.
@@ -109,7 +110,7 @@ def read_bytes(path: str | os.PathLike[str], expected: Expected) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], expected: Expected) -> str:
-    """The whole of a text file in UTF-8.
+    """Reads the whole of a text file in UTF-8.
 
     Raises:
         MegaschedError: ``expected.error``: it can't be read, or is in another encoding; names the line.

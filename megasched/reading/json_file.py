@@ -1,4 +1,4 @@
-"""JSON that somebody else has written."""
+"""Reads JSON that somebody else has written."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _LONG = re.compile(r"\d{20,}")
 
 
 class NoJson(ValueError):
-    """Text that is no JSON."""
+    """Is raised for text that is no JSON."""
 
 
 def read_json(
     path: str | os.PathLike[str], expected: Expected, form: Any = object, *, unique: bool = False
 ) -> Any:
-    """What a JSON file holds.
+    """Reads what a JSON file holds.
 
     Args:
         form: that it must have; see ``forms``.
@@ -38,7 +38,7 @@ def read_json(
 
 
 def parse_json(text: str, form: Any = object, *, unique: bool = False) -> Any:
-    """What JSON text says; arguments as those of ``read_json``.
+    """Reads what JSON text says; arguments as those of ``read_json``.
 
     Raises:
         NoJson: says where.
@@ -60,7 +60,7 @@ def parse_json(text: str, form: Any = object, *, unique: bool = False) -> Any:
 
 
 class _LongNumber(ValueError):
-    """A number that nothing here can use."""
+    """Is raised for a number that nothing here can use."""
 
 
 def _whole(digits: str) -> int:

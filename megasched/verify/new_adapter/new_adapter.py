@@ -1,4 +1,4 @@
-"""``megasched new-adapter``: what an architecture needs, as an adapter, and whether the adapter is right."""
+"""``megasched new-adapter`` says what an architecture needs, as an adapter, and whether the adapter is right."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHECKED = ("tp2", "tp2-sp", "pp2")
 
 @dataclass
 class NewAdapter:
-    """All that ``megasched new-adapter`` tells.
+    """Holds all that ``megasched new-adapter`` tells.
 
     Attributes:
         model: class of the definition.
@@ -60,11 +60,11 @@ class NewAdapter:
 
     @property
     def right(self) -> bool:
-        """Whether every check that was made found the same numbers on both sides."""
+        """Says whether every check that was made found the same numbers on both sides."""
         return all(outcome.verdict == "equal" for outcome in self.outcomes.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data for JSON."""
+        """Gives the same as plain data for JSON."""
         return {**asdict(self), "right": self.right}
 
 
@@ -125,7 +125,7 @@ def check_source(
     trust_remote_code: bool,
     progress: Callable[[str], None],
 ) -> dict[str, Outcome]:
-    """Layout -> whether a small model under the adapter computes what it computes alone."""
+    """Compares a small model under the adapter with the same model alone, at each layout."""
     outcomes = {}
     with tempfile.TemporaryDirectory() as folder, RankPool() as ranks:
         adapter = Path(folder) / "adapter.py"
@@ -143,7 +143,7 @@ def check_source(
 
 
 def still_open(model: nn.Module, roles: Roles, proposal: Proposal) -> list[str]:
-    """What is left to the author: sizes of packed projections, what stays whole and why, and what of the
+    """Lists what is left to the author: sizes of packed projections, what stays whole and why, and what of the
     definition's calls is unusual; a sentence each."""
     sizes = [
         f"packed gives {role} the sizes of this config, {parts}: write them as fields of the config"
@@ -155,7 +155,7 @@ def still_open(model: nn.Module, roles: Roles, proposal: Proposal) -> list[str]:
 
 
 def unusual_calls(model: nn.Module) -> list[str]:
-    """What a definition does otherwise than most, and what follows from it."""
+    """Lists what a definition does otherwise than most, and what follows from it."""
     found = []
     if not attention_switch.is_used(model, attention_switch.attention_name(model)):
         found.append(
@@ -197,7 +197,11 @@ def write_new(source: str, path: Path, *, force: bool = False) -> None:
 
 
 def refuse_existing(path: Path, *, force: bool) -> None:
-    """Raises ConfigError where ``write_new`` could not write."""
+    """Refuses where ``write_new`` could not write.
+
+    Raises:
+        ConfigError: the file exists and ``force`` is not given, or its folder does not.
+    """
     if path.exists() and not force:
         raise ConfigError(f"--output {path}: the file exists; name another, or replace it with --force")
     if not path.parent.is_dir():
