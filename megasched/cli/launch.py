@@ -15,7 +15,7 @@ from megasched.cli.options import Json
 from megasched.cli.output import format_bytes, format_count
 from megasched.errors import ConfigError
 from megasched.json_output import print_json
-from megasched.launch.jobs.checks import Checked, check, told
+from megasched.launch.jobs.checks import Checked, check, failure_message
 from megasched.launch.jobs.job_script import environment_of
 from megasched.launch.jobs.words import refuse_unusable
 from megasched.launch.local import LocalJob, narrow, run
@@ -255,7 +255,7 @@ def launch_local(job: LocalJob, *, check_run: bool, as_json: bool) -> int:
     refuse_unusable(job)
     checked = check(job.script, job.flags, job.ranks) if check_run else None
     if checked is not None and checked.problems:
-        raise ConfigError(told(checked.problems))
+        raise ConfigError(failure_message(checked.problems))
     found = _found(job.script, f"{job.ranks} ranks of this machine", checked)
     too_little = narrow(job.ranks, found["facts"])
     for warning in too_little:

@@ -93,6 +93,9 @@ LATE: dict[str, str] = {
     "megasched/planner/measure/build_stage.py: megasched/trainer/scheduled_model.py": (
         "heavy: Megatron's layers, for who builds a stage; who only names a setting does without"
     ),
+    "megasched/layers/megatron/trials.py: megasched/layers/megatron/trial.py": (
+        "heavy: Megatron's layers, for who asks for level block alone"
+    ),
     "megasched/trainer/seams/arguments.py: megasched/trainer/session_from_args.py": _SEAM,
     "megasched/trainer/seams/data_check.py: megasched/trainer/token_ids.py": _SEAM,
     "megasched/trainer/seams/load_check.py: megasched/trainer/checkpoint/load_check.py": _SEAM,

@@ -82,14 +82,14 @@ def _of_layer(attention: AttentionSpec, index: int | None) -> AttentionSpec:
     """What is said of one layer's."""
     assert index is not None
 
-    def own(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def of_layer(values: tuple[Any, ...]) -> tuple[Any, ...]:
         return values[index : index + 1]
 
     return replace(
         attention,
-        windows=own(attention.windows),
-        rotated=own(attention.rotated),
-        frequencies=own(attention.frequencies),
+        windows=of_layer(attention.windows),
+        rotated=of_layer(attention.rotated),
+        frequencies=of_layer(attention.frequencies),
     )
 
 
