@@ -26,7 +26,7 @@ from megasched.definition.build import text_config
 from megasched.definition.embeddings import looks_up
 from megasched.definition.experts import find_experts, not_apart
 from megasched.definition.linears import is_linear
-from megasched.errors import ConfigError
+from megasched.errors import ConfigError, Declined
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.roles import ROLES, Cut, Roles
 from megasched.model_adapters import families
@@ -90,10 +90,10 @@ class Adapter:
         attention = self._attention(model)
         return replace(
             read_plan(model) if self.roles is None else self._read_globs(model, self.roles),
-            layer=self._layer(model, attention),
-            attention=attention,
-            moe=self._moe(model),
-            mlps=self.mlps(model),
+            layer=_or_declined(self._layer(model, attention)),
+            attention=_or_declined(attention),
+            moe=_or_declined(self._moe(model)),
+            mlps={path: _or_declined(mlp) for path, mlp in self.mlps(model).items()},
         )
 
     def _read_globs(self, model: nn.Module, roles: Mapping[str, str]) -> Roles:
@@ -144,6 +144,11 @@ class Adapter:
     def _or_of_family(self, name: str, model_type: str) -> Any:
         own = getattr(self, name)
         return own if own is not None else getattr(own_adapters().get(model_type), name, None)
+
+
+def _or_declined(found: Any) -> Any:
+    """What was read off a definition; the words why nothing was, as what they are."""
+    return Declined(found) if isinstance(found, str) else found
 
 
 @cache

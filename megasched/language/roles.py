@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megasched.errors import Declined
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 
 Cut = Literal["column", "row", "vocab", "features"]
@@ -59,10 +60,10 @@ class Roles:
     local_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     origin: Mapping[str, str] = field(default_factory=dict)
     declined: Mapping[str, str] = field(default_factory=dict)
-    layer: LayerSpec | str = "nothing is known of its decoder layers"
-    attention: AttentionSpec | str = "nothing is known of its attention"
-    moe: MoeSpec | str = "nothing is known of its mixtures of experts"
-    mlps: Mapping[str, MlpSpec | str] = field(default_factory=dict)
+    layer: LayerSpec | Declined = field(default=Declined("nothing is known of its decoder layers"))
+    attention: AttentionSpec | Declined = field(default=Declined("nothing is known of its attention"))
+    moe: MoeSpec | Declined = field(default=Declined("nothing is known of its mixtures of experts"))
+    mlps: Mapping[str, MlpSpec | Declined] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for path, role in self.role.items():
