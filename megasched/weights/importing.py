@@ -20,7 +20,7 @@ from megasched.weights.hf.files import write_hf_files
 from megasched.weights.hf.folder import HFFolder
 from megasched.weights.hf.hub import local_folder
 from megasched.weights.lazy import LazyTensor
-from megasched.weights.source import canonical_names
+from megasched.weights.source import canonical_names, of_passed_over
 from megasched.weights.torch_dist.reader import HF_FILES
 from megasched.weights.torch_dist.writer import TorchDistWriter
 
@@ -44,6 +44,11 @@ class Imported:
     tensors: int
     bytes: int
     passed_over: tuple[str, ...] = ()
+
+    @property
+    def left_aside(self) -> str:
+        """A line that names what the class leaves aside; empty where it takes all."""
+        return of_passed_over(self.architecture, self.passed_over) if self.passed_over else ""
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON; paths as text."""
