@@ -98,10 +98,7 @@ def slurm(
 
     The script stays in the run's folder: edit it and submit it again as you like.
     """
-    options = [
-        *([f"--account={account}"] if account else []),
-        *([f"--partition={partition}"] if partition else []),
-    ]
+    options = [f"--{name}={value}" for name, value in (("account", account), ("partition", partition)) if value]
     job = SlurmJob(
         name=job_name,
         run_folder=_run_folder(folder, job_name),

@@ -97,8 +97,8 @@ def import_weights(
                 writer.add(name, tensor, written[name])
             writer.finish({"checkpoint_version": 3.0, "iteration": 0})
     write_whole(save / TRACKER, [RELEASE])
-    passed_over = tuple(source.passed_over)
-    return Imported(Path(hf_model), save, type(definition).__name__, len(tensors), size, passed_over)
+    name = type(definition).__name__
+    return Imported(Path(hf_model), save, name, len(tensors), size, tuple(source.passed_over))
 
 
 def _fitting(source: HFFolder, definition: PreTrainedModel, hf_model: str | Path) -> dict[str, LazyTensor]:
