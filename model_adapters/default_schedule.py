@@ -1,5 +1,6 @@
-"""The schedule that ``--model-schedule auto`` runs: every role cut as its kind is, and Megatron's own
-layers where they can stand for the definition's and do what was asked for (8 bits, overlap) or have experts."""
+"""This is the schedule that ``--model-schedule auto`` runs: every role is cut as ``ROLES`` says, and Megatron's
+own layers come where they can stand for the definition's and do what was asked for (8 bits, overlap) or have
+experts."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def schedule(sch: Schedule, layout: Layout) -> None:
 
 
 def _takes_layers(block: LayerSpec, layout: Layout) -> bool:
-    """Whether layers with experts are for Megatron's, which keeps less. It takes packed sequences as one row, and
-    Transformer Engine has no window under context parallelism unless a flag says how."""
+    """Says whether layers with experts are for Megatron's, which keeps less. It takes packed sequences as one row,
+    and Transformer Engine has no window under context parallelism unless a flag says how."""
     windows = any(window is not None for window in block.attention.windows)
     return not layout.packed_sequences and not (layout.cp > 1 and windows)

@@ -1,4 +1,4 @@
-"""The generic adapter: HF's own tensor-parallel plan, read as roles.
+"""The generic adapter reads HF's own tensor-parallel plan as roles.
 
 transformers keeps a plan per architecture (``model.tp_plan``: path pattern -> style). The table of styles
 is total: a style that is not in it is an error, never ignored. What no plan cuts stays whole here;
@@ -66,7 +66,7 @@ LEAVES: dict[str, dict[str, str]] = {
 
 
 def read_plan(model: nn.Module) -> Roles:
-    """Roles of a definition by its HF plan; its embedding and head have theirs with or without one.
+    """Reads the roles of a definition off its HF plan; its embedding and head have theirs with or without one.
 
     Raises:
         ConfigError: the plan names a style that is not known.
@@ -102,7 +102,7 @@ def read_plan(model: nn.Module) -> Roles:
 
 
 def _why_ends_whole(model: nn.Module) -> str:
-    """Why neither the embedding nor the head can be cut, being tied to what is not; empty where they can."""
+    """Says why neither the embedding nor the head can be cut, being tied to what is not; empty where they can."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     own = {id(p) for end in (embedding, head) if end is not None for p in end.parameters(recurse=False)}
     others = (module for module in model.modules() if module is not embedding and module is not head)
@@ -126,7 +126,7 @@ def _role(path: str, module: nn.Module, cut: str | None, model: nn.Module) -> st
 
 
 def head_counts(role: Mapping[str, str], config: Any) -> dict[str, int]:
-    """Heads in the output of each projection to q, k or v, as HF configs count them."""
+    """Counts the heads in the output of each projection to q, k or v, as HF configs count them."""
     config = text_config(config)
     queries = getattr(config, "num_attention_heads", None)
     keys = getattr(config, "num_key_value_heads", None) or queries

@@ -1,4 +1,4 @@
-"""What megasched must know of an HF architecture that it can't read off it; found by the config's model type.
+"""The registry knows of each HF architecture what can't be read off it, and finds it by the config's model type.
 
 An adapter is data first: globs over module paths give roles, and what a role needs beyond that follows from
 the HF config. Megasched's own lie in ``families``, one family a file. Third parties register theirs through the
@@ -26,7 +26,7 @@ from megasched.definition.build import text_config
 from megasched.definition.embeddings import looks_up
 from megasched.definition.experts import find_experts, not_apart
 from megasched.definition.linears import is_linear
-from megasched.errors import ConfigError
+from megasched.errors import ConfigError, Declined
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.roles import ROLES, Cut, Roles
 from megasched.model_adapters import families
@@ -41,7 +41,7 @@ GROUP = "megasched.model_adapters"
 
 @dataclass(frozen=True)
 class Adapter:
-    """One family of architectures.
+    """An adapter says what must be known of one family of architectures.
 
     What Megatron's own modules can stand for (level ``block``) is said by facts that its definitions do not show,
     or by a function of the definition that gives the spec, or the reason why there is none. What is left out is
@@ -81,7 +81,7 @@ class Adapter:
                 object.__setattr__(self, new, given)
 
     def bind(self, model: nn.Module) -> Roles:
-        """What this adapter says of one definition.
+        """Says what this adapter knows of one definition.
 
         Raises:
             ConfigError: a glob of the adapter matches no module, which means that the definition has moved on; or
@@ -90,10 +90,10 @@ class Adapter:
         attention = self._attention(model)
         return replace(
             read_plan(model) if self.roles is None else self._read_globs(model, self.roles),
-            layer=self._layer(model, attention),
-            attention=attention,
-            moe=self._moe(model),
-            mlps=self.mlps(model),
+            layer=_or_declined(self._layer(model, attention)),
+            attention=_or_declined(attention),
+            moe=_or_declined(self._moe(model)),
+            mlps={path: _or_declined(mlp) for path, mlp in self.mlps(model).items()},
         )
 
     def _read_globs(self, model: nn.Module, roles: Mapping[str, str]) -> Roles:
@@ -146,9 +146,14 @@ class Adapter:
         return own if own is not None else getattr(own_adapters().get(model_type), name, None)
 
 
+def _or_declined(found: Any) -> Any:
+    """What was read off a definition; the words why nothing was, as what they are."""
+    return Declined(found) if isinstance(found, str) else found
+
+
 @cache
 def _families() -> dict[str, tuple[Adapter, str]]:
-    """Model type -> megasched's own adapter, and where it comes from."""
+    """Maps model types to megasched's own adapters, and where they come from."""
     found = {}
     for file in iter_modules(families.__path__):
         name = f"{families.__name__}.{file.name}"
@@ -160,13 +165,13 @@ def _families() -> dict[str, tuple[Adapter, str]]:
 
 
 def own_adapters() -> dict[str, Adapter]:
-    """Model type -> megasched's own adapter: ``ADAPTER`` of each file of ``families``, which may be a list."""
+    """Maps model types to megasched's own adapters; ``ADAPTER`` of a family's file may be a list of them."""
     return {model_type: adapter for model_type, (adapter, _) in _families().items()}
 
 
 @cache
 def _installed() -> dict[str, tuple[Adapter, str]]:
-    """Model type -> an adapter that gives roles, or is another package's; and where it comes from."""
+    """Maps model types to adapters that give roles, or are another package's; and to where they come from."""
     found = {model_type: own for model_type, own in _families().items() if own[0].roles is not None}
     for point in entry_points(group=GROUP):
         if point.dist is not None and point.dist.name == "megasched":
@@ -183,7 +188,7 @@ def _installed() -> dict[str, tuple[Adapter, str]]:
 
 
 def _load(point: EntryPoint) -> Sequence[Adapter]:
-    """The adapters that an entry point names.
+    """Loads the adapters that an entry point names.
 
     Raises:
         ConfigError: it can't be imported, or is no adapter; the message names the package.
@@ -205,13 +210,13 @@ def _load(point: EntryPoint) -> Sequence[Adapter]:
 
 
 def _origin(point: EntryPoint) -> str:
-    """An entry point and its package, as errors name it."""
+    """Says which entry point it is, and of which package, as errors name it."""
     package = "a package without metadata" if point.dist is None else f"{point.dist.name} {point.dist.version}"
     return f"{point.name} = {point.value} of {package}"
 
 
 def load_adapter(file: str | Path) -> Adapter:
-    """``ADAPTER`` of a Python file that no package registers.
+    """Loads ``ADAPTER`` of a Python file that no package registers.
 
     Raises:
         ConfigError: the file can't be run, or has none.
@@ -240,7 +245,7 @@ def using(adapter: Adapter) -> Iterator[None]:
 
 
 def find_adapter(model_type: str) -> Adapter | None:
-    """The adapter for this model type; None if there is none.
+    """Finds the adapter for this model type; None if there is none.
 
     Raises:
         ConfigError: a package's adapter can't be imported, or two are for one model type.
@@ -253,20 +258,20 @@ def find_adapter(model_type: str) -> Adapter | None:
 
 
 def has_roles(model_type: str) -> bool:
-    """Whether an adapter gives the roles of this model type; else HF's plan does, and the rest is inferred."""
+    """Says whether an adapter gives the roles of this model type; else they are HF's plan's, and inferred."""
     adapter = find_adapter(model_type)
     return adapter is not None and adapter.roles is not None
 
 
 def adapter_origin(model_type: str) -> str:
-    """Where the adapter with roles for this model type comes from: ``mine = module:NAME of package 1.0``; or
+    """Says where the adapter with roles for this model type comes from: ``mine = module:NAME of package 1.0``; or
     empty."""
     found = _installed().get(model_type)
     return found[1] if found else ""
 
 
 def roles_of(model: nn.Module) -> Roles:
-    """What is known of a definition: by an adapter with roles, or else by HF's plan (see ``generic.py``).
+    """Says what is known of a definition: by an adapter with roles, or else by HF's plan (see ``generic.py``).
 
     Raises:
         ConfigError: the adapter does not fit the definition, or HF's plan has a style that is not known.
@@ -286,7 +291,7 @@ def roles_of(model: nn.Module) -> Roles:
 
 
 def _that_can_be_cut(model: nn.Module, roles: Roles) -> Roles:
-    """Without the roles by which modules would be cut that compute something else; they stay whole, and so does
+    """Leaves out the roles by which modules would be cut that compute something else; they stay whole, and so does
     what is tied to one."""
     cut = {path: model.get_submodule(path) for path, name in roles.role.items() if ROLES[name] is not None}
     reasons = {path: why for path, module in cut.items() if (why := _why_whole(module, ROLES[roles.role[path]]))}

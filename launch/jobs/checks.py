@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megasched.errors import ConfigError
+from megasched.launch.slurm.script import SlurmJob
+from megasched.launch.torchrun.script import TorchrunJob
 from megasched.planner.hardware.hardware import GIB, Hardware, load_hardware
 from megasched.reading.files import Expected
 from megasched.reading.json_file import read_json
@@ -67,10 +69,57 @@ def check(script: str, flags: Sequence[str], world_size: int, gpu: str | None = 
     return Checked(tuple(problems), tuple(warnings), facts)
 
 
-def told(problems: Sequence[str], intent: str = "started") -> str:
+def failure_message(problems: Sequence[str], intent: str = "started") -> str:
     """All that is wrong with a job, in one text; ``intent`` is what was not done."""
     head = f"this job would fail, and was not {intent}:"
     return "\n".join([head, *(f"  - {one}".replace("\n", "\n    ") for one in problems)])
+
+
+@dataclass(frozen=True)
+class Prepared[Job: (SlurmJob, TorchrunJob)]:
+    """A job that can be started.
+
+    Attributes:
+        text: its script.
+        checked: what the check has found; None where there was none.
+    """
+
+    job: Job
+    text: str
+    checked: Checked | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the check has found the job to be; empty where there was none."""
+        return self.checked.facts if self.checked else {}
+
+
+def look_over[Job: (SlurmJob, TorchrunJob)](
+    job: Job,
+    text: str,
+    *,
+    gpu: str | None,
+    check_run: bool,
+    ask: Callable[[], Iterable[str]] | None,
+    intent: str,
+) -> Prepared[Job]:
+    """Checks a job and asks those that are to run it; nothing is written.
+
+    Args:
+        text: the job's script.
+        gpu: for the memory check, as ``megasched plan --gpu`` takes it.
+        check_run: begin the run once here, up to training.
+        ask: gives what speaks against it where it is to run.
+        intent: what is not done with a job that would fail, e.g. ``"started"``.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    checked = check(job.script, job.flags, job.world_size, gpu) if check_run else None
+    problems = [*(checked.problems if checked else ()), *(ask() if ask else ())]
+    if problems:
+        raise ConfigError(failure_message(problems, intent))
+    return Prepared(job, text, checked)
 
 
 def _run(script: str, flags: Sequence[str], world_size: int) -> dict[str, Any]:

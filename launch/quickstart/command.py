@@ -11,10 +11,12 @@ import importlib.util
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
 from megasched.json_output import print_json
@@ -51,19 +53,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What goes on is not what was asked for with --json.
     console = Console(highlight=False, stderr=args.json)
     plan = run_plan.detect_plan()
-    console.print(f"machine: {plan}", soft_wrap=True)
+    run_folder, prepared = _prepare(args, plan, partial(console.print, soft_wrap=True))
+    if args.dry_run:
+        if args.json:
+            print_json(prepared)
+        else:
+            console.print(prepared["script"], soft_wrap=True, markup=False)
+        return 0
+    run_folder.mkdir()
+    (run_folder / "train.sh").write_text(prepared["script"])
+    code, result = _train(console, plan, run_folder, args.model_schedule, args.iters)
+    if result is None:
+        return code
+    if args.json:
+        print_json({**prepared, **result.to_dict()})
+    else:
+        run_report.print_result(result, console)
+    return code
 
+
+def _prepare(args: argparse.Namespace, plan: Plan, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+    """The folder of the run, which is not made yet, and what is to run: corpus, model and command."""
+    say(f"machine: {plan}")
     folder: Path = args.dir.resolve()
     corpus = prepare_corpus(folder / "data")
-    console.print(
-        f"corpus: {corpus.documents} files of Python's standard library, {corpus.tokens:,} tokens",
-        soft_wrap=True,
-    )
+    say(f"corpus: {corpus.documents} files of Python's standard library, {corpus.tokens:,} tokens")
     model = folder / "model"
     run_plan.write_model(model)
     write_tokenizer(model)
-    console.print(f"model: {model}/config.json", soft_wrap=True)
-
+    say(f"model: {model}/config.json")
     run_folder = _next_run_folder(folder)
     command = run_plan.training_command(
         plan,
@@ -74,32 +92,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoints=run_folder / "checkpoints",
         iters=args.iters,
     )
-    script = run_plan.shell_script(command, run_plan.rank_environment(plan))
-    prepared = {
+    return run_folder, {
         "machine": str(plan),
         "ranks": plan.ranks,
         "layout": asdict(plan.layout),
         "corpus": {"files": corpus.documents, "tokens": corpus.tokens},
         "model": str(model),
         "schedule": args.model_schedule,
-        "script": script,
+        "script": run_plan.shell_script(command, run_plan.rank_environment(plan)),
     }
-    if args.dry_run:
-        if args.json:
-            print_json(prepared)
-        else:
-            console.print(script, soft_wrap=True, markup=False)
-        return 0
-    run_folder.mkdir()
-    (run_folder / "train.sh").write_text(script)
-    code, result = _train(console, plan, run_folder, args.model_schedule, args.iters)
-    if result is None:
-        return code
-    if args.json:
-        print_json({**prepared, **result.to_dict()})
-    else:
-        run_report.print_result(result, console)
-    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -139,10 +140,7 @@ def _positive(text: str) -> int:
 
 def _next_run_folder(folder: Path) -> Path:
     """``run-1``, ``run-2``, ...: the first that is not there; runs never overwrite each other."""
-    number = 1
-    while (folder / f"run-{number}").exists():
-        number += 1
-    return folder / f"run-{number}"
+    return next(path for number in count(1) if not (path := folder / f"run-{number}").exists())
 
 
 def _train(

@@ -16,15 +16,8 @@ JOB_ID = re.compile(r"\d+")
 PART_OF_A_JOB = re.compile(r"\d+(_(\d+|\[.*\])|\+\d+)")
 # Fields whose value is the rest of the line: it may have spaces in it.
 TO_THE_END = {
-    "JobName",
-    "Command",
-    "WorkDir",
-    "StdErr",
-    "StdIn",
-    "StdOut",
-    "Comment",
-    "AdminComment",
-    "SubmitLine",
+    *("JobName", "Command", "WorkDir", "StdErr", "StdIn", "StdOut"),
+    *("Comment", "AdminComment", "SubmitLine"),
 }
 NOTHING = {"(null)", "None", "N/A", "Unknown"}
 FIELD = re.compile(r"(?:^|\s)(?P<name>[A-Za-z][\w/:]*)=(?P<value>\S*)")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from megasched.launch.jobs.checks import Prepared, look_over
 from megasched.launch.jobs.job_script import write_script
-from megasched.launch.jobs.prepared import Prepared, look_over
 from megasched.launch.jobs.words import refuse_unusable
 from megasched.launch.run_folder import RunFolder
 from megasched.launch.slurm.client import refused_by_slurm, submit

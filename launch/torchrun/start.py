@@ -17,8 +17,8 @@ from pathlib import Path
 from threading import Event, Thread
 
 from megasched.errors import CheckpointError
+from megasched.launch.jobs.checks import Prepared, look_over
 from megasched.launch.jobs.job_script import write_script
-from megasched.launch.jobs.prepared import Prepared, look_over
 from megasched.launch.jobs.words import refuse_unusable
 from megasched.launch.run_folder import RunFolder
 from megasched.launch.status.failure_log import ENDED_BY

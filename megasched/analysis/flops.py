@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megasched.analysis.attention_flops import attended, attention_flops
 from megasched.analysis.recording.meta_call import tensors_in
-from megasched.analysis.recording.tape import AttentionCall, Call, LossCall, Operation, Tape, TapeReader
+from megasched.analysis.recording.tape import Call, Operation, RecordedAttention, RecordedLoss, Tape, TapeReader
 from megasched.definition.experts import has_form
 
 
@@ -100,7 +100,7 @@ class _FlopCount(TapeReader):
             self.flops.before = self.outside
         self.running, self.outside, self.begun = layer, 0.0, True
 
-    def enter_attention(self, call: AttentionCall) -> None:
+    def enter_attention(self, call: RecordedAttention) -> None:
         """See ``TapeReader``."""
         causal = call.kwargs.get("is_causal")
         causal = getattr(call.module, "is_causal", True) if causal is None else causal
@@ -109,15 +109,15 @@ class _FlopCount(TapeReader):
         self._count(attention_flops(batch * heads * pairs, width, call.value.shape[-1]))
         self.counted += 1
 
-    def leave_attention(self, call: AttentionCall) -> None:
+    def leave_attention(self, call: RecordedAttention) -> None:
         """See ``TapeReader``."""
         self.counted -= 1
 
-    def enter_loss(self, call: LossCall) -> None:
+    def enter_loss(self, call: RecordedLoss) -> None:
         """What stands in for the loss is none of the definition's."""
         self.counted += 1
 
-    def leave_loss(self, call: LossCall) -> None:
+    def leave_loss(self, call: RecordedLoss) -> None:
         """See ``TapeReader``."""
         self.counted -= 1
 

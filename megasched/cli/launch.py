@@ -15,7 +15,7 @@ from megasched.cli.options import Json
 from megasched.cli.output import format_bytes, format_count
 from megasched.errors import ConfigError
 from megasched.json_output import print_json
-from megasched.launch.jobs.checks import Checked, check, told
+from megasched.launch.jobs.checks import Checked, check, failure_message
 from megasched.launch.jobs.job_script import environment_of
 from megasched.launch.jobs.words import refuse_unusable
 from megasched.launch.local import LocalJob, narrow, run
@@ -98,10 +98,7 @@ def slurm(
 
     The script stays in the run's folder: edit it and submit it again as you like.
     """
-    options = [
-        *([f"--account={account}"] if account else []),
-        *([f"--partition={partition}"] if partition else []),
-    ]
+    options = [f"--{name}={value}" for name, value in (("account", account), ("partition", partition)) if value]
     job = SlurmJob(
         name=job_name,
         run_folder=_run_folder(folder, job_name),
@@ -255,7 +252,7 @@ def launch_local(job: LocalJob, *, check_run: bool, as_json: bool) -> int:
     refuse_unusable(job)
     checked = check(job.script, job.flags, job.ranks) if check_run else None
     if checked is not None and checked.problems:
-        raise ConfigError(told(checked.problems))
+        raise ConfigError(failure_message(checked.problems))
     found = _found(job.script, f"{job.ranks} ranks of this machine", checked)
     too_little = narrow(job.ranks, found["facts"])
     for warning in too_little:
@@ -299,15 +296,9 @@ def _shown(job: TorchrunJob, as_json: bool) -> Callable[[bytes], None]:
 
 
 def _found(script: str, place: str, checked: Checked | None) -> dict[str, Any]:
-    """What the check has found, for JSON; it is told as well."""
+    """Prints what the check has found, and gives it for JSON."""
     if checked is None:
         return {"facts": {}, "warnings": []}
-    _tell(script, place, checked)
-    return {"facts": checked.facts, "warnings": list(checked.warnings)}
-
-
-def _tell(script: str, place: str, checked: Checked) -> None:
-    """What the check has found."""
     facts = checked.facts
     lines = [
         f"megasched: {script} on {place}: {facts['layout']}, {facts['microbatches']} micro-batches, "
@@ -319,3 +310,4 @@ def _tell(script: str, place: str, checked: Checked) -> None:
         lines.append(f"  a checkpoint: {decimal(facts['checkpoint_bytes'])} in {facts['save']}")
     lines += [f"  mind: {warning}" for warning in checked.warnings]
     _say("\n".join(lines))
+    return {"facts": facts, "warnings": list(checked.warnings)}

@@ -1,8 +1,8 @@
 """The command ``megasched``; also ``python -m megasched``.
 
 ``megasched pretrain_gpt.py ...`` runs a Megatron training script under a schedule; its arguments are Megatron's
-and never pass through the parser here. Everything else is a command of its own. What imports torch is imported by
-the commands that need it, when they run.
+and never pass through the parser here. Everything else is a command of its own. What takes long to import is
+imported by the commands that need it, when they run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import typer
 
 from megasched import __version__
 from megasched.cli.check.commands import archs, new_adapter, verify
-from megasched.cli.doctor import diagnose, print_diagnosis
 from megasched.cli.launch import launch
 from megasched.cli.options import Json
 from megasched.cli.output import print_found, quiet_imports
@@ -29,7 +28,6 @@ from megasched.cli.weights import export, import_, inspect
 from megasched.errors import MegaschedError
 from megasched.json_output import json_only
 from megasched.reading.files import printable
-from megasched.trainer.entry import run_script
 
 # Set to 1, the traceback of an error is printed too; entry.py reads it for the runs of scripts.
 TRACEBACK = "MEGASCHED_TRACEBACK"
@@ -55,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     print_anything()
     if arguments and arguments[0].endswith(".py"):
+        from megasched.trainer.entry import run_script
+
         run_script(arguments[0], arguments[1:])
         return
     try:
@@ -133,6 +133,8 @@ def doctor(as_json: Json = False) -> None:
     The exit status is 0 when a run can start here.
     """
     with quiet_imports(), json_only(as_json):
+        from megasched.cli.doctor import diagnose, print_diagnosis
+
         diagnosis = diagnose()
     print_found(diagnosis, print_diagnosis, as_json=as_json)
     raise typer.Exit(0 if diagnosis.runnable else 1)

@@ -32,7 +32,6 @@ class Report(Protocol):
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON."""
-        ...
 
 
 def print_found[R: Report](found: R, view: Callable[[R, Console], None], *, as_json: bool) -> None:

@@ -16,7 +16,6 @@ from megasched.cli.output import format_bytes, format_count, print_found, quiet_
 from megasched.errors import ConfigError
 from megasched.json_output import json_only
 from megasched.weights.progress import transfer
-from megasched.weights.source import of_passed_over
 
 if TYPE_CHECKING:
     import torch
@@ -135,8 +134,8 @@ def _bytes(text: str) -> int:
 def print_imported(found: Imported, console: Console) -> None:
     """What was written, and how a run takes it."""
     console.print(f"{escape(str(found.checkpoint))}: {found.architecture}, {_weights(found.tensors, found.bytes)}")
-    if found.passed_over:
-        console.print(escape(of_passed_over(found.architecture, found.passed_over)), soft_wrap=True)
+    if found.left_aside:
+        console.print(escape(found.left_aside), soft_wrap=True)
     console.print(f"a run starts from it with --load {escape(str(found.checkpoint))}", soft_wrap=True)
 
 

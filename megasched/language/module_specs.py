@@ -1,4 +1,5 @@
-"""What Megatron's own modules can stand for: a decoder layer, its attention, MLP and experts, as plain data.
+"""The specs say how a definition's decoder layer, attention, MLP and experts are put together, as Megatron's own
+modules need it to stand for them.
 
 A spec says how the modules of a definition are put together, so that Megatron's are made and filled alike.
 """
@@ -15,7 +16,7 @@ ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """What an expert computes, and how HF keeps all of them (``use_experts_implementation`` in
+    """An expert spec says what an expert computes, and how HF keeps all of them (``use_experts_implementation`` in
     transformers/integrations/moe.py).
 
     Attributes:
@@ -42,7 +43,7 @@ class ExpertSpec:
 
     @property
     def stacked(self) -> Mapping[str, str]:
-        """Megatron's parameter of an expert -> HF's of all."""
+        """Maps Megatron's parameter of an expert to HF's of all experts."""
         weights = {"linear_fc1": "gate_up_proj" if self.gated else "up_proj", "linear_fc2": "down_proj"}
         found = {f"{linear}.weight": name for linear, name in weights.items()}
         if self.biased:
@@ -52,7 +53,7 @@ class ExpertSpec:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Experts in the place of a gated MLP, of which a router chooses by scores of its logits, in float32.
+    """A MoE spec describes experts in place of an MLP; a router chooses by scores of its logits, in float32.
 
     Paths are relative to the layer.
 
@@ -95,24 +96,25 @@ class MoeSpec:
 
     @property
     def module(self) -> str:
-        """The mixture as a whole."""
+        """The path of the mixture as a whole."""
         return self.experts.rpartition(".")[0]
 
     @property
     def shared_inputs(self) -> tuple[str, ...]:
-        """The projections of ``shared`` to gate and up, if there is one."""
+        """The paths of the projections of ``shared`` to gate and up, if there is one."""
         names = ("gate_proj", "up_proj") if self.expert.gated else ("up_proj",)
         return tuple(f"{self.shared}.{name}" for name in names if self.shared)
 
     @property
     def shared_outputs(self) -> tuple[str, ...]:
-        """The projection back of ``shared``, if there is one."""
+        """The path of the projection back of ``shared``, if there is one."""
         return (f"{self.shared}.down_proj",) if self.shared else ()
 
 
 @dataclass(frozen=True)
 class MlaSpec:
-    """Attention whose q, k and v are made of compressed forms (arXiv 2405.04434). Paths are relative to the layer.
+    """An MLA spec describes attention whose q, k and v are made of compressed forms (arXiv 2405.04434). Paths are
+    relative to the layer.
 
     Attributes:
         kv_down: projection to the compressed form of k and v, and to the rotated part of k, which all heads share.
@@ -146,7 +148,7 @@ class MlaSpec:
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """What Megatron's ``MLP`` computes: ``down(activation(gate(x)) * up(x))``, or ``down(activation(up(x)))``.
+    """An MLP spec describes ``MLP`` of Megatron: ``down(activation(gate(x)) * up(x))``, or that without a gate.
 
     Paths are relative to the layer.
 
@@ -168,7 +170,7 @@ class MlpSpec:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The projections to gate and up, or to what there is of them."""
+        """The paths of the projections to gate and up, or to what there is of them."""
         if self.gate_up:
             return (self.gate_up,)
         return (self.gate, self.up) if self.gate else (self.up,)
@@ -176,7 +178,7 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What Megatron's ``SelfAttention`` computes: causal attention of the hidden state to itself.
+    """An attention spec describes Megatron's ``SelfAttention``: causal attention of the hidden state to itself.
 
     Paths are relative to the layer.
 
@@ -237,31 +239,32 @@ class AttentionSpec:
 
     @property
     def module(self) -> str:
-        """That all of it is in."""
+        """The path of the module that all of the attention is in."""
         return self.out.rpartition(".")[0]
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """Those of heads."""
+        """The paths of the norms of heads."""
         return tuple(name for name in (self.q_norm, self.k_norm) if name)
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The projections to q, k and v."""
+        """The paths of the projections to q, k and v."""
         if self.mla is not None:
             return (self.mla.q_up, self.mla.kv_up)
         return (self.qkv,) if self.qkv else (self.q, self.k, self.v)
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """Linears that every TP rank has whole."""
+        """The paths of the linears that every TP rank has whole."""
         return () if self.mla is None else (self.mla.q_down, self.mla.kv_down)
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A decoder layer that computes what Megatron's ``TransformerLayer`` does: norm, attention, norm, MLP (in its
-    place some have a ``MoeSpec``), either added to the hidden state. Paths are relative to the layer.
+    """A layer spec describes a decoder layer that computes what Megatron's ``TransformerLayer`` does: norm,
+    attention, norm, MLP (in its place some have a ``MoeSpec``), either added to the hidden state. Paths are
+    relative to the layer.
 
     Attributes:
         attention: which speaks of the layer's norms, too.
@@ -281,6 +284,6 @@ class LayerSpec:
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """Those of the hidden state."""
+        """The paths of the norms of the hidden state."""
         names = (self.input_norm, self.mlp_norm, self.attention_post_norm, self.mlp_post_norm)
         return tuple(name for name in names if name)

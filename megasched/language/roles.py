@@ -1,4 +1,4 @@
-"""Roles: what a module is in its block, in words that hold for every architecture."""
+"""A role says what a module is in its block, in words that hold for every architecture."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megasched.errors import Declined
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 
 Cut = Literal["column", "row", "vocab", "features"]
@@ -37,7 +38,7 @@ ROLES: Mapping[str, Cut | None] = {
 
 @dataclass(frozen=True)
 class Roles:
-    """What is known of one definition beyond what its modules show.
+    """Roles hold what is known of one definition beyond what its modules show.
 
     Attributes:
         role: module path -> role.
@@ -59,10 +60,10 @@ class Roles:
     local_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     origin: Mapping[str, str] = field(default_factory=dict)
     declined: Mapping[str, str] = field(default_factory=dict)
-    layer: LayerSpec | str = "nothing is known of its decoder layers"
-    attention: AttentionSpec | str = "nothing is known of its attention"
-    moe: MoeSpec | str = "nothing is known of its mixtures of experts"
-    mlps: Mapping[str, MlpSpec | str] = field(default_factory=dict)
+    layer: LayerSpec | Declined = field(default=Declined("nothing is known of its decoder layers"))
+    attention: AttentionSpec | Declined = field(default=Declined("nothing is known of its attention"))
+    moe: MoeSpec | Declined = field(default=Declined("nothing is known of its mixtures of experts"))
+    mlps: Mapping[str, MlpSpec | Declined] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for path, role in self.role.items():

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from megasched.layers.te.attention import TeCore, why_not_te, window_of
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class AttentionSettings:
     """What the lowering knows of one attention module; kept on the module as ``megasched_attention``.
 
@@ -43,31 +46,95 @@ class AttentionSettings:
         packed: a row may hold several sequences, which masks keep apart.
         first_head: which of all query heads is the first of this rank.
         recompute: compute the attention core again in the backward pass (Megatron's ``core_attn``).
-        told: why calls stayed with torch where Transformer Engine is there; each reason is logged once.
+        logged: why calls stayed with torch where Transformer Engine is there; each reason is logged once.
     """
 
-    def __init__(
-        self,
-        local_heads: int | None,
-        sharded: bool,
-        te: TeCore | None = None,
-        context: CpGroup | None = None,
-        packed: bool = False,
-        first_head: int = 0,
-    ) -> None:
-        self.local_heads, self.first_head = local_heads, first_head
-        self.sharded, self.te = sharded, te
-        self.context = context
-        self.packed = packed
-        self.recompute = False
-        self.told: set[str] = set()
+    local_heads: int | None
+    sharded: bool
+    te: TeCore | None = None
+    context: CpGroup | None = None
+    packed: bool = False
+    first_head: int = 0
+    recompute: bool = False
+    logged: set[str] = field(default_factory=set)
 
     def stays_with_torch(self, reason: str) -> bool:
         """Whether a reason keeps a call from Transformer Engine; says so in the debug log, once."""
-        if reason and self.te is not None and reason not in self.told:
-            self.told.add(reason)
+        if reason and reason not in self.logged:
+            self.logged.add(reason)
             log.debug("attention stays with torch, not Transformer Engine: %s", reason)
         return bool(reason)
+
+
+# Of a module that no lowering knows: it has all heads and the whole sequence.
+_WHOLE = AttentionSettings(None, sharded=False)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A call of attention: what HF hands over, and, once it is resolved, how it is computed.
+
+    Attributes:
+        query, key, value: [b, heads, s, d]; key and value may have fewer heads, and those of all ranks.
+        mask: boolean (True attends) or additive; None where ``causal`` says all.
+        causal: whether queries attend to what is before them alone; None: as the module says.
+        dropout, scaling, softcap, position_bias: as ``attention_forward`` has them.
+        sinks: of the heads of this rank.
+        sliding_window: how many tokens, itself among them, a query attends to; None for all.
+        indices: of the keys that each query attends to; None for all.
+        window: the same as Transformer Engine says it: (left, right).
+        windowed: the mask says a sliding window and nothing else.
+        packed: where packed sequences begin, and the longest, where the mask says these and nothing else.
+        te: computes it; None leaves it to torch.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    causal: bool | None
+    dropout: float
+    scaling: float | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    position_bias: torch.Tensor | None
+    sliding_window: int | None
+    indices: torch.Tensor | None
+    window: tuple[int, int] = (-1, 0)
+    windowed: bool = False
+    packed: tuple[torch.Tensor, int] | None = None
+    te: TeCore | None = None
+
+    def compute(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """By the kernel that it was resolved to; the tensors are given, so that they can be recomputed from."""
+        causal = bool(self.causal)
+        if self.te is not None:
+            return self.te(
+                query,
+                key,
+                value,
+                causal=causal or self.windowed or self.packed is not None,
+                window=self.window,
+                dropout=self.dropout,
+                scaling=self.scaling,
+                softcap=self.softcap,
+                sinks=self.sinks,
+                packed=self.packed,
+            )
+        if self.softcap is None and self.sinks is None and self.position_bias is None:
+            return fused_attention(query, key, value, self.mask, causal, self.dropout, self.scaling)
+        return plain_attention(
+            query,
+            key,
+            value,
+            self.mask,
+            causal,
+            self.dropout,
+            self.scaling,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            position_bias=self.position_bias,
+        )
 
 
 def attention_forward(
@@ -96,8 +163,7 @@ def attention_forward(
         attention_mask: [b or 1, 1, s, s], boolean (True attends) or additive; None is causal or full
             attention, as ``module.is_causal`` says. Under context parallelism [b or 1, 1, s / cp, s], of this
             rank's queries; everything else is s / cp long.
-        s_aux: [heads], logits of a place that is attended to and left out of the result (gpt-oss); of the heads of
-            all ranks.
+        s_aux: [heads], logits of a place that is attended to and left out of the result (gpt-oss); of all ranks.
         sinks: [b, heads, s, 1], the same for each query (Inkling).
         indices: [b, s, k] of the keys that each query attends to, of those that the mask leaves it (DeepSeek's
             sparse attention, arXiv 2512.02556); None for all.
@@ -112,119 +178,111 @@ def attention_forward(
             can't be made whole under context parallelism.
     """
     _refuse_unknown(module, kwargs)
-    settings: AttentionSettings | None = getattr(module, "megasched_attention", None)
-    context = None if settings is None else settings.context
-    if context is None and in_context():
+    settings: AttentionSettings = getattr(module, "megasched_attention", _WHOLE)
+    sinks = s_aux if sinks is None else sinks
+    given = (dropout, scaling, softcap, sinks, position_bias, sliding_window, indices)
+    call = AttentionCall(query, key, value, attention_mask, is_causal, *given)
+    bounds = None if cu_seq_lens_q is None or max_length_q is None else (cu_seq_lens_q, max_length_q)
+    call = resolve(module, settings, call, bounds)
+    # TE is given no tracker: it would fork a second time where a layer has forked already (sequence parallelism),
+    # and also where heads are whole and all ranks must draw the same.
+    with fork_rng() if dropout and settings.sharded else nullcontext():
+        again = settings.recompute and torch.is_grad_enabled()
+        run = partial(recompute, call.compute) if again else call.compute
+        output = run(call.query, call.key, call.value)
+    return output.transpose(1, 2).contiguous(), None  # some definitions view it
+
+
+def resolve(
+    module: nn.Module, settings: AttentionSettings, call: AttentionCall, bounds: tuple[torch.Tensor, int] | None
+) -> AttentionCall:
+    """Decides all of a call but its numbers: what is masked and how, which kernel takes it, whose keys it meets.
+
+    Args:
+        call: as HF hands it over.
+        bounds: where packed sequences begin, and the longest; None where the caller does not say.
+
+    Raises:
+        MegaschedError: see ``attention_forward``.
+    """
+    _refuse_foreign(module, settings, call.query)
+    context, te, length = settings.context, settings.te, call.query.shape[2]
+    causal_layer = bool(getattr(module, "is_causal", True) if call.causal is None else call.causal)
+    mask, causal, sliding_window = (
+        call.mask,
+        causal_layer and call.mask is None and length > 1,
+        call.sliding_window,
+    )
+    if call.indices is not None:
+        mask, causal = _of_selected(mask, causal, call.indices, call.key.shape[2]), False
+        sliding_window = None  # the mask says it
+    sinks = call.sinks
+    if sinks is not None and settings.local_heads is not None and sinks.dim() == 1:
+        sinks = sinks.narrow(0, settings.first_head, settings.local_heads)
+    window = window_of(sliding_window, length * (1 if context is None else context.zigzag.size))
+    # A causal layer's mask is its window; any other mask is the definition's own and goes to torch.
+    windowed, packed = causal_layer and mask is not None and window[0] >= 0, None
+    if settings.packed and mask is not None:
+        windowed = False  # it may divide sequences, too
+        if te is not None and causal_layer and bounds is not None:
+            packed = (
+                bounds if is_packed_mask(mask, bounds[0], sliding_window if window[0] >= 0 else None) else None
+            )
+    call = replace(call, mask=mask, causal=causal, sinks=sinks, window=window, windowed=windowed, packed=packed)
+    if te is not None and not settings.stays_with_torch(_why_not_te(te, context, call)):
+        call = replace(call, te=te)
+    return call if context is None or call.te is not None else _with_all_keys(module, context, call)
+
+
+def _refuse_foreign(module: nn.Module, settings: AttentionSettings, query: torch.Tensor) -> None:
+    """Ends a call that the trial call was not: on a part of a sequence, or with heads that other ranks hold."""
+    if settings.context is None and in_context():
         raise MegaschedError(
             f"{type(module).__name__} calls attention on its part of the sequence, and did not in the trial call: "
             "context parallelism does not know of it. Run it without --context-parallel-size"
         )
-    own_heads = settings.local_heads if settings is not None else None
-    if own_heads is not None and query.shape[1] != own_heads:
+    if settings.local_heads is not None and query.shape[1] != settings.local_heads:
         raise MegaschedError(
             f"{type(module).__name__} views {query.shape[1]} query heads where this rank holds "
-            f"{own_heads}: it takes the head count from an attribute; name it in the adapter's "
+            f"{settings.local_heads}: it takes the head count from an attribute; name it in the adapter's "
             "local_attributes, so that it is divided by the tensor parallel size"
         )
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    causal = bool(is_causal) and attention_mask is None and query.shape[2] > 1
-    if indices is not None:
-        attention_mask, causal = _of_selected(attention_mask, causal, indices, key.shape[2]), False
-        sliding_window = None  # the mask says it
 
-    s_aux = s_aux if sinks is None else sinks
-    if s_aux is not None and own_heads is not None and s_aux.dim() == 1:
-        s_aux = s_aux.narrow(0, settings.first_head, own_heads)
-    plain = softcap is None and s_aux is None and position_bias is None
-    window = window_of(sliding_window, query.shape[2] * (1 if context is None else context.zigzag.size))
-    # A causal layer's mask is its window; any other mask is the definition's own and goes to torch.
-    windowed = bool(is_causal) and attention_mask is not None and window[0] >= 0
-    packed = None
-    if settings is not None and settings.packed and attention_mask is not None:
-        windowed = False  # it may divide sequences, too
-        if settings.te is not None and is_causal and cu_seq_lens_q is not None and max_length_q is not None:
-            keys = sliding_window if window[0] >= 0 else None
-            known = is_packed_mask(attention_mask, cu_seq_lens_q, keys)
-            packed = (cu_seq_lens_q, max_length_q) if known else None
+
+def _why_not_te(te: TeCore, context: CpGroup | None, call: AttentionCall) -> str:
+    """Why a call stays with torch; empty where Transformer Engine takes it."""
     reason = why_not_te(
-        softcap=softcap,
-        dropout=dropout,
-        s_aux=s_aux,
-        position_bias=position_bias,
-        other_mask=attention_mask is not None and not windowed and packed is None,
-        packed=packed is not None,
+        softcap=call.softcap,
+        dropout=call.dropout,
+        s_aux=call.sinks,
+        position_bias=call.position_bias,
+        other_mask=call.mask is not None and not call.windowed and call.packed is None,
+        packed=call.packed is not None,
     )
-    if not reason and context is not None and settings is not None and settings.te is not None:
-        reason = settings.te.why_not_in_context(query, key, windowed=windowed, softcap=softcap, sinks=s_aux)
-    te = None if settings is None or settings.stays_with_torch(reason) else settings.te
-    if context is not None and te is None:
-        if indices is not None or position_bias is not None:
-            raise MegaschedError(
-                f"{type(module).__name__} chooses keys, or biases logits, by its part of the sequence alone; "
-                "run it without --context-parallel-size"
-            )
-        key, value, attention_mask = _of_all_ranks(context, query, key, value, attention_mask, causal)
-        causal = False
-
-    def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if te is not None:
-            return te(
-                query,
-                key,
-                value,
-                causal=causal or windowed or packed is not None,
-                window=window,
-                dropout=dropout,
-                scaling=scaling,
-                softcap=softcap,
-                sinks=s_aux,
-                packed=packed,
-            )
-        if not plain:
-            return plain_attention(
-                query,
-                key,
-                value,
-                attention_mask,
-                causal,
-                dropout,
-                scaling,
-                softcap=softcap,
-                sinks=s_aux,
-                position_bias=position_bias,
-            )
-        return fused_attention(query, key, value, attention_mask, causal, dropout, scaling)
-
-    sharded = settings is not None and settings.sharded
-    # TE is given no tracker: it would fork a second time where a layer has forked already (sequence parallelism),
-    # and also where heads are whole and all ranks must draw the same.
-    with fork_rng() if dropout and sharded else nullcontext():
-        if settings is not None and settings.recompute and torch.is_grad_enabled():
-            output = recompute(core, query, key, value)
-        else:
-            output = core(query, key, value)
-    return output.transpose(1, 2).contiguous(), None  # some definitions view it
+    if reason or context is None:
+        return reason
+    return te.why_not_in_context(
+        call.query, call.key, windowed=call.windowed, softcap=call.softcap, sinks=call.sinks
+    )
 
 
-def _of_all_ranks(
-    context: CpGroup,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Keys and values [b, heads, s, d] of the whole sequence, and the mask of this rank's queries."""
-    key, value = context.gather_together(key, value)
-    if causal:
-        mask = causal_mask(context.zigzag.positions(query.shape[2], query.device), key.shape[2])[None, None]
-    if mask is not None and mask.shape[-2:] != (query.shape[2], key.shape[2]):
+def _with_all_keys(module: nn.Module, context: CpGroup, call: AttentionCall) -> AttentionCall:
+    """The same call with the keys and values of the whole sequence, and the mask of this rank's queries."""
+    if call.indices is not None or call.position_bias is not None:
         raise MegaschedError(
-            f"a mask {list(mask.shape)} for {query.shape[2]} queries of this rank and {key.shape[2]} keys of all: "
+            f"{type(module).__name__} chooses keys, or biases logits, by its part of the sequence alone; "
+            "run it without --context-parallel-size"
+        )
+    key, value = context.gather_together(call.key, call.value)
+    queries, mask = call.query.shape[2], call.mask
+    if call.causal:
+        mask = causal_mask(context.zigzag.positions(queries, call.query.device), key.shape[2])[None, None]
+    if mask is not None and mask.shape[-2:] != (queries, key.shape[2]):
+        raise MegaschedError(
+            f"a mask {list(mask.shape)} for {queries} queries of this rank and {key.shape[2]} keys of all: "
             "the definition made it of its part of the sequence alone. Run it without --context-parallel-size"
         )
-    return key, value, mask
+    return replace(call, key=key, value=value, mask=mask, causal=False)
 
 
 def _refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ import torch
 from megatron.core.tensor_parallel import VocabParallelEmbedding, set_tensor_model_parallel_attributes
 from torch import nn
 
+from megasched.errors import ConfigError
 from megasched.layers.build_context import BuildContext
-from megasched.layers.ids import refuse_ids
 from megasched.layers.linear import make_parameter
 
 
@@ -90,3 +90,28 @@ def lower_embedding(path: str, module: nn.Embedding, context: BuildContext) -> n
         if not name.startswith("_") and name not in ("training", "padding_idx"):
             module.__dict__[name] = value
     return module
+
+
+def refuse_ids(name: str, ids: torch.Tensor, vocabulary: int, *, below_zero: bool) -> None:
+    """Ends a run whose batch has an id that is none of the vocabulary.
+
+    An embedding that is cut over TP gives zeros for an id that no rank has: the run would train on other numbers.
+    On a GPU nothing waits for the answer: the device stops the run at its next kernel, and prints the words.
+
+    Args:
+        name: of the tensor, for messages.
+        ids: of any shape.
+        below_zero: such ids are wrong as well; labels may have them, where HF's loss passes over a position.
+
+    Raises:
+        ConfigError: on a CPU, with the id and where it stands in the batch.
+    """
+    if ids.device.type == "meta" or not ids.numel():
+        return
+    wrong = (ids >= vocabulary) | (ids < 0) if below_zero else ids >= vocabulary
+    what = f"{name} of this batch: an id is none of the vocabulary, which ends with {vocabulary - 1}"
+    if ids.device.type != "cpu":
+        torch._assert_async(~wrong.any(), f"megasched: {what}")
+    elif wrong.any():
+        place = [int(number) for number in wrong.nonzero()[0]]
+        raise ConfigError(f"{what}; {int(ids[tuple(place)])} at {place}: the data are of another tokenizer")

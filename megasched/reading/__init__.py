@@ -1,1 +1,1 @@
-"""One reader for each kind of file that others give: what is wrong with one is one error with its place."""
+"""Each kind of file that others give has one reader: what is wrong with one is one error with its place."""

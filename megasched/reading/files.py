@@ -1,4 +1,5 @@
-"""Bytes and text of a file that somebody else has written: of a regular file, of a size and an encoding that suit.
+"""Files that somebody else has written are read here, if they are regular files of a size and an encoding that
+suit.
 
 Whatever lies at a path may be no file at all: to open a FIFO waits for ever, to read a device never ends.
 """
@@ -16,7 +17,7 @@ from megasched.errors import ConfigError, MegaschedError
 
 MIB = 1 << 20
 BOM = b"\xef\xbb\xbf"
-_KINDS = (
+_IRREGULAR = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),
@@ -27,7 +28,7 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class Expected:
-    """What a file is to be.
+    """Says what a file is to be.
 
     Attributes:
         what: in words, behind "expected", e.g. ``"a certificate, which `megasched verify` writes"``.
@@ -42,33 +43,28 @@ class Expected:
     most: int = 64 * MIB
 
     def named_by(self, flag: str) -> Expected:
-        """The same, of a file that a flag has named."""
+        """Says the same of a file that a flag has named."""
         return replace(self, flag=flag)
 
     def refusal(self, path: str | os.PathLike[str], why: str) -> MegaschedError:
-        """The error: file, why and where, and what was expected."""
+        """Makes the error: file, why and where, and what was expected."""
         name = f"{self.flag} {os.fspath(path)}".strip()
         return self.error(f"{printable(name)}: {printable(why)}; expected {self.what}")
 
 
 def printable(text: str) -> str:
-    """Text that any terminal and any file takes: what UTF-8 has no bytes for, and NUL, are escaped."""
+    """Escapes what UTF-8 has no bytes for, and NUL, so that any terminal and any file takes the text."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 def is_regular(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a regular file; False for a name that no file can have, too."""
+    """Says whether there is a regular file; a name that no file can have is none, too."""
     return os.path.isfile(path)
-
-
-def kind_of(mode: int) -> str:
-    """What there is in the place of a regular file, in words."""
-    return next((name for test, name in _KINDS if test(mode)), "no regular file")
 
 
 @contextmanager
 def open_regular(path: str | os.PathLike[str], expected: Expected, about: str = "") -> Iterator[BinaryIO]:
-    """A regular file, open for its bytes; it never waits for one who writes.
+    """Opens a regular file for its bytes; it never waits for one who writes.
 
     Args:
         about: what is read, for messages; the path, if not given.
@@ -83,7 +79,8 @@ def open_regular(path: str | os.PathLike[str], expected: Expected, about: str = 
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             found = os.fstat(handle)  # another file may have come there
         if not stat.S_ISREG(found.st_mode):
-            raise expected.refusal(about or path, f"it is {kind_of(found.st_mode)}, no regular file")
+            it = next((name for test, name in _IRREGULAR if test(found.st_mode)), "no regular file")
+            raise expected.refusal(about or path, f"it is {it}, no regular file")
         with os.fdopen(handle, "rb", closefd=False) as file:
             yield file
     except OSError as error:
@@ -98,7 +95,7 @@ def open_regular(path: str | os.PathLike[str], expected: Expected, about: str = 
 
 
 def read_bytes(path: str | os.PathLike[str], expected: Expected) -> bytes:
-    """The whole of a file.
+    """Reads the whole of a file.
 
     Raises:
         MegaschedError: ``expected.error``: it can't be read, or is larger than such a file is.
@@ -113,7 +110,7 @@ def read_bytes(path: str | os.PathLike[str], expected: Expected) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], expected: Expected) -> str:
-    """The whole of a text file in UTF-8.
+    """Reads the whole of a text file in UTF-8.
 
     Raises:
         MegaschedError: ``expected.error``: it can't be read, or is in another encoding; names the line.

@@ -1,4 +1,4 @@
-"""The form that parsed data must have, written like an example of it, and where the data differ.
+"""A form says how parsed data must look, and is written like an example of them; here data are held against it.
 
 A form is a type or a union of types; ``[form]``, a list of such; ``{str: form}``, an object of any keys; or
 ``{"key": form, "other?": form}``, an object with these keys at least, those with ``?`` if they are there.
@@ -26,7 +26,7 @@ _WORDS[type(None)] = "null"
 
 
 def misfit(value: Any, form: Any, where: str = "") -> str:
-    """The first place where data have another form, what is there and what is due; empty without one."""
+    """Says where data first have another form, what is there and what is due; empty where they fit."""
     match form:
         case list():
             if not isinstance(value, list):
@@ -53,7 +53,7 @@ def _of_object(value: dict[str, Any], form: dict[Any, Any], where: str) -> Itera
 
 
 def joined(where: str, name: str) -> str:
-    """The place of a field in the object at ``where``."""
+    """Names the place of a field in the object at ``where``."""
     shown = printable(name[:80])
     return f"{where}.{shown}" if where else shown
 
@@ -84,7 +84,7 @@ def _differs(value: Any, form: Any, where: str) -> str:
 
 
 def unsound(value: Any) -> str:
-    """What no form lets through: nested too deep, or text that has no bytes in UTF-8."""
+    """Says what no form lets through: nested too deep, or text that has no bytes in UTF-8."""
     level, depth = [("", value)], 0
     while level:
         depth += 1
@@ -110,7 +110,7 @@ def unsound(value: Any) -> str:
 
 
 def unsound_text(text: str) -> str:
-    """Why text can be no argument and no variable of a program; empty if it can."""
+    """Says why text can be no argument and no variable of a program; empty if it can."""
     return f"{text!r:.60} has a NUL in it" if "\0" in text else _no_utf8(text)
 
 

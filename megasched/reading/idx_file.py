@@ -1,4 +1,4 @@
-"""The index of a data set as Megatron keeps it (``PREFIX.idx``, megatron/core/datasets/indexed_dataset.py).
+"""Reads the index of a data set as Megatron keeps it (``PREFIX.idx``, megatron/core/datasets/indexed_dataset.py).
 
 Megatron maps the file and takes it at its word: counts that are too large are read past its end, lengths and
 places that are wrong give tokens of other documents.
@@ -27,7 +27,7 @@ _MANY = 1 << 22
 
 @dataclass(frozen=True)
 class Idx:
-    """What an index says.
+    """Holds what an index says.
 
     Attributes:
         dtype: numpy's name, of the tokens.
@@ -53,7 +53,8 @@ class Idx:
 
 
 def read_idx(path: str | os.PathLike[str], bin_size: int, expected: Expected = IDX) -> Idx:
-    """The index, checked against itself and against the size of the .bin file, in bytes; its arrays are mapped.
+    """Reads an index, and checks it against itself and against the size of the .bin file, in bytes; its arrays are
+    mapped.
 
     Raises:
         MegaschedError: ``expected.error``, with the field that is wrong.
@@ -63,7 +64,7 @@ def read_idx(path: str | os.PathLike[str], bin_size: int, expected: Expected = I
 
 
 def map_tokens(path: str | os.PathLike[str], idx: Idx, count: int) -> numpy.ndarray:
-    """The first ``count`` tokens of the .bin file, [count] of the index's dtype, mapped.
+    """Maps the first ``count`` tokens of the .bin file, [count] of the index's dtype.
 
     Raises:
         MegaschedError: there is no such file, or it is no regular one.
@@ -107,7 +108,7 @@ def _read(path: Any, file: BinaryIO, bin_size: int, expected: Expected) -> Idx:
 
 
 def _wrong(idx: Idx, bin_size: int) -> str:
-    """The first sequence or document whose place can't be right."""
+    """Names the first sequence or document whose place can't be right."""
     import numpy
 
     itemsize = numpy.dtype(idx.dtype).itemsize

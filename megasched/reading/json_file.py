@@ -1,4 +1,4 @@
-"""JSON that somebody else has written."""
+"""Reads JSON that somebody else has written."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _LONG = re.compile(r"\d{20,}")
 
 
 class NoJson(ValueError):
-    """Text that is no JSON."""
+    """Is raised for text that is no JSON."""
 
 
 def read_json(
     path: str | os.PathLike[str], expected: Expected, form: Any = object, *, unique: bool = False
 ) -> Any:
-    """What a JSON file holds.
+    """Reads what a JSON file holds.
 
     Args:
         form: that it must have; see ``forms``.
@@ -38,7 +38,7 @@ def read_json(
 
 
 def parse_json(text: str, form: Any = object, *, unique: bool = False) -> Any:
-    """What JSON text says; arguments as those of ``read_json``.
+    """Reads what JSON text says; arguments as those of ``read_json``.
 
     Raises:
         NoJson: says where.
@@ -50,7 +50,7 @@ def parse_json(text: str, form: Any = object, *, unique: bool = False) -> Any:
         raise NoJson(f"line {error.lineno}, column {error.colno}: it is no JSON: {error.msg}") from None
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    except _TooLong as error:
+    except _LongNumber as error:
         at = _LONG.search(text)
         line = 1 + text.count("\n", 0, at.start()) if at else 1
         raise ValueError(f"line {line}: {error}") from None
@@ -59,13 +59,13 @@ def parse_json(text: str, form: Any = object, *, unique: bool = False) -> Any:
     return found
 
 
-class _TooLong(ValueError):
-    """A number that nothing here can use."""
+class _LongNumber(ValueError):
+    """Is raised for a number that nothing here can use."""
 
 
 def _whole(digits: str) -> int:
     if len(digits) >= 20 and len(digits.lstrip("-0")) >= 20:
-        raise _TooLong(f"a whole number of {len(digits)} digits, of which 64 bits hold 19")
+        raise _LongNumber(f"a whole number of {len(digits)} digits, of which 64 bits hold 19")
     return int(digits)
 
 

@@ -1,4 +1,4 @@
-"""Lines of a log: text of several programs at once, in any encoding, and of any length."""
+"""Reads the lines of a log: text of several programs at once, in any encoding, and of any length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONGEST = MIB
 
 
 def log_lines(path: str | os.PathLike[str]) -> Iterator[str]:
-    """The lines with their ends; what is not UTF-8 is replaced.
+    """Yields the lines with their ends; what is not UTF-8 is replaced.
 
     Raises:
         ConfigError: it can't be read, or is no regular file.
@@ -25,5 +25,5 @@ def log_lines(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def read_log(path: Path) -> str:
-    """The whole of a short log."""
+    """Reads the whole of a short log."""
     return "".join(log_lines(path))

@@ -1,4 +1,4 @@
-"""Pickles that somebody else has written; what they may name is the caller's affair
+"""Reads pickles that somebody else has written; what they may name is the caller's affair
 (`weights/torch_dist/unpickling.py`)."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Load = Callable[[BinaryIO], Any]
 
 
 def read_pickled(path: str | os.PathLike[str], expected: Expected, load: Load, part: str = "") -> Any:
-    """What ``load`` makes of a file of pickles, or of a file with some in it.
+    """Returns what ``load`` makes of a file of pickles, or of a file with some in it.
 
     Args:
         load: of the open file.

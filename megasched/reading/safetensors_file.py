@@ -1,4 +1,4 @@
-"""Files of safetensors that somebody else has written."""
+"""Opens files of safetensors that somebody else has written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAFETENSORS = Expected("a file of safetensors", CheckpointError)
 def open_safetensors(
     path: str | os.PathLike[str], key: str = "", expected: Expected = SAFETENSORS
 ) -> Iterator[Any]:
-    """The file, open, for tensors of torch.
+    """Opens the file for tensors of torch.
 
     Args:
         key: of the tensor that it is opened for.

@@ -1,4 +1,4 @@
-"""TOML that somebody else has written."""
+"""Reads TOML that somebody else has written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megasched.reading.forms import misfit, unsound
 
 
 def read_toml(path: str | os.PathLike[str], expected: Expected, form: Any = object) -> dict[str, Any]:
-    """What a TOML file holds.
+    """Reads what a TOML file holds.
 
     Args:
         form: that it must have; see ``forms``.

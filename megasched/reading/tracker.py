@@ -1,4 +1,4 @@
-"""Megatron's tracker in a ``--save`` folder: which checkpoint is the last."""
+"""Reads Megatron's tracker in a ``--save`` folder, which says which checkpoint is the last."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LONGEST = 18
 
 
 def has_tracker(save: str | Path) -> bool:
-    """Whether anything was saved to a folder; a tracker that is no regular file counts, too."""
+    """Says whether anything was saved to a folder; a tracker that is no regular file counts, too."""
     return (Path(save) / TRACKER).exists()
 
 
 def read_tracker(save: str | Path) -> str:
-    """The digits of the last iteration, or `RELEASE`.
+    """Reads the digits of the last iteration, or `RELEASE`.
 
     Raises:
         CheckpointError: there is no tracker, it can't be read, or it says something else.
@@ -33,7 +33,7 @@ def read_tracker(save: str | Path) -> str:
 
 
 def last_folder(save: str | Path) -> Path:
-    """Of the checkpoint that the tracker names.
+    """Names the folder of the checkpoint that the tracker names.
 
     Raises:
         CheckpointError: as ``read_tracker``.

@@ -84,7 +84,8 @@ class ScheduledModel(MegatronModule):
         self.input_tensor: torch.Tensor | None = None
         self._wire = StageBuffers()
         self._positions_checked = False
-        self._device = _device(config)
+        cpu = config.use_cpu_initialization
+        self._device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
         self._objective = objective_of(definition)
         self._trained = {name: parameter.requires_grad for name, parameter in definition.named_parameters()}
         self._context = CpGroup(pg_collection.cp) if plan.layout.cp > 1 else None
@@ -238,23 +239,16 @@ class ScheduledModel(MegatronModule):
             size = self.plan.layout.micro_batch_size
             input_ids, labels = (as_rows(ids, packed_seq_params, size) for ids in (input_ids, labels))
         given = self._receive({"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
-        masks = self._masks()
-        if packed_seq_params is not None:
-            rows = unpack_rows(packed_seq_params, self._wire.batch, self._wire.length)
-            given |= packed_arguments(self.plan, rows, self._device)
-            masks = packed_masks(rows.numbers()) if rows.several else masks
-        assert self.plan.structure is not None
-        if isinstance(self._loss, DefinitionLoss):
-            given |= self._loss.arguments(labels, loss_mask, self._wire)
-        elif self.plan.structure.calls_loss:
-            given["labels"] = labels
+        masks, packed = self._masks(packed_seq_params)
+        given |= packed | self._labels(labels, loss_mask)
         try:
             if self._context is not None:
                 given |= self._positions(given["input_ids"], position_ids)
             with fp8_pass(self.config), masks:
                 output = self.definition(**given, **self._objective.constants)
         except StageEnd as end:
-            return self._send(end.hidden)
+            packing, hidden = self._packing, end.hidden
+            return send_hidden(hidden) if packing is None else packing.send(self.stage.stop, self._wire, hidden)
         finally:
             self._wire.clear()
         if labels is None:
@@ -263,6 +257,13 @@ class ScheduledModel(MegatronModule):
             return self._loss.each(output.logits, output.loss, labels)
         loss = output.loss if "labels" in given else self._loss(output.logits, labels)
         return loss if packed_seq_params is None else loss.view(shape)
+
+    def _labels(self, labels: torch.Tensor | None, loss_mask: torch.Tensor | None) -> dict[str, Any]:
+        """Arguments of the definition's forward by which it computes its loss, where it does."""
+        assert self.plan.structure is not None
+        if isinstance(self._loss, DefinitionLoss):
+            return self._loss.arguments(labels, loss_mask, self._wire)
+        return {"labels": labels} if self.plan.structure.calls_loss else {}
 
     def _receive(self, given: dict[str, torch.Tensor | None]) -> dict[str, Any]:
         """Arguments of the definition's forward: the real ones, or zeros of the batch's shape where a later stage
@@ -291,10 +292,15 @@ class ScheduledModel(MegatronModule):
             found["input_ids"] = wire.values.setdefault(read, found["input_ids"])
         return found
 
-    def _masks(self) -> AbstractContextManager[None]:
+    def _masks(self, params: PackedSeqParams | None) -> tuple[AbstractContextManager[None], dict[str, Any]]:
+        """In what masks are made, and arguments of the definition's forward beside them."""
+        rows = None if params is None else unpack_rows(params, self._wire.batch, self._wire.length)
+        given = {} if rows is None else packed_arguments(self.plan, rows, self._device)
+        if rows is not None and rows.several:
+            return packed_masks(rows.numbers()), given
         if self._context is None:
-            return nullcontext()
-        return context_masks(self._context.zigzag, self._context.gather)
+            return nullcontext(), given
+        return context_masks(self._context.zigzag, self._context.gather), given
 
     def _positions(self, ids: torch.Tensor, given: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """Places of this rank's tokens in the sequence, which a definition can't know by itself."""
@@ -313,11 +319,6 @@ class ScheduledModel(MegatronModule):
                 )
         return {"position_ids": positions} if sequence.takes_positions else {}
 
-    def _send(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the next stage gets."""
-        packing = self._packing
-        return send_hidden(hidden) if packing is None else packing.send(self.stage.stop, self._wire, hidden)
-
     # precision --------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ScheduledModel:
@@ -335,8 +336,9 @@ class ScheduledModel(MegatronModule):
     def local_parameters(self) -> dict[str, tuple[nn.Parameter, ParamMapping]]:
         """Name in the lowered definition -> (this rank's parameter, the HF tensors it is made of); ties by their
         first local name."""
+        placements, canonical = self.plan.placements, self.plan.canonical
         return {
-            name: (parameter, self._assemblies.get(name) or self._assembly_of(name))
+            name: (parameter, self._assemblies.get(name) or ParamMapping((placements[canonical[name]],)))
             for name, parameter in self.definition.named_parameters()
         }
 
@@ -350,9 +352,6 @@ class ScheduledModel(MegatronModule):
     def _checkpointed(self) -> dict[str, tuple[nn.Parameter, ParamMapping]]:
         held = self.local_parameters().items()
         return {name: pair for name, pair in held if pair[1].name not in self.not_loaded}
-
-    def _assembly_of(self, name: str) -> ParamMapping:
-        return ParamMapping((self.plan.placements[self.plan.canonical[name]],))
 
     def shard_owner(self, assembly: ParamMapping, dp_rank: int) -> ShardOwner:
         """Where this rank stands among those that share a parameter.
@@ -392,9 +391,3 @@ class ScheduledModel(MegatronModule):
         own |= {_PREFIX + name: (held, name) for name, held in self._buffers_saved.values().items()}
         copy_loaded(state_dict, own)
         return nn.modules.module._IncompatibleKeys([], [])
-
-
-def _device(config: TransformerConfig) -> torch.device:
-    if config.use_cpu_initialization:
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

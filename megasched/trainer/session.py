@@ -24,6 +24,7 @@ from megasched.language.parallel_dims import Layout
 from megasched.language.schedule import Schedule
 from megasched.layers.megatron.trials import Trials
 from megasched.lowering.prepare import ScheduledDefinition, open_definition, prepare
+from megasched.patches import registry
 from megasched.plan.make import make_plan
 from megasched.plan.pipeline import balance, cuts_asked_for, layer_costs, layout_string
 from megasched.plan.plan import Plan
@@ -220,8 +221,6 @@ class Session:
             dtype: of parameters.
             batch_shape: rows of a micro-batch, and tokens in each.
         """
-        from megasched.trainer.stages.stage_transfer import BoundaryCodec
-
         structure, layout = self.plan.structure, self.plan.layout
         assert structure is not None
         parts = layout.tp if layout.sp else 1
@@ -299,10 +298,8 @@ def open_session(
     Raises:
         ConfigError, ScheduleError: whatever can't be used as given.
     """
-    from megasched import patches
-
     if layout.cp > 1:
-        patches.apply("zigzag_positions")
+        registry.apply("zigzag_positions")
     known = open_definition(
         schedule, hf_model, overrides, trust_remote_code=trust_remote_code, objective=objective
     )

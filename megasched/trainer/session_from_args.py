@@ -36,11 +36,8 @@ from megasched.weights.source import WeightSource, of_passed_over
 
 # Flags by which a user cuts the pipeline; Megatron's own rules hold where one is given.
 CUT_FLAGS = (
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
 from megasched.files import write_whole
-from megasched.layers.ids import refuse_ids
+from megasched.layers.embedding import refuse_ids
 from megasched.reading.files import MIB, Expected
 from megasched.reading.idx_file import Idx, map_tokens, read_idx
 from megasched.reading.json_file import read_json

@@ -20,7 +20,7 @@ from megasched.weights.hf.files import write_hf_files
 from megasched.weights.hf.folder import HFFolder
 from megasched.weights.hf.hub import local_folder
 from megasched.weights.lazy import LazyTensor
-from megasched.weights.source import canonical_names
+from megasched.weights.source import canonical_names, of_passed_over
 from megasched.weights.torch_dist.reader import HF_FILES
 from megasched.weights.torch_dist.writer import TorchDistWriter
 
@@ -44,6 +44,11 @@ class Imported:
     tensors: int
     bytes: int
     passed_over: tuple[str, ...] = ()
+
+    @property
+    def left_aside(self) -> str:
+        """A line that names what the class leaves aside; empty where it takes all."""
+        return of_passed_over(self.architecture, self.passed_over) if self.passed_over else ""
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON; paths as text."""
@@ -92,8 +97,8 @@ def import_weights(
                 writer.add(name, tensor, written[name])
             writer.finish({"checkpoint_version": 3.0, "iteration": 0})
     write_whole(save / TRACKER, [RELEASE])
-    passed_over = tuple(source.passed_over)
-    return Imported(Path(hf_model), save, type(definition).__name__, len(tensors), size, passed_over)
+    name = type(definition).__name__
+    return Imported(Path(hf_model), save, name, len(tensors), size, tuple(source.passed_over))
 
 
 def _fitting(source: HFFolder, definition: PreTrainedModel, hf_model: str | Path) -> dict[str, LazyTensor]:

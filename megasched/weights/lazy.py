@@ -33,17 +33,14 @@ class LazyTensor(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole; known without reading values, except where an operation has to run for it."""
-        ...
 
     @property
     def dtype(self) -> torch.dtype:
         """As stored."""
-        ...
 
     @property
     def where(self) -> str:
         """File and name, for messages."""
-        ...
 
     def read(self, box: Box) -> torch.Tensor:
         """The part in the box; CPU, the stored dtype. It may be a view of a mapped file.
@@ -51,11 +48,9 @@ class LazyTensor(Protocol):
         Raises:
             CheckpointError: a file can't be read.
         """
-        ...
 
     def leaves(self) -> Iterator[Leaf]:
         """The stored tensors that it is made of."""
-        ...
 
 
 class Leaf(LazyTensor, Protocol):
@@ -64,7 +59,6 @@ class Leaf(LazyTensor, Protocol):
     @property
     def key(self) -> str:
         """Its stored name."""
-        ...
 
 
 def whole(shape: Sequence[int]) -> Box:

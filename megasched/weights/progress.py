@@ -42,8 +42,7 @@ def transfer(title: str, total: int) -> Iterator[Callable[[int], Any]]:
 
 class _Lines:
     def __init__(self, title: str, total: int) -> None:
-        self._title, self._total = title, total
-        self._done = 0
+        self._title, self._total, self._done = title, total, 0
         self._start = self._told = time.monotonic()
 
     def advance(self, count: int) -> None:

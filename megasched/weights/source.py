@@ -28,7 +28,6 @@ class WeightSource(Protocol):
         Raises:
             CheckpointError: the source has no such parameter, or has it in another shape.
         """
-        ...
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """The whole value of a persistent buffer (a trained router bias, say); None: as the class made it.
@@ -36,7 +35,6 @@ class WeightSource(Protocol):
         Raises:
             CheckpointError: the source has it in another shape.
         """
-        ...
 
     def check(self, names: Collection[str]) -> None:
         """Compares the source with the definition's canonical parameter names (a tie by its first name).
@@ -44,7 +42,6 @@ class WeightSource(Protocol):
         Raises:
             CheckpointError: lists every missing and every unexpected name.
         """
-        ...
 
 
 def canonical_names(definition: torch.nn.Module) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Attention as a definition has it: what Megatron's own needs to stand for it, or why it can't."""
+"""Reads off a definition how its attention is put together, or why Megatron's own can't stand for it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ HEAD_NORMS = (("self_attn.q_norm", "self_attn.k_norm"), ("self_attn.q_layernorm"
 
 
 def rotated_by_flag(config: Any) -> tuple[bool, ...]:
-    """Whether each layer has rotary positions, by the config's ``no_rope_layers``; empty: all have."""
+    """Says whether each layer has rotary positions, by the config's ``no_rope_layers``; empty: all have."""
     return tuple(bool(rotated) for rotated in getattr(config, "no_rope_layers", None) or ())
 
 
 def rotated_in_windows(config: Any) -> tuple[bool, ...]:
-    """The same where only layers with a window have them; all have, if there is no window."""
+    """Says the same where only layers with a window have them; all have, if there is no window."""
     if config.sliding_window is None:
         return rotated_by_flag(config)
     return tuple(kind == "sliding_attention" for kind in _layer_types(config))
@@ -38,7 +38,7 @@ def rotated_in_windows(config: Any) -> tuple[bool, ...]:
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """What of a family's attention can't be read off its definition; by default it is as in Llama's.
+    """Holds what of a family's attention can't be read off its definition; by default it is as in Llama's.
 
     Norms of heads, windows and scales are read. Each family's facts are proven in tests/parity/test_attentions.py.
 
@@ -61,7 +61,8 @@ class AttentionFacts:
 
 
 def read_attention(model: nn.Module, facts: AttentionFacts) -> AttentionSpec | str:
-    """How attention in a definition's decoder layers is put together, or why Megatron's can't stand for it."""
+    """Says how attention in a definition's decoder layers is put together, or why Megatron's can't stand for
+    it."""
     config: Any = model.config
     differs = dict(facts.differs)
     if getattr(config, "position_embedding_type", "rope") != "rope":
@@ -91,19 +92,19 @@ def read_attention(model: nn.Module, facts: AttentionFacts) -> AttentionSpec | s
 
 
 def layers_with(attention: AttentionSpec, model: nn.Module) -> list[str]:
-    """Paths of the layers that have such attention."""
+    """Lists the paths of the layers that have such attention."""
     ending = f".{attention.out}"
     return [path.removesuffix(ending) for path, _ in model.named_modules() if path.endswith(ending)]
 
 
 def norm_eps(norm: Any) -> float:
-    """A norm's epsilon, by whatever name."""
+    """Returns a norm's epsilon, by whatever name it goes."""
     found = getattr(norm, "variance_epsilon", None)  # which may be 0
     return norm.eps if found is None else found
 
 
 def _with_norms(attention: AttentionSpec, model: nn.Module, layers: list[str]) -> AttentionSpec | str:
-    """With the norms of heads that there are, and their epsilon; or why there is no such."""
+    """Adds the norms of heads that there are, and their epsilon; or says why there is no such."""
     first = dict(model.get_submodule(layers[0]).named_parameters())
     names = next((pair for pair in HEAD_NORMS if f"{pair[0]}.weight" in first), None)
     if names is None:
@@ -117,7 +118,7 @@ def _with_norms(attention: AttentionSpec, model: nn.Module, layers: list[str]) -
 
 
 def _with_scales(attention: AttentionSpec, model: nn.Module, layers: list[str]) -> AttentionSpec | str:
-    """With what attention and rotary positions are scaled by, or why it is not one number."""
+    """Adds what attention and rotary positions are scaled by, or says why it is not one number."""
     modules: list[Any] = [model.get_submodule(f"{layer}.{attention.module}") for layer in layers]
     scales = {module.scaling for module in modules}
     if len(scales) > 1:
@@ -161,7 +162,7 @@ def _mla(config: Any, model: Any) -> MlaSpec:
 
 
 def why_unwanted(config: Any, wanted_values: Mapping[str, tuple[Any, ...]]) -> str:
-    """Which field of a config has a value with which Megatron's layer would compute something else; or empty."""
+    """Names a field of a config whose value Megatron's layer would not heed; empty where there is none."""
     for name, wanted in wanted_values.items():
         if getattr(config, name, wanted[0]) not in wanted:
             return f"{name} is {getattr(config, name)!r}, and Megatron's layer computes what {wanted[0]!r} does"

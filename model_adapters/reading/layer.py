@@ -1,4 +1,4 @@
-"""Decoder layers as a definition has them: what Megatron's own needs to stand for them, or why it can't."""
+"""Reads off a definition how its decoder layers are put together, or why Megatron's own can't stand for them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WANTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What of a family's decoder layers can't be read off its definition; by default they are as Llama's.
+    """Holds what of a family's decoder layers can't be read off its definition; by default they are as Llama's.
 
     Each family's facts are proven in tests/parity: by test_levels.py, test_layer_kinds.py, test_mixture_blocks.py
     or test_latent_blocks.py.
@@ -47,7 +47,7 @@ class LayerFacts:
 
 
 def read_layer(model: nn.Module, facts: LayerFacts, attention: AttentionSpec | str) -> LayerSpec | str:
-    """How the decoder layers of a definition are put together, or why Megatron's layer can't stand for them.
+    """Says how the decoder layers of a definition are put together, or why Megatron's layer can't stand for them.
 
     Args:
         attention: what is known of their attention, or why nothing is.
@@ -69,7 +69,7 @@ def read_layer(model: nn.Module, facts: LayerFacts, attention: AttentionSpec | s
 
 
 def _activation(config: Any) -> str:
-    """HF's name of it."""
+    """Returns HF's name of the MLP's activation."""
     fields = ("hidden_activation", "hidden_act", "activation_function")
     return next(getattr(config, name) for name in fields if getattr(config, name, None))
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts as a definition has them: what Megatron's needs to stand for them, or why it can't."""
+"""Reads off a definition how its mixtures of experts are put together, or why Megatron's can't stand for them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _ALPHA = 1.702  # of Megatron's quick_gelu (megatron/core/fusions/fused_bias_geg
 
 @dataclass(frozen=True)
 class MoeFacts:
-    """What of a family's mixtures of experts can't be read off its definition: names in the module that is the
-    mixture, and how its router chooses. By default they are as in Qwen3-MoE.
+    """Holds what of a family's mixtures of experts can't be read off its definition: names in the module that is
+    the mixture, and how its router chooses. By default they are as in Qwen3-MoE.
 
     Each family's facts are proven in tests/parity: by test_mixtures.py or test_mixture_blocks.py.
 
@@ -50,7 +50,7 @@ class MoeFacts:
 
 
 def read_moe(model: nn.Module, facts: MoeFacts) -> MoeSpec | str:
-    """How the mixtures of a definition are put together, or why Megatron's can't stand for them."""
+    """Says how the mixtures of a definition are put together, or why Megatron's can't stand for them."""
     config: Any = text_config(model.config)
     paths = [experts.rpartition(".")[0] for experts in find_experts(model)]
     if not paths:
@@ -85,7 +85,7 @@ def read_moe(model: nn.Module, facts: MoeFacts) -> MoeSpec | str:
 
 
 def _has(module: nn.Module, path: str) -> bool:
-    """Whether there is such a module or buffer."""
+    """Says whether there is such a module or buffer."""
     parent, _, name = path.rpartition(".")
     return hasattr(module.get_submodule(parent), name)
 
@@ -107,7 +107,7 @@ def _normalized(facts: MoeFacts, router: Any) -> bool:
 
 
 def _groups(router: Any, config: Any) -> tuple[int, int]:
-    """Groups of experts, and how many of them are chosen; 1 and 1 where all are."""
+    """Counts the groups of experts, and how many of them are chosen; 1 and 1 where all are."""
     groups, chosen = getattr(router, "num_group", None) or 1, getattr(router, "topk_group", None) or 1
     limited = getattr(config, "topk_method", "group_limited_greedy") == "group_limited_greedy"
     return (groups, chosen) if chosen < groups and limited else (1, 1)
@@ -139,8 +139,8 @@ def _why_not_activated(experts: Any, shared: Any) -> str:
 
 
 def _why_not_routed(facts: MoeFacts, router: Any, grouped: tuple[int, int]) -> str:
-    """What of routers Megatron's does otherwise (``topk_routing_with_score_function`` and ``group_limited_topk``
-    in megatron/core/transformer/moe/moe_utils.py)."""
+    """Says what of routers Megatron's does otherwise (``topk_routing_with_score_function`` and
+    ``group_limited_topk`` in megatron/core/transformer/moe/moe_utils.py)."""
     chosen, normalized = router.top_k, _normalized(facts, router)
     if _scores(facts, router) == "sigmoid" and normalized != (chosen > 1):
         adds = "add up to one" if normalized else "are the scores themselves"

@@ -1,4 +1,4 @@
-"""Whether parts of a definition are as transformers makes them.
+"""Tells whether modules of a definition are as transformers makes them.
 
 What Megatron's layers, attention and mixtures compute was compared with transformers' own classes. A class that
 comes with a model folder may have altered any part of one, so its parts are compared with those of transformers'
@@ -36,7 +36,8 @@ _TWINS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def why_altered(model: Any, paths: Iterable[str], *, around: bool = False) -> str:
-    """What of the modules at these paths, and of those in them, is not as transformers has it; empty for nothing.
+    """Says what of the modules at these paths, and of those in them, is not as transformers has it; empty for
+    nothing.
 
     Args:
         around: whether what calls the modules counts, too: it hands them positions and masks.
@@ -62,7 +63,8 @@ def why_altered(model: Any, paths: Iterable[str], *, around: bool = False) -> st
 
 
 def _twin(model: Any) -> Any:
-    """Transformers' model of the same config, the definition itself where it is one; or why there is none."""
+    """Makes transformers' model of the same config, which is the definition itself where it is one; or says why
+    there is none."""
     if type(model).__module__.startswith("transformers."):
         return model
     if model not in _TWINS:
@@ -75,13 +77,13 @@ def _twin(model: Any) -> Any:
 
 
 def _parents(path: str) -> Iterator[str]:
-    """Of a module, the model included."""
+    """Yields the paths of the modules around one, the model included."""
     parts = path.split(".")
     return (".".join(parts[:end]) for end in range(len(parts)))
 
 
 def _unlike(model: nn.Module, others: Mapping[str, nn.Module], path: str) -> str:
-    """In what a module, or one inside, differs from transformers', which are given by their paths."""
+    """Says in what a module, or one inside, differs from transformers', which are given by their paths."""
     for inner, module in model.get_submodule(path).named_modules():
         place = f"{path}.{inner}" if inner else path
         other = others.get(place)
@@ -97,7 +99,7 @@ def _unlike(model: nn.Module, others: Mapping[str, nn.Module], path: str) -> str
 
 
 def _tensors(module: nn.Module) -> dict[str, Any]:
-    """Names and shapes of parameters, and the values of buffers."""
+    """Returns the names and shapes of parameters, and the values of buffers."""
     shapes = {name: None if held is None else tuple(held.shape) for name, held in module._parameters.items()}
     return {**shapes, **module._buffers}
 
@@ -126,7 +128,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _overridden(own: type, other: type) -> str:
-    """What the class of a module around has of its own."""
+    """Says what the class of a module around has of its own."""
     if own is other:
         return ""
     if not issubclass(own, other):
@@ -141,8 +143,8 @@ def _overridden(own: type, other: type) -> str:
 
 @cache
 def _foreign(kind: type) -> str:
-    """A method of a class of transformers' or torch's that is somebody else's, or a function that it calls by a
-    global name; empty where there is none."""
+    """Names a method of a class of transformers' or torch's that is somebody else's, or a function that it calls
+    by a global name; empty where there is none."""
     if not _ours(kind.__module__):
         return "__class__"
     for base in (base for base in kind.__mro__ if base.__module__.startswith("transformers.")):
@@ -154,8 +156,8 @@ def _foreign(kind: type) -> str:
 
 
 def _called(kind: type) -> dict[str, Any]:
-    """What global names stand for in the code of a class's own methods, and in that of functions of the same
-    module that are called so."""
+    """Returns what global names stand for in the code of a class's own methods, and in that of functions of the
+    same module that are called so."""
     names: Mapping[str, Any] = vars(sys.modules[kind.__module__])
     found: dict[str, Any] = {}
     left = [function for value in vars(kind).values() for function in _functions(value)]
@@ -167,7 +169,7 @@ def _called(kind: type) -> dict[str, Any]:
 
 
 def _functions(value: Any) -> list[FunctionType]:
-    """That a class keeps under one name, with those that they are wrapped around."""
+    """Lists the functions that a class keeps under one name, with those that they are wrapped around."""
     ends = [value.fget, value.fset, value.fdel] if isinstance(value, property) else [value]
     found = []
     for end in ends:
@@ -180,14 +182,14 @@ def _functions(value: Any) -> list[FunctionType]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Global names in the code of a function, and of those made in it."""
+    """Returns the global names in the code of a function, and of those made in it."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return set(code.co_names).union(*map(_names, inner))
 
 
 def _known(value: Any) -> bool:
-    """Whether a value holds no code but that of transformers, torch and Python. A function is known by the module
-    whose names it sees: under what name it goes can be set."""
+    """Says whether a value holds no code but that of transformers, torch and Python. A function is known by the
+    module whose names it sees: under what name it goes can be set."""
     if functions := _functions(value):
         return all(_ours(function.__globals__.get("__name__")) for function in functions)
     if isinstance(value, dict):
@@ -207,7 +209,8 @@ def _known(value: Any) -> bool:
 
 
 def _ours(module: str | None) -> bool:
-    """Whether a module comes with transformers, torch or Python; what says of none where it is from does not."""
+    """Says whether a module comes with transformers, torch or Python; what says of none where it is from does
+    not."""
     known = ("transformers", "torch", "kernels", "megasched")
     return module is not None and module.partition(".")[0] in (*known, *_standard())
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megasched.cli import main
 from megasched.language.parallel_dims import Layout
 
 SCHEDULE = """\
@@ -65,3 +66,23 @@ def inspect(llama, write):
         return inspect_schedule(schedule or write(*lines), llama, layout, **options)
 
     return inspect
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command in this process: exit status, stdout, stderr."""
+
+    def run(*argv):
+        with pytest.raises(SystemExit) as stop:
+            main.main([str(word) for word in argv])
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def schedule(tmp_path):
+    path = tmp_path / "mysched.py"
+    path.write_text(SCHEDULE)
+    return path

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.cli.pages import report_of
-from tests.cli.test_show_view import line_of, printed
+from tests.cli.test_report_view import line_of, printed
 
 
 def below(text, *words):

@@ -76,6 +76,8 @@ LATE: dict[str, str] = {
     "megasched/cli/check/commands.py: megasched/verify/matrix.py": _COMMAND,
     "megasched/cli/check/commands.py: megasched/verify/new_adapter/new_adapter.py": _COMMAND,
     "megasched/cli/check/commands.py: megasched/verify/verify.py": _COMMAND,
+    "megasched/cli/main.py: megasched/cli/doctor.py": "heavy: all that a run is made of, for this command alone",
+    "megasched/cli/main.py: megasched/trainer/entry.py": "heavy: what a script runs under, which no command needs",
     "megasched/cli/search/commands.py: megasched/cli/search/calibrate.py": _COMMAND,
     "megasched/cli/search/commands.py: megasched/cli/search/plan.py": _COMMAND,
     "megasched/cli/search/commands.py: megasched/cli/search/tune.py": _COMMAND,
@@ -90,6 +92,9 @@ LATE: dict[str, str] = {
     "megasched/verify/recording.py: megasched/trainer/losses/definition_loss.py": _IN_A_RANK,
     "megasched/planner/measure/build_stage.py: megasched/trainer/scheduled_model.py": (
         "heavy: Megatron's layers, for who builds a stage; who only names a setting does without"
+    ),
+    "megasched/layers/megatron/trials.py: megasched/layers/megatron/trial.py": (
+        "heavy: Megatron's layers, for who asks for level block alone"
     ),
     "megasched/trainer/seams/arguments.py: megasched/trainer/session_from_args.py": _SEAM,
     "megasched/trainer/seams/data_check.py: megasched/trainer/token_ids.py": _SEAM,

@@ -66,7 +66,8 @@ def test_the_installed_entry_points_are_those_of_this_tree():
     wanted = tomllib.loads((survey.ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     installed = {group: {point.name: point.value for point in entry_points(group=group)} for group in wanted}
     missing = {group: points for group, points in wanted.items() if not points.items() <= installed[group].items()}
-    assert not missing, "install megasched again: `.venv/bin/python -m pip install --no-deps --editable .`"
+    again = "`pip install --no-deps --editable .`, and no megasched.egg-info of an earlier build"
+    assert not missing, f"install megasched again: {again}"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_an_import_that_points_upwards_is_seen_wherever_it_stands(house):
     house(
         {
             "megasched/analysis/dims.py": body,
-            "megasched/verify/verify.py": "import megasched.analysis.dims\n",
+            "megasched/verify/verify.py": "import megasched.analysis.rules.dims\n",
         }
     )
     (found,) = survey.upward()

@@ -136,7 +136,7 @@ def _innermost():
 
 def test_the_innermost_level_counts(ranks):
     want = [tuple(f"model.layers.1.self_attn.{name}_proj" for name in "qkv")]
-    assert ranks.run(2, _innermost) == [want, want]
+    assert ranks.run(2, _innermost) == [tuple(want)] * 2
 
 
 def test_an_unknown_level_is_refused():

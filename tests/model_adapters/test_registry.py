@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from megasched.definition.build import build_definition
-from megasched.errors import ConfigError
+from megasched.errors import ConfigError, Declined
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.roles import Roles
 from megasched.model_adapters import generic, registry
@@ -72,9 +72,9 @@ def test_an_installed_adapter_comes_before_hfs_plan(points, llama):
             for index in range(2)
             for name, role in (("mlp.up_proj", "mlp.up"), ("self_attn.q_proj", "qkv.q"))
         },
-        layer="not tried",
+        layer=Declined("not tried"),
         attention=AttentionSpec(heads=4, kv_heads=2, head_dim=8),
-        moe="no mixture is known for model type 'llama'",
+        moe=Declined("no mixture is known for model type 'llama'"),
         mlps={f"model.layers.{index}.mlp": MlpSpec() for index in range(2)},
     )
 
@@ -100,7 +100,7 @@ def test_packed_sizes_without_roles_are_of_nothing():
 def test_without_roles_hfs_plan_gives_them(llama):
     facts = AttentionFacts({"out": "self_attn.dense"})
     bound, plain = Adapter(("llama",), attention=facts).bind(llama), roles_of(llama)
-    assert bound.attention == "no layer has self_attn.dense"
+    assert str(bound.attention) == "no layer has self_attn.dense"
     assert replace(bound, attention=plain.attention, layer=plain.layer) == plain
     assert isinstance(plain.layer, LayerSpec)
 
@@ -121,7 +121,7 @@ def test_a_function_of_the_definition_stands_for_facts(llama, name):
         seen.append(model)
         return SPECS[name]
 
-    assert getattr(Adapter(("llama",), {}, **{name: say}).bind(llama), name) is SPECS[name]
+    assert getattr(Adapter(("llama",), {}, **{name: say}).bind(llama), name) == SPECS[name]
     assert seen == [llama]
 
 

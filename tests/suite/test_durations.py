@@ -33,4 +33,4 @@ def test_files_are_added_up_and_sorted():
 
 def test_slurm_may_take_longer():
     assert budget_of("tests/slurm/test_nights.py::test_undisturbed[short]") == 120
-    assert budget_of("tests/test_cli.py::test_version") == 60
+    assert budget_of("tests/cli/test_main.py::test_version") == 60

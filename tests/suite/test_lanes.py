@@ -64,14 +64,14 @@ def test_all_tests_run_once_and_each_process_begins_with_its_own_kind(run, count
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_of_three_processes_the_last_one_has_slurm_alone(run, count):
-    given = run(four_of(*RANKS, *PURE, "tests/test_cli.py", "tests/weights/test_traced_functions.py"), count)
+    given = run(four_of(*RANKS, *PURE, "tests/cli/test_main.py", "tests/weights/test_traced_functions.py"), count)
     slurm = four_of(lanes.SLURM)
     assert given[-1] == slurm
     assert not {test for each in given[:-1] for test in each}.intersection(slurm)
 
 
 def test_without_slurm_the_last_of_three_has_nothing(run):
-    tests = four_of(*RANKS, "tests/test_cli.py")
+    tests = four_of(*RANKS, "tests/cli/test_main.py")
     *_, last = given = run(tests, 3)
     assert last == []
     assert sorted(test for each in given for test in each) == sorted(tests)

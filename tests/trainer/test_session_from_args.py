@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from megasched.errors import CheckpointError, ConfigError, ScheduleError
 from megasched.trainer.checkpoint.source import CheckpointPlaceholder, loaded_folder
 from megasched.trainer.current_session import get_session
-from megasched.trainer.flags.mixture_flags import NOTHING_ASKED
+from megasched.trainer.flags.moe import NOTHING_ASKED
 from megasched.trainer.session_from_args import begin_session
 from tests import tiny
 

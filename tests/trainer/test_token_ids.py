@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megasched.errors import ConfigError
-from megasched.layers.ids import refuse_ids
+from megasched.layers.embedding import refuse_ids
 from megasched.trainer import token_ids
 from megasched.trainer.token_ids import check_data
 from megasched.verify.ranks.pool import RankError

@@ -26,12 +26,12 @@ from megasched.analysis.recording.sites import Line, Site, running_lines
 from megasched.analysis.recording.surroundings import Surroundings
 from megasched.analysis.recording.tape import (
     Alias,
-    AttentionCall,
     Call,
     HeldTensor,
-    LossCall,
     Operation,
     Question,
+    RecordedAttention,
+    RecordedLoss,
     Tape,
 )
 from megasched.analysis.recording.trees import snapshot
@@ -274,7 +274,7 @@ class _Recorder(ScalarAnswers):
         **kwargs: Any,
     ) -> Any:
         """Stands in the registry of attention functions."""
-        call = AttentionCall(module, query, key, value, args, kwargs)
+        call = RecordedAttention(module, query, key, value, args, kwargs)
         self._happened("enter_attention", call)
         call.output = self.real_attention(module, query, key, value, *args, **kwargs)
         self._happened("leave_attention", call)
@@ -282,7 +282,7 @@ class _Recorder(ScalarAnswers):
 
     def lose(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Stands in for a definition's ``loss_function``."""
-        call = LossCall(logits, args, kwargs)
+        call = RecordedLoss(logits, args, kwargs)
         self._happened("enter_loss", call)
         call.output = sum_of_logits(logits)
         if self._until_loss:

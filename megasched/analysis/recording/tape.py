@@ -81,7 +81,7 @@ class Call:
 
 
 @dataclass(slots=True, eq=False)
-class AttentionCall:
+class RecordedAttention:
     """A call of the attention function that transformers' registry has.
 
     Attributes:
@@ -99,7 +99,7 @@ class AttentionCall:
 
 
 @dataclass(slots=True, eq=False)
-class LossCall:
+class RecordedLoss:
     """A call of a definition's ``loss_function``; what a tape has of it is another function, of all logits."""
 
     logits: torch.Tensor
@@ -142,16 +142,16 @@ class TapeReader:
     def leave(self, call: Call) -> None:
         """It has ended."""
 
-    def enter_attention(self, call: AttentionCall) -> None:
+    def enter_attention(self, call: RecordedAttention) -> None:
         """The attention function begins; its own operations follow."""
 
-    def leave_attention(self, call: AttentionCall) -> None:
+    def leave_attention(self, call: RecordedAttention) -> None:
         """It has ended."""
 
-    def enter_loss(self, call: LossCall) -> None:
+    def enter_loss(self, call: RecordedLoss) -> None:
         """The loss function begins; operations of what stands in for it follow."""
 
-    def leave_loss(self, call: LossCall) -> None:
+    def leave_loss(self, call: RecordedLoss) -> None:
         """It has ended."""
 
     def question(self, question: Question) -> None:
@@ -209,6 +209,6 @@ class Tape:
         return (arguments[0] for name, arguments in self._events if name == "enter")
 
     @property
-    def loss(self) -> LossCall | None:
+    def loss(self) -> RecordedLoss | None:
         """The first call of the definition's ``loss_function``."""
         return next((arguments[0] for name, arguments in self._events if name == "enter_loss"), None)

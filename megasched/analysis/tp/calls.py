@@ -9,7 +9,7 @@ import torch
 
 from megasched.analysis.recording.backward_code import handed_to_hooks
 from megasched.analysis.recording.meta_call import tensors_in
-from megasched.analysis.recording.tape import AttentionCall, Call, LossCall
+from megasched.analysis.recording.tape import Call, RecordedAttention, RecordedLoss
 from megasched.analysis.tp.backward import BackwardLabels
 from megasched.analysis.tp.facts import TpSpec
 from megasched.analysis.tp.shared_inputs import ColumnCall
@@ -277,7 +277,7 @@ class Labelling(BackwardLabels):
         place = ShardDim(1) if last > 1 else ShardDim(0, outer=self.tokens[0])
         return TpSpec("S" if split else "R", rows=rows, active=True, fed=True, along=place if split else None)
 
-    def enter_attention(self, call: AttentionCall) -> None:
+    def enter_attention(self, call: RecordedAttention) -> None:
         """Attention is heads apart: it takes q, k and v [b, heads, s, d] that are cut along their heads."""
         operands = tensors_in((call.query, call.key, call.value, call.args, call.kwargs))
         self.derived.attention[self._path()] = call.query.shape[1], self.label(call.query).region == "T"
@@ -300,19 +300,19 @@ class Labelling(BackwardLabels):
         self.attending.append(label)
         self.silent += 1
 
-    def leave_attention(self, call: AttentionCall) -> None:
+    def leave_attention(self, call: RecordedAttention) -> None:
         """See ``TapeReader``."""
         self.silent -= 1
         label = self.attending.pop()
         self._set(call.output[0], replace(label, along=ShardDim(2) if label.region == "T" else None))
 
-    def enter_loss(self, call: LossCall) -> None:
+    def enter_loss(self, call: RecordedLoss) -> None:
         """See ``TapeReader``."""
         if not self.loss_takes_shards:
             self.derived.gather |= self.label(call.logits).columns
         self.silent += 1
 
-    def leave_loss(self, call: LossCall) -> None:
+    def leave_loss(self, call: RecordedLoss) -> None:
         """A forward may add to it what it makes of parameters."""
         self.silent -= 1
         self._set(call.output, TpSpec(active=True, fed=True))

@@ -8,8 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from megasched.cli.output import plain_table
+from megasched.cli.output import plain_table, report_console
 from megasched.errors import ConfigError
+from megasched.json_output import print_json
 from megasched.trainer.evidence.compatibility import load_matrix
 from megasched.verify.matrix import LAYOUT_NAMES
 
@@ -22,6 +23,16 @@ ROUNDING = (
     "most four times as far from float64 as the unscheduled model in float32 is, and at most 1e-3:",
 )
 COMMAND = "megasched archs --markdown > docs/architectures.md"
+
+
+def print_all(*, as_json: bool, as_markdown: bool) -> None:
+    """Prints all that is known of all architectures: as JSON, as the page of the documentation, or as a table."""
+    if as_json:
+        print_json(load_matrix())
+    elif as_markdown:
+        print(markdown(load_matrix()), end="")
+    else:
+        print_matrix(report_console())
 
 
 def print_matrix(console: Console) -> None:

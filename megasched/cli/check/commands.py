@@ -11,7 +11,6 @@ import typer
 from megasched.cli.options import Cp, Dp, Ep, HfModel, HfOverride, Json, Pp, Sp, Tp, TrustRemoteCode, Vp, layout_of
 from megasched.cli.output import print_found, quiet_imports, report_console
 from megasched.json_output import json_only, print_json
-from megasched.trainer.evidence.compatibility import load_matrix
 
 
 def verify(
@@ -114,12 +113,7 @@ def archs(
     if run and name is None:
         raise typer.BadParameter("--run needs the name of an architecture")
     if name is None:
-        if as_json:
-            print_json(load_matrix())
-        elif as_markdown:
-            print(report.markdown(load_matrix()), end="")
-        else:
-            report.print_matrix(report_console())
+        report.print_all(as_json=as_json, as_markdown=as_markdown)
         return
     with json_only(as_json):
         results = check_here(name) if run else report.known_results(name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from megasched.definition.instances import Itself
-from megasched.language.module_specs import AttentionSpec
+from megasched.language.module_specs import AttentionSpec, LayerSpec
 from megasched.language.roles import Roles
 from megasched.plan.megatron.fit import TrialSubject
 from megasched.plan.megatron.params import mixture_in
@@ -64,7 +64,7 @@ class Trials:
         index = structure.index_of(subject.path)
         if subject.kind == "layer":
             mixture = mixture_in(self.plan, subject.layer, roles)
-            assert not isinstance(roles.layer, str)
+            assert isinstance(roles.layer, LayerSpec)
             attention: AttentionSpec | None = roles.layer.attention
             said: Any = (replace(roles.layer, attention=_of_layer(roles.layer.attention, index)), mixture)
         elif subject.kind == "attention":
@@ -82,14 +82,14 @@ def _of_layer(attention: AttentionSpec, index: int | None) -> AttentionSpec:
     """What is said of one layer's."""
     assert index is not None
 
-    def own(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def of_layer(values: tuple[Any, ...]) -> tuple[Any, ...]:
         return values[index : index + 1]
 
     return replace(
         attention,
-        windows=own(attention.windows),
-        rotated=own(attention.rotated),
-        frequencies=own(attention.frequencies),
+        windows=of_layer(attention.windows),
+        rotated=of_layer(attention.rotated),
+        frequencies=of_layer(attention.frequencies),
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
 
+from megasched.errors import Declined
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.records import Record
 from megasched.language.registry import get_primitive
@@ -65,7 +66,7 @@ class MegatronCandidate:
     kind: Literal["layer", "attention", "mixture", "MLP"]
     layer: str
     around: tuple[str, ...] = ()
-    mlp: MlpSpec | str = ""
+    mlp: MlpSpec | Declined = field(default=Declined("it is no MLP"))
 
 
 class _Inside:
@@ -157,8 +158,8 @@ class MegatronFit:
 
     def _why_not_layer(self, layer: str) -> str:
         plan, block = self.plan, self.roles.layer
-        if isinstance(block, str):
-            return block
+        if isinstance(block, Declined):
+            return block.reason
         mixture = mixture_in(plan, layer, self.roles)
         if mixture is None and f"{layer}.{block.mlp.down}.weight" not in plan.canonical:
             return str(self.roles.moe)
@@ -178,8 +179,8 @@ class MegatronFit:
 
     def _why_not_attention(self, path: str, part: MegatronCandidate) -> str:
         plan, attention = self.plan, self.roles.attention
-        if isinstance(attention, str):
-            return attention
+        if isinstance(attention, Declined):
+            return attention.reason
         if path != f"{part.layer}.{attention.module}":
             return "nothing is known of it"
         if attention.out_dropout:
@@ -203,8 +204,8 @@ class MegatronFit:
 
     def _why_not_mixture(self, path: str, part: MegatronCandidate) -> str:
         plan, mixture = self.plan, self.roles.moe
-        if isinstance(mixture, str):
-            return mixture
+        if isinstance(mixture, Declined):
+            return mixture.reason
         if mixture_in(plan, part.layer, self.roles) is None or path != f"{part.layer}.{mixture.module}":
             return "nothing is known of it"
         if plan.layout.tp > 1 and not plan.layout.sp:
@@ -219,8 +220,8 @@ class MegatronFit:
 
     def _why_not_mlp(self, path: str, part: MegatronCandidate) -> str:
         plan, mlp = self.plan, part.mlp
-        if isinstance(mlp, str):
-            return mlp
+        if isinstance(mlp, Declined):
+            return mlp.reason
         linears = (*mlp.inputs, mlp.down)
         content = _Content(path, part.layer, _cuts(mlp.inputs, (mlp.down,)), mlp_parameter_names(mlp), ())
         return (

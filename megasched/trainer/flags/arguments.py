@@ -21,10 +21,15 @@ from megasched.definition.objectives import OBJECTIVES, find_objective
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import Layout
 from megasched.trace.run_trace import trace_conflicts
-from megasched.trainer.flags.expert_flags import expert_arguments, expert_conflicts
-from megasched.trainer.flags.mixture_flags import is_mixture_flag, mixture_flags_asked, moe_conflicts
 from megasched.trainer.flags.model_shape import derive, one_head_for_tp
 from megasched.trainer.flags.model_sizes import SourcedValue
+from megasched.trainer.flags.moe import (
+    expert_arguments,
+    expert_conflicts,
+    is_mixture_flag,
+    mixture_flags_asked,
+    moe_conflicts,
+)
 from megasched.trainer.flags.position_limit import remedy
 from megasched.trainer.flags.refused_flags import REFUSED, REFUSED_VALUES
 from megasched.trainer.flags.sft import sft_conflicts
@@ -63,86 +68,72 @@ class GivenFlag:
         return f"{self.option} {value}" if self.takes_value else self.option
 
 
+# Flag -> how argparse reads it, and what --help says.
+FLAGS: dict[str, tuple[dict[str, Any], str]] = {
+    "--model-schedule": (
+        {"metavar": "FILE"},
+        "How the model is run: a Python file that calls schedule primitives, or `auto` for the one that "
+        "megasched derives from the model and the layout.",
+    ),
+    "--schedule-option": (
+        {"metavar": "KEY=VALUE", "nargs": "+", "action": "extend", "default": []},
+        "Given to the schedule function's parameter KEY; as in --model-schedule FILE:KEY=VALUE.",
+    ),
+    "--hf-model": (
+        {"metavar": "DIR"},
+        "The Hugging Face model that is trained: a folder with config.json and, unless --hf-random-init, "
+        "safetensors; or a hub id that is in the local cache.",
+    ),
+    "--hf-override": (
+        {"metavar": "FIELD=VALUE", "nargs": "+", "action": "extend", "default": []},
+        "Changes fields of the HF config before anything is built, e.g. num_hidden_layers=8; nested fields with "
+        "dots. Values are JSON where they parse as such.",
+    ),
+    "--hf-random-init": (
+        {"action": "store_true"},
+        "Initialise the weights as the HF definition does instead of loading them from --hf-model.",
+    ),
+    "--rehearse": (
+        {"action": "store_true"},
+        "Run the job on this machine's CPU, with CUDA emulated and gloo: the real trainer and schedules, to find "
+        "mistakes before a GPU is held. Same as MEGASCHED_REHEARSE=1.",
+    ),
+    "--allow-unverified": (
+        {"action": "store_true"},
+        "Run an architecture at a layout where no check has shown that it computes what the definition does.",
+    ),
+    "--require-certificate": (
+        {"metavar": "FILE"},
+        "Run only what this certificate speaks for: `megasched verify --certificate FILE` of the same schedule, "
+        "model, versions and kinds of parallelism found it equal. It stands for --allow-unverified.",
+    ),
+    "--megasched-trace": (
+        {"metavar": "FILE"},
+        "Record when each rank ran which forward, backward, communication and optimizer step, and write it there "
+        "in Chrome's trace format; of the iterations that --profile-step-start and --profile-step-end name.",
+    ),
+    HANG_FLAG: (
+        {"metavar": "MINUTES", "type": minutes},
+        "A rank that makes no step for so long prints the stacks of its threads and ends, and with it the run. "
+        "It must be longer than a validation and a checkpoint take together.",
+    ),
+    "--objective": (
+        {"choices": sorted(OBJECTIVES)},
+        "What the model is trained to do, which says its Hugging Face class and what it is given; causal_lm by "
+        "default. The scripts that come with megasched say it themselves.",
+    ),
+}
+
+
 def add_megasched_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the argument group ``megasched``; returns the parser, as Megatron's extra_args_provider must."""
     group = parser.add_argument_group("megasched")
-    group.add_argument(
-        "--model-schedule",
-        metavar="FILE",
-        help="How the model is run: a Python file that calls schedule primitives, or `auto` for the one "
-        "that megasched derives from the model and the layout.",
-    )
-    group.add_argument(
-        "--schedule-option",
-        metavar="KEY=VALUE",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="Given to the schedule function's parameter KEY; as in --model-schedule FILE:KEY=VALUE.",
-    )
-    group.add_argument(
-        "--hf-model",
-        metavar="DIR",
-        help="The Hugging Face model that is trained: a folder with config.json and, unless "
-        "--hf-random-init, safetensors; or a hub id that is in the local cache.",
-    )
-    group.add_argument(
-        "--hf-override",
-        metavar="FIELD=VALUE",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="Changes fields of the HF config before anything is built, e.g. num_hidden_layers=8; nested "
-        "fields with dots. Values are JSON where they parse as such.",
-    )
-    group.add_argument(
-        "--hf-random-init",
-        action="store_true",
-        help="Initialise the weights as the HF definition does instead of loading them from --hf-model.",
-    )
-    group.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="Run the job on this machine's CPU, with CUDA emulated and gloo: the real trainer and "
-        "schedules, to find mistakes before a GPU is held. Same as MEGASCHED_REHEARSE=1.",
-    )
-    group.add_argument(
-        "--allow-unverified",
-        action="store_true",
-        help="Run an architecture at a layout where no check has shown that it computes what the definition does.",
-    )
-    group.add_argument(
-        "--require-certificate",
-        metavar="FILE",
-        help="Run only what this certificate speaks for: `megasched verify --certificate FILE` of the same "
-        "schedule, model, versions and kinds of parallelism found it equal. It stands for --allow-unverified.",
-    )
-    group.add_argument(
-        "--megasched-trace",
-        metavar="FILE",
-        help="Record when each rank ran which forward, backward, communication and optimizer step, and write it "
-        "there in Chrome's trace format; of the iterations that --profile-step-start and --profile-step-end name.",
-    )
-    group.add_argument(
-        HANG_FLAG,
-        metavar="MINUTES",
-        type=minutes,
-        help="A rank that makes no step for so long prints the stacks of its threads and ends, and with it the "
-        "run. It must be longer than a validation and a checkpoint take together.",
-    )
-    group.add_argument(
-        "--objective",
-        choices=sorted(OBJECTIVES),
-        help="What the model is trained to do, which says its Hugging Face class and what it is given; "
-        "causal_lm by default. The scripts that come with megasched say it themselves.",
-    )
+    for flag, (reading, text) in FLAGS.items():
+        group.add_argument(flag, help=text, **reading)
     # Megatron has the flag for its tokenizers; here it covers the model as well.
     if "--trust-remote-code" not in parser._option_string_actions:
-        group.add_argument(
-            "--trust-remote-code",
-            action="store_true",
-            help="Run Python code that comes with --hf-model.",
-        )
+        what = "Run Python code that comes with --hf-model."
+        group.add_argument("--trust-remote-code", action="store_true", help=what)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""A proposed adapter as the text of a Python module, formatted as ruff formats it."""
+"""Writes a proposed adapter as the text of a Python module, formatted as ruff formats it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _INDENT = "    "
 
 
 def write_source(proposal: Proposal, *, transformers: str) -> str:
-    """The module: a docstring, an import and ``ADAPTER``.
+    """Writes the module: a docstring, an import and ``ADAPTER``, as files of ``model_adapters/families`` are.
 
     Args:
         proposal: what it is to say.
@@ -23,7 +23,7 @@ def write_source(proposal: Proposal, *, transformers: str) -> str:
 
 
 def adapter_expression(proposal: Proposal) -> str:
-    """``ADAPTER = Adapter(...)``."""
+    """Writes ``ADAPTER = Adapter(...)``."""
     fields = [f"{_INDENT}model_types=({_text(proposal.model_type)},),"]
     fields += _mapping("roles", {glob: _text(role) for glob, role in proposal.roles.items()}, one_a_line=True)
     fields += _mapping("packed", {role: f"lambda config: {parts}" for role, parts in proposal.packed.items()})
@@ -34,7 +34,7 @@ def adapter_expression(proposal: Proposal) -> str:
 
 
 def _mapping(name: str, items: Mapping[str, str], *, one_a_line: bool = False) -> list[str]:
-    """A field that is a dict, on one line where it fits; nothing for an empty one."""
+    """Writes a field that is a dict, on one line where it fits; nothing for an empty one."""
     if not items:
         return []
     entries = [f"{_text(key)}: {value}" for key, value in items.items()]

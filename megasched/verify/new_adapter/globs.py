@@ -1,4 +1,4 @@
-"""Module paths folded over layers: the globs of an adapter."""
+"""Folds module paths over layers into the globs of an adapter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
 
 def fold_paths[Value](values: Mapping[str, Value], paths: Iterable[str]) -> dict[str, Value]:
-    """Glob -> value, so that each path is matched by what says its value and nothing else is matched.
+    """Maps globs to values, so that each path is matched by what says its value and nothing else is matched.
 
     Paths that a glob would not tell from others keep their indices.
 

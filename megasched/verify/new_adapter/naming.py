@@ -1,4 +1,4 @@
-"""Names for what was found: ``column`` and ``row`` become roles that schedules can speak of.
+"""Names what was found: ``column`` and ``row`` become roles that schedules can speak of.
 
 A name changes nothing of how a linear is cut, but for the head counts that go with q, k and v; where these do not
 fit the linear it keeps its plain name.
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from megasched.definition.linears import output_axis
 from megasched.language.roles import ROLES, Roles
 from megasched.model_adapters.generic import head_counts
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # Leaf of a column -> role; regular expressions for the whole name.
 _COLUMNS: tuple[tuple[str, str], ...] = (
@@ -29,7 +27,7 @@ _MLP = re.compile(r"mlp|ffn|feed_forward|fc\d?|ff")
 
 
 def name_roles(model: nn.Module, roles: Roles) -> dict[str, str]:
-    """Module path -> role, for all that has one.
+    """Maps module paths to roles, for all that have one.
 
     Args:
         model: the definition.
@@ -55,7 +53,7 @@ def name_roles(model: nn.Module, roles: Roles) -> dict[str, str]:
 
 
 def parts_of(path: str, components: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Sizes of the projections packed into a linear; empty for one."""
+    """Returns the sizes of the projections packed into a linear; empty for one."""
     sizes = components.get(path, ())
     return sizes if len(sizes) > 1 else ()
 
@@ -75,5 +73,5 @@ def _parent(path: str) -> str:
 
 
 def _is_mlp(path: str) -> bool:
-    """Whether a name on the way to a module speaks of an MLP."""
+    """Says whether a name on the way to a module speaks of an MLP."""
     return any(_MLP.fullmatch(word) for word in path.lower().split("."))

@@ -1,4 +1,4 @@
-"""``megasched new-adapter``: what an architecture needs, as an adapter, and whether the adapter is right."""
+"""``megasched new-adapter`` says what an architecture needs, as an adapter, and whether the adapter is right."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
+
+from megasched.analysis.find_layer_stack import find_layer_stack
+from megasched.analysis.trials import attention_switch
+from megasched.definition.build import build_definition, load_config
+from megasched.definition.small_models.small_models import copy_code, small_copy, write_model
 from megasched.errors import ConfigError, ScheduleError
 from megasched.language.roles import ROLES, Roles
 from megasched.layers import attention
+from megasched.model_adapters.registry import adapter_origin
 from megasched.verify.new_adapter.adapter_source import adapter_expression, write_source
 from megasched.verify.new_adapter.globs import fold_paths
 from megasched.verify.new_adapter.proposal import Proposal, found_roles, propose
 from megasched.verify.parity import Outcome, check_layout
-
-if TYPE_CHECKING:
-    from torch import nn
+from megasched.verify.ranks.pool import RankPool
 
 # Where a proposed adapter must be right before it is believed.
 CHECKED = ("tp2", "tp2-sp", "pp2")
@@ -26,7 +32,7 @@ CHECKED = ("tp2", "tp2-sp", "pp2")
 
 @dataclass
 class NewAdapter:
-    """All that ``megasched new-adapter`` tells.
+    """Holds all that ``megasched new-adapter`` tells.
 
     Attributes:
         model: class of the definition.
@@ -54,11 +60,11 @@ class NewAdapter:
 
     @property
     def right(self) -> bool:
-        """Whether every check that was made found the same numbers on both sides."""
+        """Says whether every check that was made found the same numbers on both sides."""
         return all(outcome.verdict == "equal" for outcome in self.outcomes.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data for JSON."""
+        """Gives the same as plain data for JSON."""
         return {**asdict(self), "right": self.right}
 
 
@@ -80,12 +86,6 @@ def new_adapter(
     Raises:
         ConfigError: there is no definition for the config, or no small copy of it can be made.
     """
-    from importlib.metadata import version
-
-    from megasched.definition.build import load_config
-    from megasched.definition.small_models.small_models import small_copy
-    from megasched.model_adapters.registry import adapter_origin
-
     config = load_config(hf_model, trust_remote_code=trust_remote_code)
     small_config = small_copy(config) if check else None
     model = _definition(config, trust_remote_code)
@@ -113,8 +113,6 @@ def new_adapter(
 
 
 def _definition(config: Any, trust_remote_code: bool) -> nn.Module:
-    from megasched.definition.build import build_definition
-
     model = build_definition(config, trust_remote_code=trust_remote_code)
     attention.enable(model)
     return model
@@ -127,10 +125,7 @@ def check_source(
     trust_remote_code: bool,
     progress: Callable[[str], None],
 ) -> dict[str, Outcome]:
-    """Layout -> whether a small model under the adapter computes what it computes alone."""
-    from megasched.definition.small_models.small_models import copy_code, write_model
-    from megasched.verify.ranks.pool import RankPool
-
+    """Compares a small model under the adapter with the same model alone, at each layout."""
     outcomes = {}
     with tempfile.TemporaryDirectory() as folder, RankPool() as ranks:
         adapter = Path(folder) / "adapter.py"
@@ -148,7 +143,7 @@ def check_source(
 
 
 def still_open(model: nn.Module, roles: Roles, proposal: Proposal) -> list[str]:
-    """What is left to the author: sizes of packed projections, what stays whole and why, and what of the
+    """Lists what is left to the author: sizes of packed projections, what stays whole and why, and what of the
     definition's calls is unusual; a sentence each."""
     sizes = [
         f"packed gives {role} the sizes of this config, {parts}: write them as fields of the config"
@@ -160,10 +155,7 @@ def still_open(model: nn.Module, roles: Roles, proposal: Proposal) -> list[str]:
 
 
 def unusual_calls(model: nn.Module) -> list[str]:
-    """What a definition does otherwise than most, and what follows from it."""
-    from megasched.analysis.find_layer_stack import find_layer_stack
-    from megasched.analysis.trials import attention_switch
-
+    """Lists what a definition does otherwise than most, and what follows from it."""
     found = []
     if not attention_switch.is_used(model, attention_switch.attention_name(model)):
         found.append(
@@ -205,7 +197,11 @@ def write_new(source: str, path: Path, *, force: bool = False) -> None:
 
 
 def refuse_existing(path: Path, *, force: bool) -> None:
-    """Raises ConfigError where ``write_new`` could not write."""
+    """Refuses where ``write_new`` could not write.
+
+    Raises:
+        ConfigError: the file exists and ``force`` is not given, or its folder does not.
+    """
     if path.exists() and not force:
         raise ConfigError(f"--output {path}: the file exists; name another, or replace it with --force")
     if not path.parent.is_dir():

@@ -1,9 +1,10 @@
-"""What was found out about a definition, written as an adapter."""
+"""Turns what was found out about a definition into an adapter."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from megasched.analysis.find_layer_stack import layer_stack_of
 from megasched.analysis.roles.infer import infer_roles
@@ -12,13 +13,10 @@ from megasched.model_adapters.generic import read_plan
 from megasched.verify.new_adapter.globs import fold_paths
 from megasched.verify.new_adapter.naming import name_roles, parts_of
 
-if TYPE_CHECKING:
-    from torch import nn
-
 
 @dataclass(frozen=True)
 class Proposal:
-    """An adapter as data that can be written down.
+    """A proposal is an adapter as data that can be written down.
 
     Attributes:
         model_type: that it is for.
@@ -36,12 +34,12 @@ class Proposal:
 
 
 def found_roles(model: nn.Module) -> Roles:
-    """What is known of a definition without an adapter: HF's plan, and what is inferred at TP 2."""
+    """Says what is known of a definition without an adapter: HF's plan, and what is inferred at TP 2."""
     return infer_roles(model, read_plan(model), layer_stack_of(model), tp=2)
 
 
 def propose(model: nn.Module, roles: Roles) -> Proposal:
-    """An adapter that says what was found.
+    """Makes an adapter that says what was found.
 
     Args:
         model: the definition.

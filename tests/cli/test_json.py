@@ -21,7 +21,7 @@ WITHOUT: dict[str, str] = {}
 # A schedule and a space are other people's code, and may print.
 SCHEDULE = "def schedule(sch, layout):\n    print('a schedule that prints')\n"
 SPACE = 'print("a space that prints")\n\n\ndef space(space):\n    space.choice("micro_batch_size", [1, 2])\n'
-TRAINER = str(Path(__file__).parent / "tuner" / "trainer.py")
+TRAINER = str(Path(__file__).parents[1] / "tuner" / "trainer.py")
 TRAINED = line(1, 900.0, 5.6) + line(2, 700.0, 5.5)
 
 # name of a case -> its words, and keys of the object that it prints.

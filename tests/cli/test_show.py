@@ -1,0 +1,135 @@
+"""``megasched show`` from the command line: what it prints, writes and refuses."""
+
+import json
+
+import pytest
+
+from megasched.language.records import load_records
+from tests.cli.conftest import SCHEDULE
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_show_as_json(run, schedule, llama):
+    status, out, _ = run(
+        *("show", schedule, "--hf-model", llama, "--tp", 2, "--sp", "--pp", 2, "--vp", 2, "--json")
+    )
+    found = json.loads(out)
+    assert status == 0
+    assert (found["model"], found["parameters"]) == ("LlamaForCausalLM", 96 * 32 * 2 + 32 + 4 * 10304)
+    assert found["layout"]["tensor_model_parallel_size"] == 2
+    assert found["layout"]["sequence_parallel"] is True
+    modules = {module["path"]: module for module in found["modules"]}
+    assert modules["model.layers.3.mlp.up_proj"]["parameters"][0]["local_shape"] == [32, 32]
+    assert [(stage["pp_rank"], stage["vp_stage"]) for stage in found["stages"]] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert len(found["records"]) == 2 + 4 * 7
+
+
+def test_show_reads_megatrons_names_and_several_overrides(run, schedule, llama):
+    flags = ["--tensor-model-parallel-size", 4, "--sequence-parallel", "--pipeline-model-parallel-size", 2]
+    flags += ["--num-virtual-stages-per-pipeline-rank", 3]
+    overrides = ["--hf-override", "num_hidden_layers=6", "vocab_size=100", "--json"]
+    status, out, _ = run("show", schedule, "--hf-model", llama, *flags, *overrides)
+    found = json.loads(out)
+    assert status == 0
+    assert len(found["stages"]) == 6
+    embedding = next(m for m in found["modules"] if m["path"] == "model.embed_tokens")
+    assert embedding["parameters"][0]["shape"] == [100, 32]
+    assert embedding["parameters"][0]["local_shape"] == [128, 32]
+
+
+def test_an_override_before_the_schedule(run, schedule, llama):
+    status, out, _ = run("show", "--hf-override", "num_hidden_layers=2", schedule, "--hf-model", llama, "--json")
+    assert status == 0
+    assert json.loads(out)["stages"][0]["stop"] == 2
+
+
+def test_show_prints_a_folded_tree_of_100_columns(run, schedule, llama, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    status, out, _ = run("show", schedule, "--hf-model", llama, "--tp", 2)
+    assert status == 0
+    assert "layers.0-3  ×4  LlamaDecoderLayer" in out
+    assert "q_proj  Linear → ColumnParallelLinear  weight [32, 32] → [16, 32]  mysched.py:5" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_show_diff_as_json_and_as_a_page(run, schedule, llama):
+    words = ("show", "auto", "--hf-model", llama, "--tp", 2, "--diff", schedule)
+    status, out, _ = run(*words, "--json")
+    assert (status, json.loads(out)["changes"]) == (0, [])
+    status, out, _ = run(*words)
+    assert (status, out.splitlines()[-1]) == (0, "both do the same to every module")
+
+
+def test_show_writes_a_page(run, schedule, llama, tmp_path):
+    path = tmp_path / "page.html"
+    words = ("show", schedule, "--hf-model", llama, "--tp", 2, "--pp", 2, "--html", path)
+    assert run(*words, "--global-batch-size", 6)[:2] == (0, f"wrote {path}\n")
+    text = path.read_text()
+    assert "<dt>Micro-batches in a step</dt><dd>6</dd>" in text
+    assert "mysched.py:2" in text
+    status, _, err = run(*words, "--trace", schedule)
+    assert (status, "mysched.py: line 1, column 1: it is no JSON" in err) == (1, True)
+    assert path.read_text() == text
+
+
+def test_records_are_saved(run, schedule, llama, tmp_path):
+    path = tmp_path / "records.json"
+    assert run("show", schedule, "--hf-model", llama, "--records", path)[0] == 0
+    records = load_records(path)
+    assert len(records) == 2 + 4 * 7
+    assert str(records[0]) == "model.embed_tokens: shard(param='weight', axis=0)"
+    assert records[0].source == f"{schedule}:2"
+
+
+def test_an_invalid_schedule_is_reported_in_full(run, schedule, llama):
+    schedule.write_text(
+        SCHEDULE + '    sch["model.norm"].shard("weight", axis=3)\n    sch["lm_head"].annotate("x", "k", 1)\n'
+    )
+    status, out, err = run("show", schedule, "--hf-model", llama, "--tp", 2)
+    assert (status, out) == (1, "")
+    assert err.startswith("megasched: error: the schedule has 2 problems")
+    assert f"asked for at: {schedule}:11" in err
+    assert f"asked for at: {schedule}:12" in err
+    assert "Traceback" not in err
+
+
+def test_the_traceback_is_there_when_asked_for(run, llama, monkeypatch):
+    monkeypatch.setenv("MEGASCHED_TRACEBACK", "1")
+    status, _, err = run("show", "nowhere.py", "--hf-model", llama)
+    assert status == 1
+    assert "Traceback" in err
+    assert err.splitlines()[-1] == "megasched: error: --model-schedule nowhere.py: no such file"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--tp", "0"], "tensor_model_parallel_size is 0"),
+        (["--vp", "2"], "need pipeline_model_parallel_size"),
+        (["--hf-override", "nonsense=1"], "no field 'nonsense'"),
+        (["--html", "absent/page.html"], "--html absent/page.html: it can't be written: No such file"),
+        (
+            ["--html", "x.html", "--global-batch-size", "3", "--dp", "2"],
+            "--global-batch-size 3 is no multiple of 2",
+        ),
+    ],
+)
+def test_flags_that_can_not_be_used(argv, words, run, schedule, llama):
+    status, _, err = run("show", schedule, "--hf-model", llama, *argv)
+    assert status == 1
+    assert words in err
