@@ -8,27 +8,19 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from megasched.errors import Problem, ScheduleError
-from megasched.graph.compilers import get_compiler
-from megasched.graph.definition_graphs import (
-    chosen_leaves,
-    graph_of,
-    reached,
-    shapes_of,
-    standing_leaves,
-    trial_of,
-)
-from megasched.graph.edits import record_subgraph
-from megasched.graph.patterns import Pattern, as_pattern
 from megasched.language.lora import takes_adapter
 from megasched.language.records import caller_source
 from megasched.language.registry import Node, Primitive, records_where, register_primitive
 from megasched.language.subgraph import Subgraph
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from megasched.graph.patterns import Pattern
 
 
 @register_primitive
@@ -59,6 +51,8 @@ class Trace(Primitive):
         flatten: bool = True,
         inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> Mapping[str, Any]:
+        from megasched.graph.definition_graphs import chosen_leaves, shapes_of, standing_leaves, trial_of
+
         chosen = set(chosen_leaves(node.mod, leaves, node.path))
         if not flatten:
             chosen |= {name for name, _ in node.mod.named_children()}
@@ -94,6 +88,8 @@ class TraceUntil(Primitive):
         inputs: Mapping[str, torch.Tensor] | None = None,
         leaves: tuple[str, ...] = (),
     ) -> Mapping[str, Any]:
+        from megasched.graph.definition_graphs import reached, shapes_of, standing_leaves, trial_of
+
         # A record keeps what was reached, so that a function need not be saved.
         chosen = leaves if where is None else reached(node.mod, where, node.path)
         shapes = shapes_of(inputs)
@@ -128,6 +124,9 @@ class Find(Primitive):
         missing_ok: bool = False,
         examples: Mapping[str, Any] | None = None,
     ) -> list[Subgraph]:  # type: ignore[override]
+        from megasched.graph.definition_graphs import graph_of
+        from megasched.graph.patterns import as_pattern
+
         graph = graph_of(node)
         if isinstance(what, str):
             try:
@@ -167,6 +166,9 @@ class Fuse(Primitive):
     def record(
         self, node: Node, subgraph: Subgraph | Mapping[str, Any], compiler: str = "inductor"
     ) -> Mapping[str, Any]:
+        from megasched.graph.compilers import get_compiler
+        from megasched.graph.edits import record_subgraph
+
         data = record_subgraph(self, node, subgraph)
         refused = get_compiler(compiler).refuse(Subgraph(node.path, **data))
         if refused:
@@ -188,6 +190,7 @@ class Decompose(Primitive):
     phase = "graph"
 
     def record(self, node: Node) -> Mapping[str, Any]:
+        from megasched.graph.definition_graphs import trial_of
 
         if not takes_adapter(node.mod):
             what = f"decompose takes a Linear, and this is a {type(node.mod).__name__}"

@@ -111,7 +111,7 @@ def test_an_import_that_points_upwards_is_seen_wherever_it_stands(house):
     house(
         {
             "megasched/analysis/dims.py": body,
-            "megasched/verify/verify.py": "import megasched.analysis.rules.dims\n",
+            "megasched/verify/verify.py": "import megasched.analysis.dims\n",
         }
     )
     (found,) = survey.upward()
