@@ -245,7 +245,7 @@ def test_code_runs_and_prints_what_the_page_shows(page, ranks, monkeypatch, tmp_
 
 def test_the_adapter_shown_is_the_one_there_is():
     first = next(block for block in blocks(ROOT / "docs" / "adapters.md") if block.language == "python")
-    assert first.text == (ROOT / "model_adapters" / "phi3.py").read_text()
+    assert first.text == (ROOT / "model_adapters" / "families" / "phi3.py").read_text()
 
 
 # ---- schedules and commands -------------------------------------------------------------------------
