@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megasched.patches.attributes import Undo, set_attribute
+from megasched.attributes import Undo, set_attribute
 from megasched.patches.registry import Patch
 
 if TYPE_CHECKING:

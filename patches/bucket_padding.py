@@ -14,8 +14,8 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
+from megasched.attributes import Undo, resolve, set_attribute
 from megasched.errors import ConfigError
-from megasched.patches.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
 
 _TARGET = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable"

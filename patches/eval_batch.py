@@ -6,7 +6,7 @@ import inspect
 from functools import wraps
 from typing import Any
 
-from megasched.patches.attributes import Undo, resolve, set_attribute
+from megasched.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
 
 _TARGET = "megatron.core.utils:get_batch_on_this_tp_rank"

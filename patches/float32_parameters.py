@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from megasched.patches.attributes import Undo, set_attribute
+from megasched.attributes import Undo, set_attribute
 from megasched.patches.registry import Patch
 
 _CLASS = "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params"

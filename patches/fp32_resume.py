@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megasched.patches.attributes import Undo, resolve, set_attribute
+from megasched.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
 
 _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"

@@ -29,9 +29,9 @@ import os
 import sys
 from typing import NamedTuple
 
+from megasched.attributes import Undo, set_attribute
 from megasched.errors import ConfigError
 from megasched.patches import registry
-from megasched.patches.attributes import Undo, set_attribute
 from megasched.patches.registry import Patch
 from megasched.versions import MEGATRON
 

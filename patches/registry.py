@@ -11,8 +11,8 @@ from functools import cache, partial
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from megasched.attributes import Undo, resolve, undo_all
 from megasched.errors import ConfigError
-from megasched.patches.attributes import Undo, resolve, undo_all
 from megasched.versions import MEGATRON
 
 # Package -> files of it, each of which defines PATCH.

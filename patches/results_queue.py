@@ -7,7 +7,7 @@ import os
 import signal
 from typing import Any
 
-from megasched.patches.attributes import Undo, resolve, set_attribute
+from megasched.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
 
 _TARGET = "megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from megasched.patches.attributes import Undo, set_attribute
+from megasched.attributes import Undo, set_attribute
 from megasched.patches.registry import Patch
 
 _TARGET = "megatron.core.datasets.utils:compile_helpers"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megasched.patches.attributes import Undo, set_attribute
+from megasched.attributes import Undo, set_attribute
 from megasched.patches.registry import Patch
 from megasched.versions import TRANSFORMERS
 

@@ -56,7 +56,11 @@ def modules_of(folder: Path, prefix: str) -> set[str]:
 def test_the_wheel_holds_every_module_under_one_top_level_name(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    data = {"megasched/py.typed", "megasched/language/primitive_calls.pyi", "megasched/trainer/evidence/compatibility.json"}
+    data = {
+        "megasched/py.typed",
+        "megasched/language/primitive_calls.pyi",
+        "megasched/trainer/evidence/compatibility.json",
+    }
     data |= {f"{folder}/{path.name}" for folder in DATA for path in (ROOT / folder).iterdir()}
     data |= {
         f"megasched/{path.relative_to(ROOT)}" for ending in SCRIPTS for path in (ROOT / "launch").rglob(ending)

@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megasched.attributes import set_attribute
 from megasched.errors import ConfigError, MegaschedError
 from megasched.files import write_whole
-from megasched.patches.attributes import set_attribute
 from megasched.trainer import entry
 from megasched.trainer.flags.rehearsal import rehearsal_flags, rehearsal_mode
 

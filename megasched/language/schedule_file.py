@@ -28,6 +28,7 @@ from megasched.reading.forms import unsound_text
 from megasched.reading.json_file import NoJson, parse_json
 
 GROUP = "megasched.schedules"
+AUTO = "auto"  # the schedule by roles, which megasched itself registers
 _SUFFIX = ".py"
 SCHEDULE = Expected("a schedule, a Python file with `def schedule(sch, layout)`", most=16 * MIB)
 ScheduleFunction = Callable[..., None]  # of a Schedule, a Layout, and its options
@@ -146,13 +147,12 @@ def _value(key: str, text: str) -> Any:
 
 
 def _find(name: str) -> ScheduleFunction:
-    if name == "auto":
-        from megasched.model_adapters.default_schedule import schedule
-
-        return cast(ScheduleFunction, schedule)
+    if name == AUTO:  # whatever other packages have registered, or can't load
+        point = next(point for point in entry_points(group=GROUP) if point.name == AUTO)
+        return cast(ScheduleFunction, point.load())
     found = _registered().get(name)
     if found is None:
-        known = ", ".join(sorted(_registered())) or "none"
+        known = ", ".join(sorted(_registered().keys() - {AUTO})) or "none"
         raise ConfigError(
             f"--model-schedule {name}: no such file (a schedule file ends in .py), and no schedule is "
             f"registered under this name; registered: {known}; or `auto`"

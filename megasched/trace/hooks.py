@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from megasched.patches.attributes import Undo, resolve, set_attribute, undo_all
+from megasched.attributes import Undo, resolve, set_attribute, undo_all
 from megasched.trace.recorder import Recorder
 
 FORWARD = "megatron.core.pipeline_parallel.schedules:forward_step"

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from megasched import patches
+from megasched.bundled_scripts import bundled_script
 from megasched.errors import ConfigError, MegaschedError
 from megasched.imports import without_collections
 from megasched.language.schedule_file import split_file
-from megasched.launch.with_parent import end_with_parent
+from megasched.parent_process import end_with_parent
 from megasched.reading.files import printable
 from megasched.trace.run_trace import check_trace_file
 from megasched.trainer import seams
@@ -143,8 +144,6 @@ def find_script(script: str) -> tuple[Path, bool]:
     path = Path(script).resolve()
     if path.is_file():
         return path, False
-    from megasched.launch import bundled_script
-
     bundled = bundled_script(script)
     if bundled is None:
         raise ConfigError(f"{script}: no such script")

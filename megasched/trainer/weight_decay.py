@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from megasched.plan.param_mapping import ParamMapping
-
 if TYPE_CHECKING:
     from torch import nn
+
+    from megasched.plan.param_mapping import ParamMapping
 
 # Attribute of a parameter that is not decayed; megasched/trainer/seams/weight_decay.py tells Megatron of it.
 SPARED = "spared_from_weight_decay"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.parallel_dims import Layout
+from megasched.model_adapters.registry import has_roles
 
 if TYPE_CHECKING:
     from megasched.trainer.session import Session
@@ -16,7 +17,6 @@ def facts(folder: str) -> dict[str, Any]:
     weights, and what of it is fused: ``block`` where Megatron's own layer can stand for its layers; elsewhere
     ``attention``, ``mixture`` and ``mlp`` where Megatron's can for these alone; ``joint`` where projections share
     one matrix product."""
-    from megasched.model_adapters.registry import has_roles
     from megasched.plan.decisions import decisions_of
     from megasched.trainer.session import open_session
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from megasched.definition.build import load_config
 from megasched.definition.small_models.shrink import TOKENS, VOCABULARY
+from megasched.model_adapters.registry import load_adapter, using
 from megasched.trainer.flags.model_sizes import EXPERTS_PER_TOKEN
 from megasched.verify import trainer_run
 from megasched.verify.ranks.pool import RankError, RankPool
@@ -119,8 +120,6 @@ def routes_to_experts(folder: str) -> bool:
 
 def train_step(adapter: str, folder: str, flags: list[str], **options: Any) -> trainer_run.RankReport:
     """In a rank: ``trainer_run.train``, under the adapter in a file where one is named."""
-    from megasched.model_adapters.registry import load_adapter, using
-
     with using(load_adapter(adapter)) if adapter else nullcontext():
         return trainer_run.train(folder, flags, **options)
 

@@ -70,7 +70,15 @@ _IN_A_RANK = (
 )
 _SEAM = "heavy: torch and Megatron; who lists what a run changes in others' modules imports neither"
 _LISTED = "heavy: torch; who lists primitives, with their arguments, makes no graph"
+_FORKED = "heavy: torch; the process that forks the ranks imports it once, when it is asked to"
 LATE: dict[str, str] = {
+    "launch/jobs/check_process.py: launch/jobs/run_facts.py": _IN_A_RANK,
+    "megasched/cli/main.py: launch/quickstart/command.py": _COMMAND,
+    "megasched/verify/ranks/worker.py: patches/__init__.py": _FORKED,
+    "megasched/verify/ranks/worker.py: patches/host_cuda.py": _FORKED,
+    "megasched/verify/trainer_run.py: launch/pretrain_gpt.py": _IN_A_RANK,
+    "megasched/verify/trainer_run.py: launch/pretraining.py": _IN_A_RANK,
+    "patches/host_cuda.py: patches/host_cuda_emulation.py": "heavy: torch; who lists patches imports it not",
     "megasched/graph/primitives.py: megasched/graph/compilers.py": _LISTED,
     "megasched/graph/primitives.py: megasched/graph/definition_graphs.py": _LISTED,
     "megasched/graph/primitives.py: megasched/graph/edits.py": _LISTED,

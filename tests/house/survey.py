@@ -64,6 +64,8 @@ def _arrows_of(path: str, tree: ast.AST, *, late: bool = False) -> Iterator[Arro
 
 def _file_of(module: str) -> str:
     stem = module.replace(".", "/")
+    for folder in FOLDERS[1:]:  # which stands beside the package, and is imported as a part of it
+        stem = stem.removeprefix("megasched/") if f"{stem}/".startswith(f"megasched/{folder}/") else stem
     return next((path for path in (f"{stem}.py", f"{stem}/__init__.py") if path in _paths()), "")
 
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megasched.attributes import set_attribute
 from megasched.errors import ConfigError
 from megasched.patches import bucket_padding, registry
-from megasched.patches.attributes import set_attribute
 from tests.patches.optimizer_states import STATES, TORCH, joined, loaded, saved
 
 FULLY = "fully_reshardable"

@@ -276,7 +276,7 @@ def test_every_surface_is_listed_once():
 UNDO = """
 import os, torch
 from megasched.patches import host_cuda, undo
-from megasched.patches.attributes import locate
+from megasched.attributes import locate
 
 def state():
     found = []

@@ -6,9 +6,9 @@ from types import ModuleType
 
 import pytest
 
+from megasched.attributes import set_attribute
 from megasched.errors import ConfigError
 from megasched.patches import registry
-from megasched.patches.attributes import set_attribute
 from megasched.patches.registry import Patch
 from megasched.trainer import seams
 

@@ -86,7 +86,10 @@ def test_one_kind_alone(run, files):
 @pytest.mark.parametrize("helper", [0, 1])
 def test_who_has_nothing_left_helps(run, helper):
     kinds = {
-        0: [RANKS[0], *(f"tests/test_{name}.py" for name in ("collector", "errors", "records", "registry", "schedule"))],
+        0: [
+            RANKS[0],
+            *(f"tests/test_{name}.py" for name in ("collector", "errors", "records", "registry", "schedule")),
+        ],
         1: [PURE[0], *(f"tests/parity/test_{name}.py" for name in ("bf16", "levels", "lora", "matrix", "save"))],
     }
     files = kinds[helper]

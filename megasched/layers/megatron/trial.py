@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from megasched import patches
+from megasched.attributes import set_attribute, undo_all
 from megasched.definition.instances import real_tensors
 from megasched.definition.module_copy import transfer_hooks
 from megasched.definition.undisturbed import undisturbed
@@ -44,7 +45,6 @@ from megasched.layers.megatron.small_copy import (
     mixture_sizes,
     replaced_in,
 )
-from megasched.patches.attributes import set_attribute, undo_all
 from megasched.plan.megatron.fit import TrialSubject
 from megasched.plan.megatron.params import mixture_in
 from megasched.plan.param_mapping import ParamMapping

@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import (
 )
 
 from megasched.analysis.recording.meta_call import ScalarAnswers, tensors_in
+from megasched.attributes import set_attribute
 from megasched.errors import ConfigError, MegaschedError
 from megasched.language.parallel_dims import Layout
 from megasched.layers import experts
 from megasched.patches import active, apply, undo
-from megasched.patches.attributes import set_attribute
 from megasched.planner.measure.build_stage import Setting, build_stage, copy_with_layers
 from megasched.planner.measure.fake_results import FakeResults
 from megasched.planner.measure.live_bytes import LiveBytes

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from megasched.patches.attributes import Undo, resolve, set_attribute
+from megasched.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
 from megasched.trainer.flags.arguments import (
     add_megasched_arguments,

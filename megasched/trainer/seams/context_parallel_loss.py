@@ -13,8 +13,8 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from megasched.attributes import Undo, resolve, set_attribute
 from megasched.errors import ConfigError
-from megasched.patches.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
 from megasched.trainer.current_session import has_session
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from megasched.patches.attributes import Undo, call_after, resolve, set_attribute
+from megasched.attributes import Undo, call_after, resolve, set_attribute
 from megasched.patches.registry import Patch
 from megasched.trainer.hang_watch import HangWatch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial, wraps
 from typing import Any
 
-from megasched.patches.attributes import Undo, resolve, set_attribute
+from megasched.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
 from megasched.trainer.current_session import get_session, has_session
 

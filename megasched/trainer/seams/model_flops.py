@@ -6,9 +6,9 @@ import warnings
 from functools import wraps
 from typing import Any
 
+from megasched.attributes import Undo, resolve, set_attribute
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import MegaschedError
-from megasched.patches.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
 from megasched.trainer.current_session import get_session, has_session
 

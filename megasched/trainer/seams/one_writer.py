@@ -7,7 +7,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from megasched.patches.attributes import Undo, call_after, resolve, set_attribute
+from megasched.attributes import Undo, call_after, resolve, set_attribute
 from megasched.patches.registry import Patch
 from megasched.trainer.current_session import get_session, has_session
 

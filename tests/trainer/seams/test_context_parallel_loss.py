@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
+from megasched.attributes import resolve, set_attribute
 from megasched.errors import ConfigError
 from megasched.patches import apply, registry
-from megasched.patches.attributes import resolve, set_attribute
 from megasched.trainer import current_session
 from megasched.trainer.seams import context_parallel_loss
 from megasched.verify.ranks.pool import init_megatron

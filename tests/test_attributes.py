@@ -5,8 +5,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from megasched.attributes import call_after, resolve, set_attribute, undo_all
 from megasched.errors import ConfigError
-from megasched.patches.attributes import call_after, resolve, set_attribute, undo_all
 
 
 class Base:
