@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megasched.analysis.recording.library_operators import library_operator
+from megasched.analysis.recording.recorder import record_tape
 from megasched.analysis.rules.function_trials import FunctionTrials
 from megasched.analysis.trials.gradient_scale import why_by_scale
 from megasched.verify.parity import LAYOUTS, failure
@@ -64,8 +65,8 @@ class Model(nn.Module):
 def test_one_that_goes_by_how_large_a_gradient_is_is_found_inside_of_a_run():
     inputs = {"x": torch.empty(1, 2, 4, device="meta")}
     operators = torch.ops.megasched_tests
-    assert why_by_scale(Model(operators.doubled).to("meta"), inputs) is None
-    problem = why_by_scale(Model(operators.normed).to("meta"), inputs)
+    assert why_by_scale(record_tape(Model(operators.doubled).to("meta"), inputs)) is None
+    problem = why_by_scale(record_tape(Model(operators.normed).to("meta"), inputs))
     why = "the backward of megasched_tests.normed.default goes by how large a gradient is"
     assert problem.what.startswith(why)
 

@@ -129,7 +129,7 @@ def compare(
     ]
     return {
         "made": made,
-        "reasons": sorted(module.megasched_attention.told),
+        "reasons": sorted(module.megasched_attention.logged),
         "layouts": sorted(set(plain.layouts)),
         "distance": max(gap(got, want) for want, got in zip(*results, strict=True)),
         "parameters": sorted(name for name, _ in module.named_parameters()),

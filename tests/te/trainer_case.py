@@ -45,27 +45,26 @@ def run(
         more: those that a rehearsal leaves out.
     """
     from megasched.layers.megatron import attention, layer
-    from megasched.trainer.flags import rehearsal
     from megasched.verify import trainer_run as training
     from tests import tiny
 
     for module in (layer, attention):
         module.uses_transformer_engine = lambda device: True
-    real = rehearsal.rehearsal_flags
+    real = training.rehearsal_flags
 
     def with_more(argv: list[str]) -> Any:
         found = real(argv)
         found.argv.extend(more.split())
         return found
 
-    rehearsal.rehearsal_flags = with_more
+    training.rehearsal_flags = with_more
     plain.products.clear()
     model = tiny.save(family, folder / family, hidden_size=64, intermediate_size=96)
     try:
         given = flags.replace("FOLDER", str(folder)).split()
         report = training.train(model, given, iterations=iterations, schedule=schedule)
     finally:
-        rehearsal.rehearsal_flags = real
+        training.rehearsal_flags = real
     return {
         "losses": report.losses,
         "norms": report.grad_norms,
