@@ -108,7 +108,7 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
     found.recorded = find_recorded(
         probe, ((call.path, call.output) for call in calls), inside.__contains__, found.holds_layers
     )
-    tape = record_definition(probe, found, *SIZES[0])
+    tape = found.tape = record_definition(probe, found, *SIZES[0])
     first_stage_only = "input_ids" if objective_of(probe) is CAUSAL_LM else None
     run = StageFlow(tape, [call.path for call in of_layers], outside, found.slot, found.recorded, first_stage_only)
     found.uncuttable, found.by_chance, found.asked = run.refused, run.by_chance, frozenset(run.asked)
@@ -137,7 +137,7 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
             )
     found.between = {path: (tuple(indices), None) for path, indices in between.items()}
     found.sides = tuple(StageInput(of.made, of.read, tuple(of.places)) for of in run.sides())
-    _learn_shapes(found, probe, calls if between else calls[: start + 1])
+    _learn_shapes(found, meta_copy(model), calls if between else calls[: start + 1])
     return found
 
 
@@ -185,6 +185,7 @@ def _learn_shapes(structure: LayerStack, probe: nn.Module, calls: list[Call]) ->
     """What follows the batch and the sequence, and which floats stay in float32 in another precision.
 
     Args:
+        probe: another copy than the tape's, which is read again: this one is cast.
         calls: up to the first layer's at least.
     """
     others, dtype = calls, torch.float32

@@ -14,6 +14,7 @@ from torch import nn
 
 from megasched.analysis.known_runs import KnownRuns
 from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.collector import collector_paused
 from megasched.errors import Problem, ScheduleError
 from megasched.language.schedule import Schedule
 from megasched.plan.fp8 import choose_fp8
@@ -34,6 +35,7 @@ from megasched.plan.shards import apply_shards
 from megasched.plan.split_sequences import plan_context, plan_packed_rows
 
 
+@collector_paused()
 def make_plan(
     schedule: Schedule,
     *,

@@ -17,6 +17,7 @@ from megasched.analysis.known_runs import KnownRuns
 from megasched.analysis.recording.meta_call import meta_copy
 from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.analysis.trials.reach import Reach, find_reach
+from megasched.collector import collector_paused
 from megasched.definition.module_copy import copy_module
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import Problem, ScheduleError
@@ -274,6 +275,7 @@ class Session:
         return copy_module(self.replaced)
 
 
+@collector_paused()
 def open_session(
     schedule: str,
     hf_model: str,

@@ -261,8 +261,9 @@ class _Recorder(ScalarAnswers):
         return None if call.returned is output else call.returned
 
     def _drew(self) -> bool:
-        """Whether Python's random numbers were drawn since it was last asked; in layers nobody asks."""
-        return self._running.layer is None and self.draws.drawn()
+        """Whether Python's random numbers were drawn since it was last asked; nobody asks in layers, or where
+        these are not known."""
+        return bool(self.boundaries.layers) and self._running.layer is None and self.draws.drawn()
 
     def attend(
         self,

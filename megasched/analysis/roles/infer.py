@@ -39,7 +39,7 @@ def infer_roles(
     """
     if structure is None or all(path in roles.role for path in linears_in(model, structure)):
         return roles
-    tape = record_definition(meta_copy(model), structure)
+    tape = structure.tape or record_definition(meta_copy(model), structure)
     flow = linear_flow(tape, structure)
     known = set(roles.role)
     groups = find_groups(flow, lambda path: path in known)

@@ -12,6 +12,7 @@ from megasched.analysis.notes.noted import NotedLines
 from megasched.analysis.recording.meta_call import token_inputs
 from megasched.analysis.recording.recorder import Boundaries
 from megasched.analysis.recording.sites import Site
+from megasched.analysis.recording.tape import Tape
 from megasched.analysis.stages.hidden_state import HiddenStateArg
 from megasched.analysis.stages.loss_labels import LossForm, LossLabels
 from megasched.analysis.stages.output_refs import OutputRef, StageInput
@@ -51,6 +52,7 @@ class LayerStack:
         by_chance: whether the code around the layers asks for a number that it draws, to skip some of them.
         uncuttable: why there can be no pipeline stages; empty where there can.
         asked: questions about values that code around the layers asks, and that later stages can't answer.
+        tape: of a forward with ``trial_inputs``, until somebody has taken it; None where there is none.
         noted: which lines of the code a trial has run; None where that is not known.
     """
 
@@ -72,6 +74,7 @@ class LayerStack:
     by_chance: bool = False
     asked: frozenset[Site] = frozenset()
     noted: NotedLines | None = field(default=None, compare=False, repr=False)
+    tape: Tape | None = field(default=None, compare=False, repr=False)
     repeated: bool = False
     loss: LossForm = field(default_factory=LossForm)
     calls: dict[str, int] = field(default_factory=dict)
