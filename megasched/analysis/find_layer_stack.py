@@ -7,7 +7,7 @@ stage be cut out of any definition whose layers form a list.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -35,25 +35,9 @@ from megasched.definition.undisturbed import undisturbed
 from megasched.errors import Problem, ScheduleError
 
 
-def record_definition(
-    probe: nn.Module,
-    structure: LayerStack,
-    batch: int = SIZES[0][0],
-    length: int = SIZES[0][1],
-    answers: Mapping[Site, int] | None = None,
-) -> Tape:
-    """The tape of a trial batch of a definition whose layers are known.
-
-    Args:
-        probe: a ``meta_copy`` of it.
-        answers: to questions about values.
-
-    Raises:
-        ScheduleError: it does not run on meta.
-    """
-    inputs = structure.inputs_for(probe, batch, length)
-    own_loss = not structure.calls_loss
-    return record_tape(probe, inputs, structure.boundaries(probe), answers=answers, own_loss=own_loss)
+def record_definition(probe: nn.Module, structure: LayerStack) -> Tape:
+    """The tape of the smallest trial batch of a definition whose layers are known; see ``LayerStack.record``."""
+    return structure.record(probe, structure.inputs_for(probe, *SIZES[0]))
 
 
 def _first_tape(model: nn.Module) -> tuple[Tape, bool]:
@@ -69,13 +53,25 @@ def _first_tape(model: nn.Module) -> tuple[Tape, bool]:
     return record_tape(model, inputs_of(model, *SIZES[0]), own_loss=True, lines=True), False
 
 
-def _stage_flow(tape: Tape, structure: LayerStack) -> StageFlow:
+def _stage_flow(tape: Tape, structure: LayerStack, layers: Sequence[str], outside: set[str]) -> StageFlow:
     """Only a causal language model's later stages lack its inputs; other batches are read on every stage. What a
     forward adds to the result of ``loss_function`` may read what layers left, so it is looked at, too."""
-    layers = [structure.layer_path(index) for index in structure.called or range(structure.count)]
-    outside = {*structure.before, *structure.between, *structure.after}
     first_stage_only = "input_ids" if objective_of(tape.model) is CAUSAL_LM else None
     return StageFlow(tape, layers, outside, structure.slot, structure.recorded, first_stage_only)
+
+
+def _flow_at(
+    probe: nn.Module,
+    structure: LayerStack,
+    batch: int,
+    length: int,
+    answers: Mapping[Site, int] | None = None,
+) -> StageFlow:
+    """What goes between the layers that are known, with a batch of these sizes."""
+    layers = [structure.layer_path(index) for index in structure.called or range(structure.count)]
+    outside = {*structure.before, *structure.between, *structure.after}
+    tape = structure.record(probe, structure.inputs_for(probe, batch, length), answers)
+    return _stage_flow(tape, structure, layers, outside)
 
 
 @collector_paused()
@@ -108,9 +104,8 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
     found.recorded = find_recorded(
         probe, ((call.path, call.output) for call in calls), inside.__contains__, found.holds_layers
     )
-    tape = found.tape = record_definition(probe, found, *SIZES[0])
-    first_stage_only = "input_ids" if objective_of(probe) is CAUSAL_LM else None
-    run = StageFlow(tape, [call.path for call in of_layers], outside, found.slot, found.recorded, first_stage_only)
+    tape = found.tape = record_definition(meta_copy(model), found)  # of a copy that has not run
+    run = _stage_flow(tape, found, [call.path for call in of_layers], outside)
     found.uncuttable, found.by_chance, found.asked = run.refused, run.by_chance, frozenset(run.asked)
     if repeated:
         more = len(set(called)) < len(called)
@@ -155,8 +150,7 @@ def measure_stage_inputs(
     """
     probe = meta_copy(model)
     cast_as_loaded(probe, dtype)
-    flow = _stage_flow(record_definition(probe, structure, batch, length), structure)
-    return {found.places[0]: found.tensor for found in flow.sides()}
+    return {of.places[0]: of.tensor for of in _flow_at(probe, structure, batch, length).sides()}
 
 
 def flow_of(
@@ -169,7 +163,7 @@ def flow_of(
         length: of the sequence; that of a trial by default.
     """
     batch, usual = SIZES[0]
-    run = _stage_flow(record_definition(meta_copy(model), structure, batch, length or usual, answers), structure)
+    run = _flow_at(meta_copy(model), structure, batch, length or usual, answers)
     sides = [StageInput(of.made, of.read, tuple(of.places)) for of in run.sides()]
     return run.ran, sides, run.bare, run.changed_buffers, run.refused
 
@@ -185,7 +179,7 @@ def _learn_shapes(structure: LayerStack, probe: nn.Module, calls: list[Call]) ->
     """What follows the batch and the sequence, and which floats stay in float32 in another precision.
 
     Args:
-        probe: another copy than the tape's, which is read again: this one is cast.
+        probe: another ``meta_copy`` than that which made ``calls``: it is cast, and they may return parameters.
         calls: up to the first layer's at least.
     """
     others, dtype = calls, torch.float32

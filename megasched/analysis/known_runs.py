@@ -20,7 +20,7 @@ from megasched.analysis.cp.propagate import plan_sequence
 from megasched.analysis.flops import ForwardFlops, forward_flops
 from megasched.analysis.notes.noted import NotedLines, Numbers, note_tape
 from megasched.analysis.recording.meta_call import meta_copy, to_meta
-from megasched.analysis.recording.recorder import NO_BOUNDARIES, record_tape
+from megasched.analysis.recording.recorder import record_tape
 from megasched.analysis.recording.tape import Tape
 from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.analysis.tp.facts import TpAssumptions, TpFacts
@@ -100,19 +100,22 @@ class KnownRuns:
     ) -> Tape:
         """Of a trial, or of another way through the code."""
         if way is TRIAL and TRIAL not in self._tapes and structure is not None and _is_of(structure.tape, inputs):
-            assert structure.tape is not None
-            self._tapes[TRIAL], self._probe, structure.tape = structure.tape, structure.tape.model, None
+            tape = structure.take_tape()
+            assert tape is not None
+            self._tapes[TRIAL], self._probe = tape, tape.model
         if way not in self._tapes:
             probe = self._probe = self._probe or meta_copy(model)
             given = to_meta(dict(inputs)) if way.length is None else inputs_of(model, inputs)(way.length)
-            own_loss = structure is not None and structure.loss_labels is not None
-            boundaries = NO_BOUNDARIES if structure is None else structure.boundaries(probe)
-            self._tapes[way] = record_tape(probe, given, boundaries, answers=dict(way.answers), own_loss=own_loss)
+            record = record_tape if structure is None else structure.record
+            self._tapes[way] = record(probe, given, answers=dict(way.answers))
         return self._tapes[way]
 
-    def let_go(self) -> None:
-        """Holds no tapes any more: what was found is there, and a run that trains has no other use for them."""
+    def let_go(self, structure: LayerStack | None) -> None:
+        """Holds no tapes any more, nor does the structure: what was found is there, and a run that trains has no
+        other use for them."""
         self._tapes.clear()
+        if structure is not None:
+            structure.take_tape()
 
     def ways(self, model: nn.Module, inputs: Mapping[str, Any], structure: LayerStack | None) -> Ways:
         """As ``find_ways`` does; without its runs where those before have shown that there is one way alone."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from megasched.errors import MegaschedError, Problem, ScheduleError
 
-_PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}
+PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))  # types that nobody changes
 _OF_EVERY_MODULE = vars(nn.Module()).keys()  # mostly hooks, of which there are none
 _FUNCTIONS = (FunctionType, MethodType, partial)
 _OF_TORCH = ("torch.", "transformers.", "megatron.")
@@ -102,7 +102,7 @@ def _says_how(kind: type) -> bool:
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """A copy of what a module has."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return value
     if kind in _FUNCTIONS or isinstance(value, torch.Tensor):
         return _held(value, memo)

@@ -23,8 +23,18 @@ if TYPE_CHECKING:
     from megasched.graph.patterns import Pattern
 
 
+class _MakesGraph(Primitive):
+    phase = "graph"
+    on_megatron_module = False
+    makes_graph = True
+    runs_code_again = True
+
+    def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+        return _check_traces(node, arguments, source)
+
+
 @register_primitive
-class Trace(Primitive):
+class Trace(_MakesGraph):
     """Makes a static graph of this one module, for ``find``, ``fuse``, and partial ``replace`` and ``checkpoint``.
 
     Parameters:
@@ -39,10 +49,6 @@ class Trace(Primitive):
     """
 
     name = "trace"
-    phase = "graph"
-    on_megatron_module = False
-    makes_graph = True
-    runs_code_again = True
 
     def record(
         self,
@@ -60,12 +66,9 @@ class Trace(Primitive):
         trial_of(node).trace(node.path, frozenset(chosen | standing_leaves(node.mod)), shapes)
         return {"leaves": tuple(sorted(chosen)), "flatten": flatten, "inputs": shapes}
 
-    def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-        return _check_traces(node, arguments, source)
-
 
 @register_primitive
-class TraceUntil(Primitive):
+class TraceUntil(_MakesGraph):
     """Makes a static graph of this module down to the modules named, which stay calls.
 
     Parameters:
@@ -76,10 +79,6 @@ class TraceUntil(Primitive):
     """
 
     name = "trace_until"
-    phase = "graph"
-    on_megatron_module = False
-    makes_graph = True
-    runs_code_again = True
 
     def record(
         self,
@@ -95,9 +94,6 @@ class TraceUntil(Primitive):
         shapes = shapes_of(inputs)
         trial_of(node).trace(node.path, frozenset({*chosen, *standing_leaves(node.mod)}), shapes)
         return {"leaves": tuple(chosen), "inputs": shapes}
-
-    def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-        return _check_traces(node, arguments, source)
 
 
 @register_primitive

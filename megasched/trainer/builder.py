@@ -75,7 +75,7 @@ class ScheduledModelBuilder(GPTModelBuilder):
                 stages=made,
                 packing=packing,
             )
-        session.runs.let_go()
+        session.runs.let_go(session.plan.structure)
         watch_unreached(chunk.definition, session.reach.uncalled)
         spare(chunk.local_parameters().values(), spared_names(session.definition))
         chunk.register_forward_pre_hook(checked_ids, with_kwargs=True)

@@ -222,17 +222,17 @@ class _Recorder(ScalarAnswers):
         self._surroundings.check(path, module)
         self._begun += 1
         drew = self._drew()
-        given = snapshot((args, kwargs))
-        call = Call(path, module, given, *given, (), drew, torch.is_grad_enabled())
-        self._running.calls.append(call)
+        index = len(self._running.calls)
         if self._running.layer is None and path in self.boundaries.layers:
-            self._running.layer = len(self._running.calls) - 1
+            self._running.layer = index
         if self._running.outermost is None and self.boundaries.is_below_layer(path):
-            self._running.outermost = len(self._running.calls) - 1
+            self._running.outermost = index
+        entered: Sequence[Alias] = ()
         changed = None
-        if path in self.boundaries.layers or self._running.is_outermost():
-            call.entered, changed = self._aliased_arguments(args, kwargs)
-            call.args, call.kwargs = snapshot(changed)
+        if path in self.boundaries.layers or self._running.outermost == index:
+            entered, changed = self._aliased_arguments(args, kwargs)
+        call = Call(path, module, *snapshot(changed or (args, kwargs)), entered, drew, torch.is_grad_enabled())
+        self._running.calls.append(call)
         self._running.handed.append(changed or (args, kwargs))
         self._happened("enter", call)
         return changed

@@ -50,12 +50,11 @@ class Call:
     """A call of a module.
 
     Attributes:
-        given: positional arguments and named ones, as the caller handed them.
-        args, kwargs: the same as the forward got them; lists and mappings are copies, made when it began.
+        args, kwargs: as the forward got them; lists and mappings are copies, made when it began.
         output: what the forward returned.
         returned: the same as the caller got it.
         left: of a layer, ``args`` and ``kwargs`` when it had ended: it may have written to mappings among them.
-        entered: of the tensors in ``given`` those that the forward got as another one.
+        entered: of the tensors that the caller handed those that the forward got as another one.
         exited: of the tensors in ``output`` those that the caller got as another one.
         drew_before: Python's random numbers, or numpy's, were drawn since the module before it began or ended;
             False inside of a layer, which draws on one stage alone.
@@ -66,7 +65,6 @@ class Call:
 
     path: str
     module: nn.Module
-    given: tuple[tuple[Any, ...], dict[str, Any]]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     entered: Sequence[Alias]

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
+from megasched.definition.module_copy import PLAIN
+
 _SHARED = (torch.Tensor, nn.Module)
 
 
@@ -35,7 +36,7 @@ def snapshot(value: Any) -> Any:
         return type(value)(snapshot(item) for item in value)
     if type(value) is dict:
         return {key: snapshot(item) for key, item in value.items()}
-    if type(value) in _PLAIN or isinstance(value, _SHARED):
+    if type(value) in PLAIN or isinstance(value, _SHARED):
         return value
     copied = lambda leaf: leaf if isinstance(leaf, _SHARED) else _copy(leaf)  # noqa: E731
     return torch.utils._pytree.tree_map(copied, value)

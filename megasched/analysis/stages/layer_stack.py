@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from megasched.analysis.notes.noted import NotedLines
 from megasched.analysis.recording.meta_call import token_inputs
-from megasched.analysis.recording.recorder import Boundaries
+from megasched.analysis.recording.recorder import Boundaries, record_tape
 from megasched.analysis.recording.sites import Site
 from megasched.analysis.recording.tape import Tape
 from megasched.analysis.stages.hidden_state import HiddenStateArg
@@ -52,7 +53,7 @@ class LayerStack:
         by_chance: whether the code around the layers asks for a number that it draws, to skip some of them.
         uncuttable: why there can be no pipeline stages; empty where there can.
         asked: questions about values that code around the layers asks, and that later stages can't answer.
-        tape: of a forward with ``trial_inputs``, until somebody has taken it; None where there is none.
+        tape: of a forward with ``trial_inputs``, until ``take_tape``; None where there is none.
         noted: which lines of the code a trial has run; None where that is not known.
     """
 
@@ -108,6 +109,28 @@ class LayerStack:
         around = frozenset(path for path, _ in model.named_modules() if path and self.holds_layers(path))
         layers, last = frozenset(self.layer_paths()), self.layer_path(self.last)
         return Boundaries(layers, f"{self.layers}.", last, self.slot, around)
+
+    def record(
+        self, probe: nn.Module, inputs: Mapping[str, Any], answers: Mapping[Site, int] | None = None
+    ) -> Tape:
+        """The tape of a forward that tells layers apart.
+
+        Args:
+            probe: a ``meta_copy`` of the definition.
+            inputs: arguments of its forward, as ``trial_inputs`` or ``inputs_for`` make them.
+            answers: to questions about values.
+
+        Raises:
+            ScheduleError: it does not run on meta.
+        """
+        return record_tape(
+            probe, inputs, self.boundaries(probe), answers=answers, own_loss=self.loss_labels is not None
+        )
+
+    def take_tape(self) -> Tape | None:
+        """The tape that the layers were found with, which is the caller's from now on."""
+        tape, self.tape = self.tape, None
+        return tape
 
     def layer_path(self, index: int) -> str:
         return f"{self.layers}.{index}"

@@ -192,9 +192,8 @@ def test_tensors_are_other_ones_in_layers_and_in_what_these_call():
     layer, attn, mlp = (calls[f"layers.0{name}"] for name in ("", ".attn", ".mlp"))
     assert [source is alias for source, alias in layer.entered] == [False, False]
     assert layer.args[0] is layer.entered[0].alias
-    assert layer.given[0][0] is layer.entered[0].source
     # One alias a call, and one of them for each tensor.
-    assert attn.given[0][0] is mlp.given[0][0] is layer.args[0]
+    assert attn.entered[0].source is mlp.entered[0].source is layer.args[0]
     assert attn.args[0] is not mlp.args[0]
     # What an Identity returns is what it was handed; whoever called it got another one.
     assert mlp.output is mlp.args[0]
