@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from megasched.analysis.recording.operators import draws
 from megasched.analysis.recording.recorder import record_tape
 from megasched.analysis.recording.tape import Operation, Tape, TapeReader
-from megasched.analysis.rules.dims import NeedsWhole
-from megasched.analysis.rules.sequence_dims import follow_sequence
+from megasched.analysis.rules.follow import follow
+from megasched.analysis.rules.op_call import NeedsWhole
 from megasched.analysis.tp.facts import TpAssumptions, TpSpec
 from megasched.analysis.tp.operations import LabelRun
 from megasched.errors import ScheduleError
@@ -152,7 +152,7 @@ def features_answer(sample: Sample) -> list[Any] | None:
 
 
 class _SequenceRules(TapeReader):
-    """The rules for a sequence, which say None where the whole is needed."""
+    """The rules by themselves, as they are asked of a sequence that is cut."""
 
     def __init__(self, places: dict[int, ShardDim]) -> None:
         self.places = places
@@ -162,7 +162,7 @@ class _SequenceRules(TapeReader):
         func, args, kwargs, outputs = operation.func, operation.args, operation.kwargs, operation.outputs
         self.whole |= draws(func, args, kwargs)  # other numbers on each rank, as it should be
         if any(id(tensor) in self.places for tensor in operation.operands):
-            found = follow_sequence(func, args, kwargs, outputs, lambda tensor: self.places.get(id(tensor)))
+            found = follow(func, args, kwargs, outputs, lambda tensor: self.places.get(id(tensor)))
             self.whole |= not found or None in found
             self.places |= {id(t): along for t, along in zip(outputs, found, strict=True) if along is not None}
 

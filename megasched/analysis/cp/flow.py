@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from megasched.analysis.recording.library_operators import LibraryOperator
 from megasched.analysis.recording.meta_call import ScalarAnswers, tensors_in
 from megasched.analysis.recording.numbers import CONSTANTS, goes_by_numbers, numbers_in
 from megasched.analysis.recording.sites import Site
+from megasched.analysis.rules.follow import follow
 from megasched.analysis.rules.function_trials import FunctionTrials
+from megasched.analysis.rules.op_call import NeedsWhole
 from megasched.analysis.rules.op_rules import op_rule
-from megasched.analysis.rules.sequence_dims import follow_sequence
 from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.definition.experts import find_experts
 from megasched.errors import Problem
@@ -124,7 +125,9 @@ class SequenceFlow(ScalarAnswers):
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor]
     ) -> None:
         partly = name.endswith(_WRITES) and self.place(args[0]) is None
-        found = follow_sequence(func, args, kwargs, outputs, self.place)
+        found: list[ShardDim | None] = [None] * len(outputs)
+        with suppress(NeedsWhole):
+            found = follow(func, args, kwargs, outputs, self.place)
         for tensor, along in zip(outputs, found, strict=True):
             if along is None:
                 origin = self._origin(f"{name.strip('_')} takes other tokens than its own")

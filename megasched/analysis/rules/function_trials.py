@@ -10,7 +10,6 @@ import torch
 
 from megasched.analysis.recording.backward_code import Function
 from megasched.analysis.recording.meta_call import tensors_in
-from megasched.analysis.rules.dims import local_shard
 from megasched.definition.instances import close, real_tensors
 from megasched.language.tensor_types import ShardDim
 
@@ -19,6 +18,25 @@ _NUMBERS = ((1.0, False), (1e-2, False), (30.0, False), (1.0, True))
 _TOLERANCE = 1e-4
 _PARTS = 2
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+def local_shard(tensor: torch.Tensor, along: ShardDim, rank: int, ranks: int) -> torch.Tensor:
+    """What one of ``ranks`` has of a tensor that is cut so; its components are not replicated.
+
+    Raises:
+        ValueError: it is not shared out evenly.
+    """
+    lengths = along.components or (tensor.shape[along.dim] // along.outer,)
+    inner, places = sum(lengths), []
+    for outer in range(along.outer):
+        begin = outer * inner
+        for length in lengths:
+            size, rest = divmod(length, ranks)
+            if rest or any(along.heads):
+                raise ValueError(f"{tuple(tensor.shape)} is not shared out evenly over {ranks}: {along}")
+            places += range(begin + rank * size, begin + (rank + 1) * size)
+            begin += length
+    return tensor.index_select(along.dim, torch.tensor(places))
 
 
 class FunctionTrials:

@@ -13,8 +13,9 @@ from torch import nn
 
 from megasched.analysis.recording.operators import base_of, draws, written
 from megasched.analysis.recording.tape import Call, Operation, Tape, TapeReader
-from megasched.analysis.rules.dims import NeedsWhole, NoRule, follow
+from megasched.analysis.rules.follow import follow
 from megasched.analysis.rules.function_trials import FunctionTrials
+from megasched.analysis.rules.op_call import NeedsWhole, NoRule
 from megasched.analysis.tp.facts import TpAssumptions, TpFacts, TpSpec
 from megasched.analysis.tp.shared_inputs import ColumnCall
 from megasched.analysis.tp.sliced_args import SlicedArgs

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megasched.analysis.rules.dims import NeedsWhole, follow
+from megasched.analysis.rules.follow import follow
+from megasched.analysis.rules.op_call import NeedsWhole
 from megasched.language.tensor_types import ShardDim
 
 

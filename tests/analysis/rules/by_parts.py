@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from megasched.analysis.rules.dims import NeedsWhole
+from megasched.analysis.rules.follow import follow
+from megasched.analysis.rules.op_call import NeedsWhole
 from megasched.language.tensor_types import ON_ALL_RANKS, ShardDim
 
-# (operator, arguments, keyword arguments, outputs, how a tensor is cut) -> how each output is cut
-Rule = Callable[..., list[ShardDim | None]]
 # How the outputs are cut, ranks -> what a rank hands over in the place of some leaves: sizes that it has less of.
 Sizes = Callable[[list[ShardDim | None], int], Mapping[int, Any]]
 
@@ -74,23 +73,23 @@ def _places(along: ShardDim, size: int, rank: int, ranks: int) -> torch.Tensor:
     return torch.tensor(found, dtype=torch.long)
 
 
-def answer(example: Example, rule: Rule) -> list[ShardDim | None] | None:
-    """How the outputs are cut; None where the operator needs the whole."""
+def answer(example: Example) -> list[ShardDim | None] | None:
+    """How the rules say that the outputs are cut; None where the operator needs the whole."""
     leaves, spec = example.leaves()
     args, kwargs = pytree.tree_unflatten(_own(leaves), spec)
     given = pytree.tree_leaves((args, kwargs))
     known = {id(given[index]): along for index, along in example.cuts.items()}
     outputs = _tensors(example.op(*args, **kwargs))
     try:
-        places = rule(example.op, args, kwargs, outputs, lambda tensor: known.get(id(tensor)))
+        places = follow(example.op, args, kwargs, outputs, lambda tensor: known.get(id(tensor)))
     except NeedsWhole:
         return None
     return None if None in places or not outputs else places
 
 
-def check(example: Example, rule: Rule) -> bool:
+def check(example: Example) -> bool:
     """Whether there was something to check, which then was right."""
-    places = answer(example, rule)
+    places = answer(example)
     if places is None:
         return False
     leaves, _ = example.leaves()

@@ -1,5 +1,10 @@
 """A strategy for every operator that there is a rule for."""
 
+from collections import defaultdict
+
+from hypothesis.strategies import SearchStrategy
+
+from tests.analysis.rules.by_parts import Example
 from tests.analysis.rules.chosen import BY_ELEMENT, BY_PLACE, by_element, by_place, indexed
 from tests.analysis.rules.computed import NORMS, PRODUCTS, REDUCTIONS, STAYS, norms, products, reductions, stays
 from tests.analysis.rules.moved import (
@@ -35,8 +40,11 @@ _FAMILIES: dict[frozenset[str], Strategy] = {
     BY_ELEMENT: by_element,
     BY_PLACE: by_place,
     frozenset(["index"]): indexed,
+    LOOKED_UP: looked_up,
+    SHAPED: shaped,
 }
-EXAMPLES = {name: family(name) for names, family in _FAMILIES.items() for name in names}
-# Of what is looked up and shaped there are rules of their own, where it is the sequence that is cut.
-_OF_SEQUENCES: dict[frozenset[str], Strategy] = {LOOKED_UP: looked_up, SHAPED: shaped}
-EXAMPLES_OF_SEQUENCES = {name: family(name) for names, family in _OF_SEQUENCES.items() for name in names}
+# Name of an operator -> strategies: of several, each has to be one that the rule says something of.
+EXAMPLES: dict[str, list[SearchStrategy[Example]]] = defaultdict(list)
+for _names, _family in _FAMILIES.items():
+    for _name in _names:
+        EXAMPLES[_name].append(_family(_name))

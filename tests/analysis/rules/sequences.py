@@ -1,4 +1,4 @@
-"""Calls of operators that have a rule for a sequence that is cut, and none for features."""
+"""Calls of operators that read a table at indices that are cut, and of some that shape what they take."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ from torch import nn
 
 import megasched
 from megasched.analysis.rules import op_rules
-from megasched.analysis.rules.dims import NeedsWhole, follow
+from megasched.analysis.rules.follow import follow
+from megasched.analysis.rules.op_call import NeedsWhole
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import Layout
 from megasched.language.tensor_types import ShardDim

@@ -1,0 +1,93 @@
+"""Rules of operators that take a tensor apart, or join several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import torch
+
+from megasched.analysis.rules.op_call import NeedsWhole, OpCall
+from megasched.analysis.rules.table import rule
+from megasched.language.tensor_types import ON_ALL_RANKS, ShardDim
+
+
+@rule("select", "unbind")
+def without_dim(call: OpCall) -> ShardDim:
+    """One place of a dimension, or each of them; the dimension is gone."""
+    x, along = call.only()
+    dim = call.dim(x)
+    if dim == along.dim:
+        raise NeedsWhole
+    return replace(along, dim=along.dim - (dim < along.dim))
+
+
+@rule("slice")
+def slice_(call: OpCall) -> ShardDim:
+    """Places of a dimension from one to another."""
+    x, along = call.only()
+    dim, told = call.dim(x), call.arguments
+    if dim != along.dim:
+        return along
+    start, end, step = slice(told["start"], told["end"], told["step"]).indices(x.shape[dim])
+    if step != 1:
+        raise NeedsWhole
+    return _between(along, x.shape[dim], start, end)
+
+
+@rule("narrow")
+def narrow(call: OpCall) -> ShardDim:
+    """The same, by their number; nobody knows whether that is of a rank's places or of all."""
+    x, along = call.only()
+    if call.dim(x) == along.dim:
+        raise NeedsWhole
+    return along
+
+
+@rule("split", "split_with_sizes")
+def split(call: OpCall) -> list[ShardDim]:
+    """Pieces that lie one after the other in a dimension."""
+    x, along = call.only()
+    dim = call.dim(x)
+    if dim != along.dim:
+        return [along] * len(call.outputs)
+    bounds = pairwise(accumulate((out.shape[dim] for out in call.outputs), initial=0))
+    return [_between(along, x.shape[dim], start, end) for start, end in bounds]
+
+
+def _between(along: ShardDim, size: int, start: int, end: int) -> ShardDim:
+    """How what lies between two positions is cut; they must be boundaries of components."""
+    sizes = along.components or (size,)
+    bounds = [0, *accumulate(sizes)]
+    if along.outer > 1 or start not in bounds or end not in bounds:
+        raise NeedsWhole
+    chosen = slice(bounds.index(start), bounds.index(end))
+    components, heads = sizes[chosen], along.heads[chosen]
+    if set(heads) == {1}:
+        return ON_ALL_RANKS
+    return ShardDim(along.dim, 1, components if len(components) > 1 else (), heads if any(heads) else ())
+
+
+@rule("cat")
+def cat(call: OpCall) -> ShardDim:
+    """One after the other in a dimension that is there."""
+    return _joined(call, call.dim(call.outputs[0]))
+
+
+@rule("stack")
+def stack(call: OpCall) -> ShardDim:
+    """One after the other in a new dimension."""
+    along = _joined(call, None)
+    return replace(along, dim=along.dim + (call.dim(call.outputs[0]) <= along.dim))
+
+
+def _joined(call: OpCall, dim: int | None) -> ShardDim:
+    found = {along for _, along in call.cut}
+    if len(found) > 1 or next(iter(found)).dim == dim:
+        raise NeedsWhole
+    along = found.pop()
+    # A cache begins as an empty tensor.
+    filled: Sequence[torch.Tensor] = [tensor for tensor in call.operands if tensor.numel() > 0]
+    call.require_same(filled, along, filled[0])
+    return along
