@@ -55,14 +55,14 @@ def measure_one(shape: str, layers: int, tp: int, pp: int, pp_rank: int, values:
     started = time.process_time()
     from transformers import LlamaForCausalLM  # noqa: F401  (transformers imports a class when it is asked for)
 
-    from megasched.language.parallel_dims import Layout
+    from megasched.language.parallel_dims import ParallelDims
     from megasched.trainer.session import open_session
 
     found: dict[str, Any] = {"layers": layers, "tp": tp, "pp": pp}
     found["imports_seconds"] = time.process_time() - started
     found["imports_bytes"] = base = memory.peak_resident_bytes()
     folder = model_folder(shape, num_hidden_layers=layers)
-    layout = Layout(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, pipeline_model_parallel_size=pp)
+    layout = ParallelDims(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, pipeline_model_parallel_size=pp)
     start = time.process_time()
     session = open_session("auto", folder, layout)
     counts = session.stage_layers(SHAPES[shape]["max_position_embeddings"]) or [layers]

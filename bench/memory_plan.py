@@ -17,7 +17,7 @@ import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.verify.ranks.pool import RankPool
 from tests.planner.configs import config_of
 from tests.planner.memory_case import FULL, argv_of, predict
@@ -55,7 +55,7 @@ def main() -> None:
         for name, parallel, flags in CASES:
             model = Path(folder) / name
             config_of(name).save_pretrained(model)
-            layout = Layout(**parallel)
+            layout = ParallelDims(**parallel)
             held = ranks.run(layout.world_size, step_peak, str(model), argv_of(layout, flags))
             predicted = predict(str(model), layout, flags)
             for rank, found in enumerate(held):

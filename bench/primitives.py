@@ -105,7 +105,7 @@ def _plan(folder: str, calls: Calls | None) -> tuple[float, float, int]:
     """CPU seconds of the calls, CPU seconds from there to the plan, and how many records there are."""
     from megasched.definition import attention_interface
     from megasched.definition.build import build_definition, load_config
-    from megasched.language.parallel_dims import Layout
+    from megasched.language.parallel_dims import ParallelDims
     from megasched.language.schedule import create_schedule
     from megasched.layers import attention
     from megasched.layers.megatron.trials import Trials
@@ -117,7 +117,7 @@ def _plan(folder: str, calls: Calls | None) -> tuple[float, float, int]:
     attention.register()
     definition: Any = build_definition(load_config(folder))
     definition.config._attn_implementation = attention_interface.NAME
-    layout = Layout(tensor_model_parallel_size=2)
+    layout = ParallelDims(tensor_model_parallel_size=2)
     sch = create_schedule(definition, layout, roles_of(definition))
     start = time.process_time()
     if calls is None:

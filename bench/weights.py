@@ -62,12 +62,12 @@ def make_folder(folder: Path, shape: str) -> int:
 
 def measure_load(folder: str, shape: str, tp: int, pp: int, pp_rank: int) -> dict[str, Any]:
     """Builds one stage of TP rank 0 from the folder, in this process."""
-    from megasched.language.parallel_dims import Layout
+    from megasched.language.parallel_dims import ParallelDims
     from megasched.trainer.session import open_session
     from megasched.weights import lazy
     from megasched.weights.hf.folder import HFFolder
 
-    layout = Layout(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, pipeline_model_parallel_size=pp)
+    layout = ParallelDims(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, pipeline_model_parallel_size=pp)
     session = open_session("auto", folder, layout)
     counts = session.stage_layers(SHAPES[shape]["max_position_embeddings"]) or [session.plan.structure.count]
     read = 0

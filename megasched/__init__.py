@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megasched.definition.build import build_definition, init_empty_weights, load_config
     from megasched.errors import CheckpointError, ConfigError, MegaschedError, Problem, ScheduleError
     from megasched.graph.compilers import register_compiler
-    from megasched.language.parallel_dims import Layout
+    from megasched.language.parallel_dims import Layout, ParallelDims
     from megasched.language.records import Record, load_records, save_records
     from megasched.language.registry import Primitive, list_primitives, register_lowering, register_primitive
     from megasched.language.schedule import Schedule, ScheduleList, replay
@@ -42,6 +42,7 @@ _PUBLIC = {
     "HFFolder": "megasched.weights.hf.folder",
     "Layout": "megasched.language.parallel_dims",
     "MegaschedError": "megasched.errors",
+    "ParallelDims": "megasched.language.parallel_dims",
     "Primitive": "megasched.language.registry",
     "Problem": "megasched.errors",
     "RandomInit": "megasched.weights.random_init",

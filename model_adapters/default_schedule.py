@@ -10,11 +10,11 @@ from megasched.language.module_specs import LayerSpec, MoeSpec
 from megasched.language.roles import ROLES
 
 if TYPE_CHECKING:
-    from megasched.language.parallel_dims import Layout
+    from megasched.language.parallel_dims import ParallelDims
     from megasched.language.schedule import Schedule
 
 
-def schedule(sch: Schedule, layout: Layout) -> None:
+def schedule(sch: Schedule, layout: ParallelDims) -> None:
     """Shards all that the adapter gives a role; stages are balanced and recompute follows Megatron's flags."""
     for path, role in sch.roles.role.items():
         cut = ROLES[role]
@@ -41,7 +41,7 @@ def schedule(sch: Schedule, layout: Layout) -> None:
                 sch[path.rpartition(".")[0]].level("block", required=False)
 
 
-def _takes_layers(block: LayerSpec, layout: Layout) -> bool:
+def _takes_layers(block: LayerSpec, layout: ParallelDims) -> bool:
     """Says whether layers with experts are for Megatron's, which keeps less. It takes packed sequences as one row,
     and Transformer Engine has no window under context parallelism unless a flag says how."""
     windows = any(window is not None for window in block.attention.windows)

@@ -254,7 +254,7 @@ def test_the_adapter_shown_is_the_one_there_is():
 def plan_schedule(code: str) -> int:
     """Plans a schedule for a small Qwen3 at TP 2; returns how many calls it makes."""
     from megasched.definition.build import build_definition
-    from megasched.language.parallel_dims import Layout
+    from megasched.language.parallel_dims import ParallelDims
     from megasched.language.schedule import create_schedule
     from megasched.language.schedule_file import apply_schedule
     from megasched.layers.megatron.trials import Trials
@@ -266,7 +266,7 @@ def plan_schedule(code: str) -> int:
     namespace: dict = {"__name__": "schedule"}
     exec(compile(code, "schedule.py", "exec"), namespace)
     definition = build_definition(tiny.config("qwen3", num_hidden_layers=5, tie_word_embeddings=False))
-    sch = create_schedule(definition, Layout(tensor_model_parallel_size=2), roles_of(definition))
+    sch = create_schedule(definition, ParallelDims(tensor_model_parallel_size=2), roles_of(definition))
     apply_schedule(sch, namespace["schedule"])
     replace_modules(sch, definition)
     adapt_modules(sch, definition)

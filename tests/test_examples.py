@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megasched.cli.show.report import ShowReport, inspect_schedule
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from tests import tiny
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -23,7 +23,7 @@ LAYERS = 4
 
 
 def plan(name: str, family: str, folder: Path, **layout) -> ShowReport:
-    return inspect_schedule(str(SCHEDULES / name), tiny.save(family, folder), Layout(**layout))
+    return inspect_schedule(str(SCHEDULES / name), tiny.save(family, folder), ParallelDims(**layout))
 
 
 def recomputed(report: ShowReport) -> list[str]:
@@ -100,7 +100,7 @@ def test_the_readme_shows_the_llama_example():
 
 
 def test_the_schedule_for_fine_tuning_recomputes_every_layer(tmp_path):
-    layout = Layout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    layout = ParallelDims(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     report = inspect_schedule(str(EXAMPLES / "sft" / "schedule.py"), tiny.save("llama", tmp_path), layout)
     assert recomputed(report) == [f"model.layers.{index}" for index in range(LAYERS)]
     assert Counter(module.kind for module in report.modules)["row"] == 2 * LAYERS

@@ -14,7 +14,7 @@ from megasched import create_schedule
 from megasched.definition.experts import find_experts, not_apart
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.layers.megatron.trials import Trials
 from megasched.model_adapters.default_schedule import schedule as default_schedule
 from megasched.model_adapters.registry import roles_of
@@ -75,7 +75,7 @@ def test_experts_whose_forward_was_exchanged_stay_whole():
     assert not_apart(model) == {"model.layers.0.mlp.experts": "it has a forward that is not its class's"}
 
 
-def planned(model_type: str, layout: Layout, schedule=default_schedule):
+def planned(model_type: str, layout: ParallelDims, schedule=default_schedule):
     model = on_meta(model_type)
     sch = create_schedule(model, layout, roles_of(model))
     schedule(sch, layout)
@@ -83,7 +83,7 @@ def planned(model_type: str, layout: Layout, schedule=default_schedule):
 
 
 def test_auto_shares_out_every_parameter_of_the_experts():
-    plan = planned("gpt_oss", Layout(expert_model_parallel_size=2, data_parallel_size=2))
+    plan = planned("gpt_oss", ParallelDims(expert_model_parallel_size=2, data_parallel_size=2))
     assert plan.experts == {f"model.layers.{index}.mlp.experts" for index in range(4)}
     shared = {name: plan.local_shape(p) for name, p in plan.placements.items() if p.group == "ep"}
     assert len(shared) == 16
@@ -95,7 +95,7 @@ def test_auto_shares_out_every_parameter_of_the_experts():
 
 
 def test_without_expert_parallelism_experts_stay_whole():
-    plan = planned("mixtral", Layout(tensor_model_parallel_size=2))
+    plan = planned("mixtral", ParallelDims(tensor_model_parallel_size=2))
     assert not plan.experts
     assert {p.group for p in plan.placements.values()} == {"tp"}
     assert plan.placement("model.layers.0.mlp.experts", "down_proj").axis is None
@@ -103,20 +103,20 @@ def test_without_expert_parallelism_experts_stay_whole():
 
 def test_a_size_that_divides_no_experts_is_refused():
     with pytest.raises(ScheduleError, match=r"EP 3 does not divide gate_up_proj \[4, 256, 64\] along axis 0"):
-        planned("mixtral", Layout(expert_model_parallel_size=3))
+        planned("mixtral", ParallelDims(expert_model_parallel_size=3))
 
 
 def test_expert_parallelism_without_experts_is_refused():
     with pytest.raises(ScheduleError, match="no module of the form that HF gives experts"):
-        planned("llama", Layout(expert_model_parallel_size=2))
+        planned("llama", ParallelDims(expert_model_parallel_size=2))
     with pytest.raises(ScheduleError, match=r'shard\("gate_up_proj", axis=0\)'):
-        planned("mixtral", Layout(expert_model_parallel_size=2), lambda sch, layout: None)
+        planned("mixtral", ParallelDims(expert_model_parallel_size=2), lambda sch, layout: None)
 
 
 @pytest.mark.parametrize(("sequence_parallel", "region"), [(False, "R"), (True, "P")])
 def test_what_tokens_the_ranks_of_tensor_parallelism_have(sequence_parallel, region):
     """All have all of them; under SP the layer's whole mixture is one region, gathered at its entry."""
-    layout = Layout(
+    layout = ParallelDims(
         tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, expert_model_parallel_size=2
     )
     assert set(planned("mixtral", layout).derived.experts.values()) == {region}
@@ -131,7 +131,7 @@ def with_router_losses(kind=None):
 
 
 def planned_with_sequence_parallelism(model):
-    layout = Layout(tensor_model_parallel_size=2, sequence_parallel=True)
+    layout = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True)
     sch = create_schedule(model, layout, roles_of(model))
     default_schedule(sch, layout)
     return make_plan(sch, causal_lm=True, trials=Trials)
@@ -141,7 +141,7 @@ def test_logits_recorded_inside_of_regions_are_handed_on_whole():
     recorded = planned_with_sequence_parallelism(with_router_losses()).derived.recorded
     names = {path: [torch.utils._pytree.keystr(leaf) for leaf in leaves] for path, leaves in recorded.items()}
     assert names == {"model": [f"['router_logits'][{layer}]" for layer in range(4)]}
-    assert planned("mixtral", Layout(tensor_model_parallel_size=2)).derived.recorded == {}
+    assert planned("mixtral", ParallelDims(tensor_model_parallel_size=2)).derived.recorded == {}
 
 
 def _keep(module, args, output):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import megasched
-from megasched import ConfigError, Layout, Record, ScheduleError
+from megasched import ConfigError, ParallelDims, Record, ScheduleError
 
 
 class Model(nn.Module):
@@ -35,7 +35,7 @@ class Maker:
 
 
 def new_schedule(model=None):
-    return megasched.create_schedule(model or Model(), Layout())
+    return megasched.create_schedule(model or Model(), ParallelDims())
 
 
 def fill(sch):
@@ -84,7 +84,7 @@ def test_the_default_schedule_is_who_asked():
     from megasched.language.roles import Roles
     from megasched.model_adapters import default_schedule
 
-    sch = megasched.create_schedule(Model(), Layout(), Roles({"up": "mlp.up", "down": "mlp.down"}))
+    sch = megasched.create_schedule(Model(), ParallelDims(), Roles({"up": "mlp.up", "down": "mlp.down"}))
     default_schedule.schedule(sch, sch.layout)
     assert {r.source.rpartition(":")[0] for r in sch.records} == {default_schedule.__file__}
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import megasched
-from megasched import ConfigError, Layout, Primitive, ScheduleError
+from megasched import ConfigError, ParallelDims, Primitive, ScheduleError
 from megasched.language import registry
 from megasched.plan.make import make_plan
 
@@ -70,7 +70,7 @@ def test_documentation_has_the_call_and_every_parameter(name):
 
 def test_aliases_are_documented_and_call_the_same():
     assert "Also known as: pipeline_split" in megasched.list_primitives()["cut_pipeline_stage"]
-    sch = megasched.create_schedule(nn.Sequential(nn.Linear(2, 2)), Layout())
+    sch = megasched.create_schedule(nn.Sequential(nn.Linear(2, 2)), ParallelDims())
     sch["0"].pipeline_split()
     assert sch.records[0].primitive == "cut_pipeline_stage"
 
@@ -81,7 +81,7 @@ def test_a_third_partys_primitive_works_end_to_end():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     x = torch.tensor([[1.0, -2.0]])
     want = 3 * model(x)
-    sch = megasched.create_schedule(model, Layout())
+    sch = megasched.create_schedule(model, ParallelDims())
     sch["1"].times(factor=3.0)
     assert str(sch.records[0]) == "1: scale(factor=3.0)"
     assert megasched.list_primitives()["scale"].startswith(
@@ -93,7 +93,7 @@ def test_a_third_partys_primitive_works_end_to_end():
 def test_a_third_partys_check_is_in_the_report():
     megasched.register_primitive(scale_primitive())
     megasched.register_lowering("scale")(scale_lowering)
-    sch = megasched.create_schedule(nn.Sequential(nn.Linear(2, 2)), Layout())
+    sch = megasched.create_schedule(nn.Sequential(nn.Linear(2, 2)), ParallelDims())
     sch["0"].scale(0)
     with pytest.raises(ScheduleError, match="scale by zero") as raised:
         megasched.build(sch)
@@ -103,7 +103,7 @@ def test_a_third_partys_check_is_in_the_report():
 def test_a_primitive_without_a_lowering_is_refused_at_build():
     megasched.register_primitive(scale_primitive())
     model = nn.Sequential(nn.Linear(2, 2))
-    sch = megasched.create_schedule(model, Layout())
+    sch = megasched.create_schedule(model, ParallelDims())
     sch["0"].scale(2)
     sch["0"].hook("fw_pre", print)
     with pytest.raises(ScheduleError, match="primitive 'scale' has no lowering") as raised:
@@ -160,7 +160,7 @@ def test_a_primitive_that_defines_no_record():
 
     megasched.register_primitive(Empty)
     with pytest.raises(NotImplementedError, match=r"primitive empty defines no record\(\)"):
-        megasched.create_schedule(nn.Linear(2, 2), Layout()).empty()
+        megasched.create_schedule(nn.Linear(2, 2), ParallelDims()).empty()
 
 
 def test_every_public_name_of_a_schedule_is_reserved():
@@ -220,7 +220,7 @@ def test_what_keeps_a_product_is_said_by_its_class(keeps, joint):
     cls.keeps_product = keeps
     megasched.register_primitive(cls)
     megasched.register_lowering("scale")(scale_lowering)
-    sch = megasched.create_schedule(Gated(), Layout(tensor_model_parallel_size=2))
+    sch = megasched.create_schedule(Gated(), ParallelDims(tensor_model_parallel_size=2))
     sch["gate"].shard("weight", axis=0)
     sch["up"].shard("weight", axis=0).scale(2.0)
     sch["down"].shard("weight", axis=1)

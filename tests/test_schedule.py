@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import megasched
-from megasched import Layout, ScheduleError, ScheduleList
+from megasched import ParallelDims, ScheduleError, ScheduleList
 from megasched.language.roles import Roles
 
 
@@ -35,7 +35,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def sch():
-    return megasched.create_schedule(Model(), Layout())
+    return megasched.create_schedule(Model(), ParallelDims())
 
 
 def paths(found):
@@ -125,7 +125,7 @@ def test_a_glob_matches_as_its_parts_do_one_by_one(tree, pattern):
             if name not in owner._modules:
                 owner.add_module(name, nn.Module())
             owner = owner._modules[name]
-    schedule = megasched.create_schedule(model, Layout())
+    schedule = megasched.create_schedule(model, ParallelDims())
 
     def expansions(rest):
         if not rest:
@@ -178,7 +178,7 @@ def test_roles():
         for i in range(3)
         for k, r in ((0, "mlp.up"), (2, "mlp.down"))
     }
-    sch = megasched.create_schedule(Model(), Layout(), Roles(role | {"embed": "embed.tokens"}))
+    sch = megasched.create_schedule(Model(), ParallelDims(), Roles(role | {"embed": "embed.tokens"}))
     assert paths(sch["stacks.1"].role("mlp.up")) == [f"stacks.1.{i}.mlp.0" for i in range(3)]
     assert len(sch.role("mlp.*")) == 12
     assert paths(sch["stacks"][:1].role("mlp.down")) == [f"stacks.0.{i}.mlp.2" for i in range(3)]
@@ -238,6 +238,6 @@ def test_the_model_is_not_touched(sch):
 
 
 def test_layouts_reach_the_schedule(sch):
-    layout = Layout(tensor_model_parallel_size=4)
+    layout = ParallelDims(tensor_model_parallel_size=4)
     assert megasched.create_schedule(Model(), layout)["stacks.0"].layout is layout
-    assert megasched.create_schedule(Model()).layout == Layout()  # no process groups here
+    assert megasched.create_schedule(Model()).layout == ParallelDims()  # no process groups here

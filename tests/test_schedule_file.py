@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 import megasched
-from megasched import ConfigError, Layout, ScheduleError
+from megasched import ConfigError, ParallelDims, ScheduleError
 from megasched.language import schedule_file
 from megasched.language.schedule_file import add_options, apply_schedule, find_schedule, split_file
 
@@ -29,7 +29,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def sch():
-    return megasched.create_schedule(nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)), Layout())
+    return megasched.create_schedule(nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)), ParallelDims())
 
 
 def problem_of(raised):

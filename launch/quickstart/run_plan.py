@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.launch import bundled_script
 from megasched.launch.quickstart.corpus import EOD, VOCAB_SIZE
 
@@ -35,7 +35,7 @@ class Plan:
         transformer_engine: whether Megatron may use Transformer Engine's layers.
     """
 
-    layout: Layout
+    layout: ParallelDims
     on_gpus: bool
     transformer_engine: bool
 
@@ -60,13 +60,13 @@ def detect_plan() -> Plan:
     return Plan(layout=choose_layout(gpus), on_gpus=True, transformer_engine=engine)
 
 
-def choose_layout(devices: int) -> Layout:
+def choose_layout(devices: int) -> ParallelDims:
     """A layout for at most this many devices: TP 2 first, then PP 2 with VPP 2, then two replicas.
 
     The quickstart's model has 2 key-value heads and 4 layers, so TP stops at 2 and PP x VPP at 4. Devices
     that make no full step are left idle: 3 are used as 2, 6 as 4, more than 8 as 8.
     """
-    return Layout(
+    return ParallelDims(
         tensor_model_parallel_size=2 if devices >= 2 else 1,
         pipeline_model_parallel_size=2 if devices >= 4 else 1,
         virtual_pipeline_model_parallel_size=2 if devices >= 4 else None,
@@ -167,7 +167,7 @@ def shell_script(command: Sequence[str], env: Mapping[str, str]) -> str:
     return f'#!/usr/bin/env bash\nset -euo pipefail\n{exports}exec {body} \\\n    "$@"\n'
 
 
-def _layout_flags(layout: Layout) -> list[str]:
+def _layout_flags(layout: ParallelDims) -> list[str]:
     flags = ["--tensor-model-parallel-size", str(layout.tp), "--pipeline-model-parallel-size", str(layout.pp)]
     if layout.virtual_pipeline_model_parallel_size is not None:
         flags += ["--num-virtual-stages-per-pipeline-rank", str(layout.vpp)]

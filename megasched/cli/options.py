@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 
 HfModel = Annotated[str, typer.Option(metavar="DIR", help="The Hugging Face model; only its config.json is read.")]
 Tp = Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="TP ranks.")]
@@ -30,9 +30,11 @@ Objective = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
-def layout_of(tp: int, sp: bool, pp: int, cp: int, ep: int, *, vp: int = 1, dp: int = 1, **more: Any) -> Layout:
+def layout_of(
+    tp: int, sp: bool, pp: int, cp: int, ep: int, *, vp: int = 1, dp: int = 1, **more: Any
+) -> ParallelDims:
     """The layout that these options say; ``more`` by its own names."""
-    return Layout(
+    return ParallelDims(
         tensor_model_parallel_size=tp,
         sequence_parallel=sp,
         pipeline_model_parallel_size=pp,

@@ -41,7 +41,7 @@ class Fp8:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ParallelDims:
     """How a job is spread over ranks; field names are Megatron's flag names.
 
     Attributes:
@@ -141,3 +141,6 @@ class Layout:
         parts += [f"DP{self.data_parallel_size}"] if self.data_parallel_size > 1 else []
         text = " x ".join(parts) or "one rank"
         return text if self.fp8 is None else f"{text}, 8 bits ({self.fp8.fp8_recipe})"
+
+
+Layout = ParallelDims  # its first name, by which scripts that are already written know it

@@ -17,7 +17,7 @@ from megasched.errors import ConfigError, Problem
 from megasched.language.records import Record
 
 if TYPE_CHECKING:
-    from megasched.language.parallel_dims import Layout
+    from megasched.language.parallel_dims import ParallelDims
     from megasched.language.roles import Roles
 
 GROUP = "megasched.primitives"
@@ -40,7 +40,7 @@ class Node(Protocol):
     @property
     def root(self) -> Node: ...
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> ParallelDims: ...
     @property
     def roles(self) -> Roles: ...
     @property

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from megasched.errors import Problem, ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import Record, caller_source
 from megasched.language.registry import get_primitive, has_primitive
 from megasched.language.roles import Roles
@@ -31,7 +31,7 @@ class Root:
     """What all nodes of one schedule share."""
 
     model: nn.Module
-    layout: Layout
+    layout: ParallelDims
     roles: Roles = field(default_factory=Roles)
     records: list[Record] = field(default_factory=list)
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Schedule(PrimitiveCalls):
         return Schedule(self._root, "")
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ParallelDims:
         return self._root.layout
 
     @property
@@ -288,7 +288,7 @@ class ScheduleList(Sequence[Schedule], PrimitiveCalls):
         return f"ScheduleList({[item.path for item in self._items]})"
 
 
-def create_schedule(model: nn.Module, layout: Layout | None = None, roles: Roles | None = None) -> Schedule:
+def create_schedule(model: nn.Module, layout: ParallelDims | None = None, roles: Roles | None = None) -> Schedule:
     """An empty schedule of a model.
 
     Args:
@@ -301,14 +301,14 @@ def create_schedule(model: nn.Module, layout: Layout | None = None, roles: Roles
     return Schedule(Root(model, layout, roles or Roles()), "")
 
 
-def current_layout() -> Layout:
+def current_layout() -> ParallelDims:
     """The layout of Megatron's process groups in this process; one rank when they are not initialised."""
     import sys
 
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
-        return Layout()
-    return Layout(
+        return ParallelDims()
+    return ParallelDims(
         tensor_model_parallel_size=state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=state.get_pipeline_model_parallel_world_size(),
         virtual_pipeline_model_parallel_size=state.get_virtual_pipeline_model_parallel_world_size(),

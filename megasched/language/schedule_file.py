@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from megasched.errors import ConfigError, Problem, ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule import Schedule
 from megasched.reading.files import MIB, Expected, read_bytes
 from megasched.reading.forms import unsound_text
@@ -31,7 +31,7 @@ GROUP = "megasched.schedules"
 AUTO = "auto"  # the schedule by roles, which megasched itself registers
 _SUFFIX = ".py"
 SCHEDULE = Expected("a schedule, a Python file with `def schedule(sch, layout)`", most=16 * MIB)
-ScheduleFunction = Callable[..., None]  # of a Schedule, a Layout, and its options
+ScheduleFunction = Callable[..., None]  # of a Schedule, its ParallelDims, and its options
 _REGISTERED: dict[str, ScheduleFunction] = {}
 
 
@@ -124,7 +124,7 @@ def _with_options(function: ScheduleFunction, name: str, options: Mapping[str, s
     values = {key: _value(key, text) for key, text in options.items()}
 
     @functools.wraps(function)
-    def bound(sch: Schedule, layout: Layout) -> None:
+    def bound(sch: Schedule, layout: ParallelDims) -> None:
         function(sch, layout, **values)
 
     return bound

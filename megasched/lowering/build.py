@@ -15,7 +15,7 @@ from megasched.analysis.known_runs import KnownRuns, usual_length
 from megasched.analysis.recording.meta_call import example_inputs
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language import schedule as tree
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.roles import Roles
 from megasched.language.schedule import Schedule, current_layout
 from megasched.language.schedule_file import apply_schedule as call_schedule
@@ -29,7 +29,7 @@ from megasched.plan.make import make_plan
 from megasched.plan.plan import Plan
 
 
-def create_schedule(model: nn.Module, layout: Layout | None = None, roles: Roles | None = None) -> Schedule:
+def create_schedule(model: nn.Module, layout: ParallelDims | None = None, roles: Roles | None = None) -> Schedule:
     """An empty schedule of any ``nn.Module``; the model is not changed before ``build``.
 
     Args:

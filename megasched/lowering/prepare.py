@@ -20,7 +20,7 @@ from megasched.definition.build import build_definition, load_config
 from megasched.definition.module_copy import copy_module, holds_tensor
 from megasched.definition.objectives import find_objective
 from megasched.errors import ConfigError, Problem, ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.registry import records_where
 from megasched.language.roles import Roles
 from megasched.language.schedule import Schedule, create_schedule
@@ -52,7 +52,7 @@ class ScheduledDefinition:
     function: ScheduleFunction
     runs: KnownRuns = field(default_factory=KnownRuns)
 
-    def apply(self, layout: Layout) -> Schedule:
+    def apply(self, layout: ParallelDims) -> Schedule:
         """The schedule's records for a layout.
 
         Raises:
@@ -63,7 +63,7 @@ class ScheduledDefinition:
         _refuse_computed_weights(root)
         return root
 
-    def _roles(self, layout: Layout) -> Roles:
+    def _roles(self, layout: ParallelDims) -> Roles:
         """The adapter's roles, and what can be inferred besides; a schedule of the user's own can do without."""
         definition = self.definition
         try:

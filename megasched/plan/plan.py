@@ -11,7 +11,7 @@ from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.analysis.tp.facts import TpFacts
 from megasched.errors import Declined
 from megasched.language.module_specs import MlpSpec
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import Record
 from megasched.language.registry import Primitive, records_where
 from megasched.language.roles import Cut
@@ -48,7 +48,7 @@ class Plan:
         joint: columns that are computed by one matrix product; paths in the order of their calls.
     """
 
-    layout: Layout
+    layout: ParallelDims
     records: tuple[Record, ...]
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()

@@ -15,7 +15,7 @@ from megasched.definition.experts import has_form
 from megasched.definition.linears import is_linear, output_axis
 from megasched.errors import Declined, Problem
 from megasched.language.lora import A, B
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import Record
 from megasched.language.roles import Cut
 from megasched.language.schedule import Schedule
@@ -27,7 +27,7 @@ from megasched.plan.plan import Plan
 class _Decided:
     """What the records that were looked at so far have decided."""
 
-    layout: Layout
+    layout: ParallelDims
     canonical: Mapping[str, str]
     placements: dict[str, Placement]
     weights: Mapping[str, Record]

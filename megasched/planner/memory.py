@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.planner.measure.parameter_counts import Count
 from megasched.planner.measure.stages import Measurements
 from megasched.planner.pipeline import order_of
@@ -90,7 +90,7 @@ def activation_peak(chunks: Sequence[ChunkMemory], rank: int, pp: int, microbatc
 
 
 def static_bytes(
-    count: Count, layout: Layout, dtype: torch.dtype, gradient_dtype: torch.dtype, *, sharded: bool
+    count: Count, layout: ParallelDims, dtype: torch.dtype, gradient_dtype: torch.dtype, *, sharded: bool
 ) -> tuple[int, int, int]:
     """Parameters, gradients and optimizer state of a rank with so many numbers in its parameters, in bytes.
 
@@ -114,7 +114,7 @@ def static_bytes(
 def rank_memory(
     measured: Measurements,
     stages: Sequence[Stage],
-    layout: Layout,
+    layout: ParallelDims,
     rank: int,
     *,
     microbatches: int,
@@ -141,7 +141,7 @@ def rank_memory(
     return RankMemory(parameters, gradients, optimizer, held, peak)
 
 
-def stages_of(session: Session, layout: Layout, sequence_length: int) -> list[Stage]:
+def stages_of(session: Session, layout: ParallelDims, sequence_length: int) -> list[Stage]:
     """All stages, in the order in which the model runs, cut as a run without flags of its own would cut them.
 
     Raises:

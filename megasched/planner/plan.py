@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megasched.errors import ConfigError
-from megasched.language.parallel_dims import Fp8, Layout
+from megasched.language.parallel_dims import Fp8, ParallelDims
 from megasched.planner.hardware.hardware import load_hardware
 from megasched.planner.search import Candidate, Job, search
 from megasched.trainer.session import Session, open_session
@@ -98,7 +98,7 @@ def plan(
     largest_context: int = 1,
     overrides: list[str] | None = None,
     trust_remote_code: bool = False,
-    on_group: Callable[[Layout], Any] = lambda layout: None,
+    on_group: Callable[[ParallelDims], Any] = lambda layout: None,
 ) -> PlanReport:
     """Searches the layouts of a job.
 
@@ -142,12 +142,12 @@ def plan(
 
 def _opened_sessions(
     hf_model: str, schedule: str, sequence_length: int, overrides: Sequence[str], trust_remote_code: bool
-) -> Callable[[Layout], Session]:
+) -> Callable[[ParallelDims], Session]:
     """A function from layouts to sessions: one is opened for those with CP and one for those without, when the
     first of them is asked for; the others share what it knows of the model."""
     opened: dict[bool, Session] = {}
 
-    def session_for(layout: Layout) -> Session:
+    def session_for(layout: ParallelDims) -> Session:
         splits = layout.cp > 1
         if splits in opened:
             return opened[splits].with_layout(layout)

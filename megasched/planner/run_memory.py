@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import torch
 
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.planner.measure.build_stage import Setting
 from megasched.planner.measure.probe import fake_groups
 from megasched.planner.measure.stages import Measurements, PartlyRecomputed
@@ -50,7 +50,7 @@ def run_memory(
         )
 
 
-def _setting(args: Namespace, layout: Layout, recompute: str | None) -> Setting:
+def _setting(args: Namespace, layout: ParallelDims, recompute: str | None) -> Setting:
     in_float32 = args.accumulate_allreduce_grads_in_fp32 or args.params_dtype == torch.float32
     return Setting(
         micro_batch_size=args.micro_batch_size,

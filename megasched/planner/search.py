@@ -13,7 +13,7 @@ import torch
 
 from megasched.definition.experts import is_experts
 from megasched.errors import MegaschedError, Problem, ScheduleError
-from megasched.language.parallel_dims import Fp8, Layout
+from megasched.language.parallel_dims import Fp8, ParallelDims
 from megasched.planner.hardware.hardware import Hardware
 from megasched.planner.measure.build_stage import Setting
 from megasched.planner.measure.forked import map_forked
@@ -41,7 +41,7 @@ class Job:
         largest_context: of CP.
     """
 
-    open_session: Callable[[Layout], Session]
+    open_session: Callable[[ParallelDims], Session]
     hardware: Hardware
     gpus: int
     sequence_length: int
@@ -64,7 +64,7 @@ class Candidate:
         too_large: whether it is out for memory.
     """
 
-    layout: Layout
+    layout: ParallelDims
     recompute_granularity: str | None
     microbatches: int
     memory: tuple[RankMemory, ...] = ()
@@ -78,7 +78,7 @@ class Candidate:
         return max(self.memory, key=lambda memory: memory.total)
 
 
-def search(job: Job, *, on_group: Callable[[Layout], Any] = lambda layout: None) -> list[Candidate]:
+def search(job: Job, *, on_group: Callable[[ParallelDims], Any] = lambda layout: None) -> list[Candidate]:
     """All candidates: those that fit by their time, then the others.
 
     Args:
@@ -92,18 +92,18 @@ def search(job: Job, *, on_group: Callable[[Layout], Any] = lambda layout: None)
         else:  # a process for each: layouts of one CP have much in common
             results = map_forked(partial(_of_context, job, lambda group: None), contexts)
             for cp in contexts:
-                on_group(Layout(context_parallel_size=cp))
+                on_group(ParallelDims(context_parallel_size=cp))
                 found += next(results)
     return sorted(found, key=lambda one: (bool(one.why_out), one.time.total if one.time else 0.0))
 
 
-def _of_context(job: Job, on_group: Callable[[Layout], Any], cp: int) -> list[Candidate]:
+def _of_context(job: Job, on_group: Callable[[ParallelDims], Any], cp: int) -> list[Candidate]:
     try:
         groups = list(_groups(job, cp))[::-1]  # those of many ranks take longest: begin with them
     except MegaschedError as error:
         if cp == 1:
             raise
-        return [Candidate(Layout(context_parallel_size=cp), None, 0, why_out=_reason(error))]
+        return [Candidate(ParallelDims(context_parallel_size=cp), None, 0, why_out=_reason(error))]
     with suppress(MegaschedError):  # it is that group's own, and comes again
         for group in groups[:1]:  # the plans and cuts of the others rest on the same runs
             job.open_session(group).forward_flops(job.sequence_length)
@@ -115,14 +115,14 @@ def _of_context(job: Job, on_group: Callable[[Layout], Any], cp: int) -> list[Ca
     return list(itertools.chain(*reversed(parts)))
 
 
-def _groups(job: Job, cp: int) -> Iterator[Layout]:
+def _groups(job: Job, cp: int) -> Iterator[ParallelDims]:
     """TP inside a node, and EP, for which the ranks of TP and CP count, too; powers of two."""
-    session = job.open_session(Layout(context_parallel_size=cp))
+    session = job.open_session(ParallelDims(context_parallel_size=cp))
     _refuse_loops(session)
     largest = min(job.gpus, job.hardware.gpus_per_node)
     for tp, ep in itertools.product(_powers(largest), _powers(_experts(session))):
         if job.gpus % (tp * cp) == 0 and job.gpus % ep == 0 and job.sequence_length % (2 * cp * tp) == 0:
-            yield Layout(
+            yield ParallelDims(
                 tensor_model_parallel_size=tp,
                 sequence_parallel=tp > 1,
                 context_parallel_size=cp,
@@ -147,7 +147,7 @@ def _powers(largest: int) -> list[int]:
     return [1 << power for power in range(largest.bit_length())]
 
 
-def _of_group(job: Job, group: Layout) -> list[Candidate]:
+def _of_group(job: Job, group: ParallelDims) -> list[Candidate]:
     try:
         session = job.open_session(group)
         with fake_groups(group):
@@ -156,7 +156,7 @@ def _of_group(job: Job, group: Layout) -> list[Candidate]:
         return [Candidate(group, None, 0, why_out=_reason(error))]
 
 
-def _of_session(job: Job, group: Layout, session: Session) -> Iterator[Candidate]:
+def _of_session(job: Job, group: ParallelDims, session: Session) -> Iterator[Candidate]:
     measured: dict[tuple[int, str | None], Measurements] = {}
     counts = ParameterCounts(session)
     for layout in _layouts(job, group, session):
@@ -217,7 +217,7 @@ def _reason(error: MegaschedError) -> str:
     return str(error).partition("\n")[0]
 
 
-def _too_large(job: Job, counts: ParameterCounts, stages: Sequence[Stage], layout: Layout) -> str:
+def _too_large(job: Job, counts: ParameterCounts, stages: Sequence[Stage], layout: ParallelDims) -> str:
     """Why a layout is out before anything is measured: without activations it has no room already."""
     ranks = (counts.held(stages[rank :: layout.pp]) for rank in range(layout.pp))
     largest = max(sum(static_bytes(held, layout, job.dtype, job.gradient_dtype, sharded=True)) for held in ranks)
@@ -229,7 +229,7 @@ def _not_fitting(size: int, hardware: Hardware, what: str = "") -> str:
     return "" if size <= room else f"{what}{size / 1e9:.0f} GB do not fit in {room / 1e9:.0f} GB"
 
 
-def _layouts(job: Job, group: Layout, session: Session) -> Iterator[Layout]:
+def _layouts(job: Job, group: ParallelDims, session: Session) -> Iterator[ParallelDims]:
     """PP, VPP and micro-batches that divide what they must."""
     assert session.plan.structure is not None
     layers = session.plan.structure.count
@@ -241,7 +241,7 @@ def _layouts(job: Job, group: Layout, session: Session) -> Iterator[Layout]:
             continue
         microbatches = job.global_batch_size // (ranks // pp * batch)
         for vpp in _chunks(pp, layers, microbatches):
-            yield Layout(
+            yield ParallelDims(
                 tensor_model_parallel_size=group.tp,
                 sequence_parallel=group.sequence_parallel,
                 context_parallel_size=group.cp,
@@ -269,7 +269,7 @@ def _candidate(
     job: Job,
     measured: Measurements,
     stages: Sequence[Stage],
-    layout: Layout,
+    layout: ParallelDims,
     microbatches: int,
 ) -> Candidate:
     recompute = measured.setting.recompute_granularity

@@ -8,7 +8,7 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING
 
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.planner.hardware.hardware import Group, Hardware
 from megasched.planner.measure.parameter_counts import Count
 from megasched.planner.measure.work import Work
@@ -69,7 +69,7 @@ def chunk_work(measured: Measurements, stage: Stage) -> tuple[Work, Work]:
     return forward, reduce(add, (one.backward_work for one in others), end.backward_work)
 
 
-def groups_of(layout: Layout) -> dict[str, Group]:
+def groups_of(layout: ParallelDims) -> dict[str, Group]:
     """Megatron's groups. Its order of ranks is TP, CP, DP, PP; those of experts have a grid of their own, in which
     it is EP, DP, PP (``megatron/core/parallel_state.py``)."""
     tp, cp, ep = layout.tp, layout.cp, layout.ep
@@ -83,7 +83,7 @@ def groups_of(layout: Layout) -> dict[str, Group]:
     }
 
 
-def pass_seconds(work: Work, layout: Layout, hardware: Hardware, itemsize: int) -> tuple[float, float]:
+def pass_seconds(work: Work, layout: ParallelDims, hardware: Hardware, itemsize: int) -> tuple[float, float]:
     """One pass of one micro-batch: seconds that compute, and that send without computing."""
     products = hardware.product_seconds(work)
     overlapped = _TENSOR if layout.tp_comm_overlap else ""
@@ -94,7 +94,7 @@ def pass_seconds(work: Work, layout: Layout, hardware: Hardware, itemsize: int) 
 def step_time(
     measured: Measurements,
     stages: Sequence[Stage],
-    layout: Layout,
+    layout: ParallelDims,
     hardware: Hardware,
     *,
     microbatches: int,

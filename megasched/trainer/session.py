@@ -21,7 +21,7 @@ from megasched.collector import collector_paused
 from megasched.definition.module_copy import copy_module
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import Problem, ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule import Schedule
 from megasched.layers.megatron.trials import Trials
 from megasched.lowering.prepare import ScheduledDefinition, open_definition, prepare
@@ -179,7 +179,7 @@ class Session:
         layers = self.stage_layers(sequence_length)
         return None if layers is None else layout_string(layers)
 
-    def stage_layers(self, sequence_length: int, layout: Layout | None = None) -> list[int] | None:
+    def stage_layers(self, sequence_length: int, layout: ParallelDims | None = None) -> list[int] | None:
         """Layers of each stage by this schedule's cuts, or balanced by cost; None without a pipeline.
 
         Args:
@@ -256,7 +256,7 @@ class Session:
         assert isinstance(width, int)
         return width
 
-    def with_layout(self, layout: Layout) -> Session:
+    def with_layout(self, layout: ParallelDims) -> Session:
         """This model with its schedule in another layout, without finding out again what does not depend on it.
 
         Args:
@@ -279,7 +279,7 @@ class Session:
 def open_session(
     schedule: str,
     hf_model: str,
-    layout: Layout,
+    layout: ParallelDims,
     *,
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
@@ -308,7 +308,7 @@ def open_session(
     return _open(known, layout, make_vocab_size_divisible_by)
 
 
-def _open(known: ScheduledDefinition, layout: Layout, make_vocab_size_divisible_by: int) -> Session:
+def _open(known: ScheduledDefinition, layout: ParallelDims, make_vocab_size_divisible_by: int) -> Session:
     root = known.apply(layout)
     made = prepare(root, known.definition, structure=known.structure)
     vocab_multiple = make_vocab_size_divisible_by * layout.tp

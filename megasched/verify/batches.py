@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.verify.plain.runs import Batches
 
 STEPS = 3
@@ -19,7 +19,7 @@ IGNORED = -100
 _OF_TEXT = ("pad", "bos", "eos", "sep", "cls", "unk", "decoder_start", "forced")
 
 
-def make_batches(config: Any, layout: Layout, steps: int = STEPS) -> Batches:
+def make_batches(config: Any, layout: ParallelDims, steps: int = STEPS) -> Batches:
     """Three global batches; micro-batches of DP rank 0 first.
 
     The ids of a micro-batch are spread evenly over the vocabulary, and those of all of them hold every id if it
@@ -54,19 +54,19 @@ def make_batches(config: Any, layout: Layout, steps: int = STEPS) -> Batches:
     return Batches(tokens.view(shape), labels.view(shape))
 
 
-def micro_batches(layout: Layout) -> int:
+def micro_batches(layout: ParallelDims) -> int:
     """Of one global batch, over all replicas; interleaved stages need a multiple of PP each."""
     each = max(EACH_STEP // layout.data_parallel_size, 1)
     return layout.data_parallel_size * layout.pp * -(-each // layout.pp)
 
 
-def sequence_length(layout: Layout) -> int:
+def sequence_length(layout: ParallelDims) -> int:
     """At least ``LENGTH``; what CP and SP can cut."""
     unit = 2 * layout.cp * layout.tp
     return unit * -(-LENGTH // unit)
 
 
-def flags(layout: Layout) -> list[str]:
+def flags(layout: ParallelDims) -> list[str]:
     """Megatron's flags for such batches."""
     size = MICRO_BATCH * micro_batches(layout)
     length = str(sequence_length(layout))
@@ -99,7 +99,7 @@ def _named_ids(config: Any) -> Iterator[tuple[str, int]]:
                     yield name, number
 
 
-def unreached_windows(config: Any, layout: Layout) -> dict[str, int]:
+def unreached_windows(config: Any, layout: ParallelDims) -> dict[str, int]:
     """Windows of attention that the sequences are not longer than, so that nobody has seen them at work."""
     text, length = config.get_text_config(decoder=True), sequence_length(layout)
     return {

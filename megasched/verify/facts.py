@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.model_adapters.registry import has_roles
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def facts(folder: str) -> dict[str, Any]:
     from megasched.plan.decisions import decisions_of
     from megasched.trainer.session import open_session
 
-    session = open_session("auto", folder, Layout(tensor_model_parallel_size=2))
+    session = open_session("auto", folder, ParallelDims(tensor_model_parallel_size=2))
     decisions = decisions_of(session.plan, session.schedule.roles, by_user=False)
     inferred = [d.parameter for d in decisions if d.decided_by.startswith("inferred")]
     return {

@@ -14,7 +14,7 @@ from megasched.definition.small_models.shrink import LAYERS
 from megasched.definition.small_models.small_models import copy_code, small_copy, write_model
 from megasched.errors import ConfigError
 from megasched.language.lora import A, B, Lora
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.reading.files import read_bytes
 from megasched.verify import batches as make
 from megasched.verify import recording, trainer_run
@@ -43,7 +43,7 @@ class Steps:
 
     pool: RankPool
     subject: Subject
-    layout: Layout
+    layout: ParallelDims
     bf16: bool
     timeout: float
     progress: Callable[[str], None]
@@ -170,7 +170,7 @@ class Subject:
 def make_subject(
     hf_model: str,
     target: Path,
-    layout: Layout,
+    layout: ParallelDims,
     *,
     full_size: bool,
     layers: int | None,

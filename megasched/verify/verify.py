@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megasched.definition.build import build_definition, load_config
 from megasched.errors import ConfigError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule_file import split_file
 from megasched.trainer.evidence.certificate import subject_of, write_certificate
 from megasched.verify.compare_step import StepComparison
@@ -45,7 +45,7 @@ class Verification:
 
     schedule: str
     hf_model: str
-    layout: Layout
+    layout: ParallelDims
     model: str
     small: bool
     layers: int
@@ -69,7 +69,7 @@ class Verification:
 def verify_schedule(
     schedule: str,
     hf_model: str,
-    layout: Layout,
+    layout: ParallelDims,
     *,
     bf16: bool = False,
     full_size: bool = False,
@@ -138,7 +138,7 @@ def certify(
     write_certificate(path, subject_of(found.schedule, definition, found.layout), found.to_dict())
 
 
-def _check_size(layout: Layout) -> None:
+def _check_size(layout: ParallelDims) -> None:
     if layout.world_size > MOST_RANKS:
         raise ConfigError(
             f"{layout} takes {layout.world_size} processes, and at most {MOST_RANKS} are started on one machine. "

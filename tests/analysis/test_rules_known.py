@@ -3,7 +3,7 @@
 import pytest
 
 from megasched.definition.small_models.small_models import causal_lm_types, small_config
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.plan.decisions import without_rule
 from megasched.trainer.session import open_session
 
@@ -16,7 +16,7 @@ TYPES = [one for one in causal_lm_types() if one not in NOT_RUN]
 
 def plan_of(model_type, folder):
     small_config(model_type).save_pretrained(folder)
-    return open_session("auto", str(folder), Layout(tensor_model_parallel_size=2)).plan
+    return open_session("auto", str(folder), ParallelDims(tensor_model_parallel_size=2)).plan
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megasched.cli import main
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 
 SCHEDULE = """\
 def schedule(sch, layout):
@@ -57,7 +57,7 @@ def inspect(llama, write):
     from megasched.cli.show.report import inspect_schedule
 
     def inspect(*lines: str, tp=1, sp=False, pp=1, vp=None, schedule=None, **options):
-        layout = Layout(
+        layout = ParallelDims(
             tensor_model_parallel_size=tp,
             sequence_parallel=sp,
             pipeline_model_parallel_size=pp,

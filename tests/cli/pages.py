@@ -5,7 +5,7 @@ from __future__ import annotations
 from megasched.cli.page.page import Page, build_page
 from megasched.cli.show.modules import ModuleReport, ParameterReport
 from megasched.cli.show.report import ShowReport, StageReport
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.trace.timeline import Span
 
 HOSTILE = """</script><script>window.pwned=1</script><img src=x onerror="window.pwned=1">'"&amp;<b id=owned>"""
@@ -28,7 +28,7 @@ def report_of(pp: int, vpp: int, name: str = "proj") -> ShowReport:
         StageReport(number, number % pp, number // pp, number, number + 1, (), 1024, 1 / count)
         for number in range(count)
     ]
-    layout = Layout(
+    layout = ParallelDims(
         tensor_model_parallel_size=2,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,

@@ -6,7 +6,7 @@ import pytest
 
 
 def test_verify_prints_writes_and_ends_with_its_verdict(run, llama, tmp_path, monkeypatch):
-    from megasched.language.parallel_dims import Layout
+    from megasched.language.parallel_dims import ParallelDims
     from megasched.verify.compare_step import Check
     from megasched.verify.locate.locate import Finding
     from megasched.verify.verify import Verification
@@ -14,7 +14,7 @@ def test_verify_prints_writes_and_ends_with_its_verdict(run, llama, tmp_path, mo
     call = ("model.norm", "model.norm: hook(mode='fw_post')", "mine.py:3")
     finding = Finding("forward", "model.norm", "what it gives", (1,), 0.5, "twice", "a cause", (call,), (call,))
     checks = [Check("loss", 2e-3, 1e-5, equal=False), Check("dropout masks", None, 0.0)]
-    layout = Layout(tensor_model_parallel_size=2)
+    layout = ParallelDims(tensor_model_parallel_size=2)
     found = Verification(
         "auto", str(llama), layout, "Llama", True, 4, "wrong", "loss differs", checks, finding, 7.0
     )

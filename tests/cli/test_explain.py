@@ -6,7 +6,7 @@ import pytest
 
 from megasched.cli.main import main
 from megasched.cli.show.explain import explain_schedule
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.plan.decisions import Decision, fold_decisions
 from tests import tiny
 
@@ -42,7 +42,7 @@ def test_it_is_total(family, tmp_path):
 
     folder = tiny.save(family, tmp_path)
     model = build_definition(load_config(folder))
-    explanation = explain_schedule("auto", folder, Layout(tensor_model_parallel_size=2))
+    explanation = explain_schedule("auto", folder, ParallelDims(tensor_model_parallel_size=2))
     layers = model.config.num_hidden_layers
     count = sum(layers if "-" in d.parameter else 1 for d in explanation.decisions)
     assert count == len(dict(model.named_parameters(remove_duplicate=False)))
@@ -51,7 +51,7 @@ def test_it_is_total(family, tmp_path):
 
 def test_what_it_says_of_qwen3(tmp_path):
     folder = tiny.save("qwen3", tmp_path)
-    explanation = explain_schedule("auto", folder, Layout(tensor_model_parallel_size=2))
+    explanation = explain_schedule("auto", folder, ParallelDims(tensor_model_parallel_size=2))
     found = {d.parameter: d for d in explanation.decisions}
     q = found["model.layers.0-3.self_attn.q_proj.weight"]
     assert (q.shape, q.local_shape, q.placement) == ((64, 32), (32, 32), "cut along axis 0")
@@ -70,7 +70,7 @@ def test_the_users_own_lines_are_named(tmp_path):
     folder = tiny.save("llama", tmp_path)
     file = tmp_path / "mine.py"
     file.write_text('def schedule(sch, layout):\n    sch["lm_head"].shard("weight", axis=0)\n')
-    explanation = explain_schedule(str(file), folder, Layout(tensor_model_parallel_size=2))
+    explanation = explain_schedule(str(file), folder, ParallelDims(tensor_model_parallel_size=2))
     found = {d.parameter: d.decided_by for d in explanation.decisions}
     assert found["lm_head.weight"] == f"schedule, {file}:2"
     assert found["model.layers.0-3.self_attn.q_proj.weight"] == "nothing asks for a cut"
@@ -90,7 +90,7 @@ def test_what_context_parallelism_does_is_told(tmp_path, capsys):
     from megasched.definition.small_models.small_models import small_config
 
     small_config("lfm2").save_pretrained(tmp_path)
-    found = explain_schedule("auto", str(tmp_path), Layout(context_parallel_size=2))
+    found = explain_schedule("auto", str(tmp_path), ParallelDims(context_parallel_size=2))
     assert found.context == (
         "each CP rank runs the definition on 2 of 4 pieces of a sequence",
         "queries meet the keys of all CP ranks: model.layers.1,3.self_attn",
@@ -105,7 +105,7 @@ def test_what_context_parallelism_does_is_told(tmp_path, capsys):
 
 def test_options_that_were_not_checked_are_told(tmp_path, capsys):
     folder = tiny.save("llama", tmp_path, attention_bias=True)
-    told = explain_schedule("auto", folder, Layout())
+    told = explain_schedule("auto", folder, ParallelDims())
     assert "attention_bias=True" in told.unchecked_options
     assert told.check == f"megasched verify auto --hf-model {folder}"
     text = " ".join(printed(capsys, "explain", "auto", "--hf-model", folder).split())

@@ -8,7 +8,7 @@ from megasched.analysis.tp.facts import Region, TpFacts
 from megasched.cli.show.communication import Transfer, transfers
 from megasched.cli.show.report import inspect_schedule
 from megasched.errors import ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.plan.communication import shared_regions
 from megasched.plan.plan import Plan
 from megasched.trainer.session import open_session
@@ -75,7 +75,7 @@ def test_tokens_of_a_mixture_under_sequence_parallelism(tmp_path, level, sent):
         "from megasched.model_adapters.default_schedule import schedule as default\n\n\n"
         f"def schedule(sch, layout):\n    default(sch, layout)\n    sch['model.layers.*'].level('{level}')\n"
     )
-    layout = Layout(tensor_model_parallel_size=2, sequence_parallel=True)
+    layout = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True)
     found = modules(inspect_schedule(str(schedule), tiny.save("mixtral", tmp_path / "model"), layout))
     wanted = (Transfer("forward", "all_gather", "input"), Transfer("backward", "reduce_scatter", "input"))
     assert found["model.layers.1.mlp"].transfers == (wanted if sent else ())
@@ -101,7 +101,7 @@ def test_transfers_and_gradients_under_sequence_parallelism(inspect):
 
 
 def test_what_is_shared_is_named_in_the_order_of_the_definition(llama):
-    session = open_session("auto", llama, Layout(tensor_model_parallel_size=2))
+    session = open_session("auto", llama, ParallelDims(tensor_model_parallel_size=2))
     plan = replace(session.plan, joint=tuple(tuple(reversed(paths)) for paths in session.plan.joint))
     assert transfers(plan)[f"{LAYER}.self_attn"][0].shared_by == ("q_proj", "k_proj", "v_proj")
 
@@ -116,9 +116,9 @@ def test_one_linear_alone_shares_nothing_unless_its_heads_are_viewed_by_the_leng
         by_heads={"attn.qkv"},
     )
     layout = {"tensor_model_parallel_size": 2}
-    plan = Plan(Layout(**layout), (), derived=derived)
+    plan = Plan(ParallelDims(**layout), (), derived=derived)
     assert shared_regions(plan) == {"pair": ((0,), ("pair.gate", "pair.up"))}
-    plan = Plan(Layout(**layout, sequence_parallel=True), (), derived=derived)
+    plan = Plan(ParallelDims(**layout, sequence_parallel=True), (), derived=derived)
     assert shared_regions(plan) == {"attn": ((0,), ("attn.qkv",)), "pair": ((0,), ("pair.gate", "pair.up"))}
 
 
@@ -193,14 +193,14 @@ def test_all_problems_are_reported(inspect):
 
 def test_a_block_says_what_it_becomes(llama, tmp_path):
     from megasched.cli.show.report import inspect_schedule
-    from megasched.language.parallel_dims import Layout
+    from megasched.language.parallel_dims import ParallelDims
 
     schedule = tmp_path / "block.py"
     schedule.write_text(
         "from megasched.model_adapters.default_schedule import schedule as default\n\n\n"
         "def schedule(sch, layout):\n    default(sch, layout)\n    sch['model.layers.1'].level('block')\n"
     )
-    found = modules(inspect_schedule(str(schedule), llama, Layout(tensor_model_parallel_size=2)))
+    found = modules(inspect_schedule(str(schedule), llama, ParallelDims(tensor_model_parallel_size=2)))
     assert found["model.layers.1"].becomes == "Megatron's TransformerLayer"
     assert found["model.layers.1.mlp.up_proj"].becomes == "in Megatron's layer"
     assert found["model.layers.1.mlp.up_proj"].parameters[0].local_shape == (32, 32)
@@ -217,7 +217,7 @@ def test_megatrons_attention_and_mlp_alone(llama, tmp_path, sp):
         "def schedule(sch, layout):\n    default(sch, layout)\n"
         "    sch['model.layers.*.self_attn'].level('block')\n    sch['model.layers.*.mlp'].level('block')\n"
     )
-    layout = Layout(tensor_model_parallel_size=2, sequence_parallel=sp)
+    layout = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=sp)
     alone, fused = (modules(inspect_schedule(name, llama, layout)) for name in (str(schedule), "auto"))
     assert alone[f"{LAYER}.self_attn"].becomes == "Megatron's SelfAttention"
     assert alone[f"{LAYER}.mlp"].becomes == "Megatron's MLP"
@@ -234,7 +234,7 @@ def test_what_runs_in_8_bits_is_said(llama, tmp_path):
         "from megasched.model_adapters.default_schedule import schedule as default\n\n\n"
         "def schedule(sch, layout):\n    default(sch, layout)\n    sch['model.layers.1'].level('fused')\n"
     )
-    layout = Layout(fp8=Fp8(fp8_recipe="blockwise", num_layers_at_start_in_bf16=1))
+    layout = ParallelDims(fp8=Fp8(fp8_recipe="blockwise", num_layers_at_start_in_bf16=1))
     found = modules(inspect_schedule(str(schedule), llama, layout))
     assert found["model.layers.0"].notes == ("in 16 bits",)
     assert found["model.layers.2"].notes == ("in 8 bits (blockwise)",)

@@ -90,9 +90,9 @@ def test_chunks_of_a_rank_are_summed(inspect):
 
 def test_many_layers_on_many_chunks_are_one_screen(llama):
     from megasched.cli.show.report import inspect_schedule
-    from megasched.language.parallel_dims import Layout
+    from megasched.language.parallel_dims import ParallelDims
 
-    layout = Layout(
+    layout = ParallelDims(
         tensor_model_parallel_size=2,
         sequence_parallel=True,
         pipeline_model_parallel_size=8,

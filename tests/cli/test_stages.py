@@ -5,7 +5,7 @@ import pytest
 from megasched.cli.show.report import inspect_schedule
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 
 # Of the Llama in conftest.py, on one of two TP ranks: attention (q 32x32, k and v 8x32, o 32x32) and MLP (three
 # 64x32) in halves, two norms whole; half of a padded vocabulary of 512.
@@ -79,7 +79,7 @@ def test_no_more_tokens_than_there_are_positions(tmp_path):
     """BERT has a table of positions, which is shorter than the default of ``--seq-length``."""
     folder = str(tmp_path)
     small_config("bert").save_pretrained(folder)
-    report = inspect_schedule("auto", folder, Layout(), objective="masked_lm")
+    report = inspect_schedule("auto", folder, ParallelDims(), objective="masked_lm")
     assert report.sequence_length == small_config("bert").max_position_embeddings < 4096
     with pytest.raises(ScheduleError, match=r"FLOPs can't be counted at 4096 tokens[^\0]*--seq-length"):
-        inspect_schedule("auto", folder, Layout(), objective="masked_lm", sequence_length=4096)
+        inspect_schedule("auto", folder, ParallelDims(), objective="masked_lm", sequence_length=4096)

@@ -9,7 +9,7 @@ import pytest
 from megasched.cli.page.volumes import Volume, describe_volumes
 from megasched.cli.show.report import inspect_schedule
 from megasched.definition.small_models.small_models import small_config
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 
 TOKENS = 16
 
@@ -62,7 +62,7 @@ def test_gradients_of_the_largest_rank(inspect):
 def test_layers_that_run_in_loops_send_in_each_pass(tmp_path):
     config = small_config("hrm_text")
     config.save_pretrained(tmp_path)
-    report = inspect_schedule("auto", str(tmp_path), Layout(tensor_model_parallel_size=2))
+    report = inspect_schedule("auto", str(tmp_path), ParallelDims(tensor_model_parallel_size=2))
     low, high = config.H_cycles * config.L_cycles, config.H_cycles
     assert low > high > 1
     notes = {module.path: module.notes for module in report.modules if module.notes}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megasched.errors import CheckpointError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.reading.tracker import RELEASE, TRACKER
 from megasched.trainer.checkpoint.load_check import check
 from megasched.trainer.session import open_session
@@ -40,7 +40,7 @@ def good(folder, model) -> Path:
 @pytest.fixture(scope="module")
 def session(model):
     """At TP2, with the vocabulary padded."""
-    layout = Layout(tensor_model_parallel_size=2)
+    layout = ParallelDims(tensor_model_parallel_size=2)
     return open_session("auto", model, layout, make_vocab_size_divisible_by=4)
 
 

@@ -337,7 +337,7 @@ def test_names_found_in_float32_hold_in_bfloat16():
 
 
 def test_a_graph_can_not_hold_several_stages():
-    layout = megasched.Layout(pipeline_model_parallel_size=2)
+    layout = megasched.ParallelDims(pipeline_model_parallel_size=2)
     sch = megasched.create_schedule(tiny_model("llama"), layout)
     sch["model"].trace_until("layers.*")
     record = sch.records[0]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megasched.errors import MegaschedError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
@@ -41,7 +41,7 @@ _AT = re.compile(r"\\n    asked for at: [^\\]*")
 _LENGTH = 16  # of the sequences for which stages are cut and FLOPs counted
 
 
-def dump_of(folder: str, layout: Layout) -> dict[str, Any]:
+def dump_of(folder: str, layout: ParallelDims) -> dict[str, Any]:
     """What is decided about one model at one layout; the refusal alone where it is refused."""
     from megasched.trainer.session import open_session
 
@@ -170,7 +170,7 @@ def _flops(session: Any) -> dict[str, Any]:
     return {"before": flops.before, "layers": flops.layers, "after": flops.after}
 
 
-def _printed(folder: str, layout: Layout) -> dict[str, Any]:
+def _printed(folder: str, layout: ParallelDims) -> dict[str, Any]:
     from megasched.cli.show.explain import explain_schedule
     from megasched.cli.show.report import inspect_schedule
 
@@ -208,7 +208,7 @@ def dump(types: list[str], layouts: list[str]) -> Iterator[tuple[str, dict[str, 
                 yield model_type, {"no model": type(error).__name__}
                 continue
             for name in layouts:
-                made = dump_of(folder, Layout(**LAYOUTS[name]))
+                made = dump_of(folder, ParallelDims(**LAYOUTS[name]))
                 text = json.dumps(made, sort_keys=True, default=str).replace(folder, "MODEL")
                 text = _AT.sub("", text)
                 yield f"{model_type} {name}", json.loads(text)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import megasched
-from megasched import Layout, ScheduleError
+from megasched import ParallelDims, ScheduleError
 from megasched.model_adapters.default_schedule import schedule as auto
 from megasched.model_adapters.registry import roles_of
 from megasched.verify.ranks.pool import init_megatron
@@ -28,7 +28,7 @@ def build(sch, fill):
 def refused(model, fill):
     """The problems; checks that the model is what it was, and that each names its line in this file."""
     before = {name: (id(p), p.requires_grad) for name, p in model.named_parameters()}
-    sch = megasched.create_schedule(model, Layout())
+    sch = megasched.create_schedule(model, ParallelDims())
     with pytest.raises(ScheduleError) as raised:
         build(sch, fill)
     assert {name: (id(p), p.requires_grad) for name, p in model.named_parameters()} == before
@@ -39,7 +39,7 @@ def refused(model, fill):
 
 def test_what_is_added_and_what_is_trained(model):
     want, weight = model(X), model[0].up.weight
-    sch = megasched.create_schedule(model, Layout())
+    sch = megasched.create_schedule(model, ParallelDims())
     sch["*.up"].adapt(rank=4, alpha=8)
     sch["1"].unfreeze()
     megasched.build(sch)
@@ -63,7 +63,7 @@ def test_what_is_added_and_what_is_trained(model):
 
 
 def test_scaling_of_rslora_and_alpha_of_default(model):
-    sch = megasched.create_schedule(model, Layout())
+    sch = megasched.create_schedule(model, ParallelDims())
     sch["0.up"].adapt(rank=4, use_rslora=True)
     assert sch.records[0].arguments == {"rank": 4, "alpha": 4, "dropout": 0.0, "use_rslora": True}
     plain = model[0].up(X)
@@ -74,7 +74,7 @@ def test_scaling_of_rslora_and_alpha_of_default(model):
 
 
 def test_dropout_is_drawn_in_training_alone(model):
-    sch = megasched.create_schedule(model, Layout())
+    sch = megasched.create_schedule(model, ParallelDims())
     sch["0.up"].adapt(rank=4, dropout=0.5)
     up = megasched.build(sch)[0].up
     nn.init.ones_(up.lora_B.weight)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import megasched
-from megasched import Layout
+from megasched import ParallelDims
 from megasched.layers.rng import forked
 from megasched.verify.ranks.pool import init_megatron
 from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
@@ -229,4 +229,4 @@ def test_hf_layers_with_dropout_at_tp2(ranks):
 
 
 def test_a_schedule_of_no_layout_is_of_one_rank():
-    assert megasched.create_schedule(Caller()).layout == Layout()
+    assert megasched.create_schedule(Caller()).layout == ParallelDims()

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import megasched
-from megasched import Layout, ScheduleError
+from megasched import ParallelDims, ScheduleError
 from megasched.layers.rng import fork_rng, forked
 from megasched.plan.make import make_plan
 from megasched.verify.ranks.pool import init_megatron
@@ -43,7 +43,7 @@ def pair(sch, path="pair"):
 
 
 def planned(model, fill):
-    sch = megasched.create_schedule(model, Layout(tensor_model_parallel_size=2))
+    sch = megasched.create_schedule(model, ParallelDims(tensor_model_parallel_size=2))
     fill(sch)
     return make_plan(sch, inputs=X)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import megasched
-from megasched import Layout, ScheduleError
+from megasched import ParallelDims, ScheduleError
 from megasched.verify.ranks.pool import init_megatron
 from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
 from tests.lowering.parity import compare, scheduled_copy, too_far
@@ -63,7 +63,7 @@ def model():
 
 
 def schedule(model):
-    return megasched.create_schedule(model, Layout())
+    return megasched.create_schedule(model, ParallelDims())
 
 
 def built(model, fill, **arguments):

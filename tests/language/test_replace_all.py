@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 import megasched
-from megasched import Layout, ScheduleError
+from megasched import ParallelDims, ScheduleError
 from megasched.language.roles import Roles
 
 
@@ -39,7 +39,7 @@ def classes(model):
 
 
 def build(model, fill, roles=None):
-    sch = megasched.create_schedule(model, Layout(), roles)
+    sch = megasched.create_schedule(model, ParallelDims(), roles)
     fill(sch)
     return megasched.build(sch)
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import megasched
-from megasched import Layout, ScheduleError
+from megasched import ParallelDims, ScheduleError
 from megasched.plan.communication import derived_syncs
 from megasched.plan.make import make_plan
 from megasched.verify.ranks.pool import init_megatron
@@ -38,7 +38,7 @@ def shard_all(sch):
 
 
 def planned(fill):
-    sch = megasched.create_schedule(Embedded(), Layout(tensor_model_parallel_size=2))
+    sch = megasched.create_schedule(Embedded(), ParallelDims(tensor_model_parallel_size=2))
     shard_all(sch)
     fill(sch)
     return make_plan(sch, inputs={"ids": torch.zeros(1, 3, dtype=torch.long)})
@@ -58,7 +58,7 @@ def test_derived_when_nothing_is_said():
 
 
 def test_a_row_that_reads_a_whole_input_cuts_it():
-    sch = megasched.create_schedule(Mlp(), Layout(tensor_model_parallel_size=2))
+    sch = megasched.create_schedule(Mlp(), ParallelDims(tensor_model_parallel_size=2))
     sch["down"].shard("weight", axis=1)
     plan = make_plan(sch, inputs=X)
     assert derived_syncs(plan, "down") == {

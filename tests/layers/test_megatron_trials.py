@@ -12,7 +12,7 @@ from megasched import create_schedule, patches
 from megasched.definition.build import init_empty_weights
 from megasched.definition.small_models.small_models import small_config
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MoeSpec
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.layers.megatron import trial
 from megasched.layers.megatron.trial import why_another
 from megasched.layers.megatron.trials import Trials
@@ -40,8 +40,8 @@ def made(model_type, **changes):
 
 
 def planned(model):
-    schedule = create_schedule(model, Layout(), roles_of(model))
-    default_schedule(schedule, Layout())
+    schedule = create_schedule(model, ParallelDims(), roles_of(model))
+    default_schedule(schedule, ParallelDims())
     return make_plan(schedule, causal_lm=True, trials=Trials)
 
 

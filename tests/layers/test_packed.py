@@ -12,7 +12,7 @@ from megasched.analysis.known_runs import KnownRuns
 from megasched.definition.build import build_definition
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError, ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule import create_schedule
 from megasched.layers import attention
 from megasched.layers.megatron.trials import Trials
@@ -111,7 +111,7 @@ def test_megatrons_attention_and_sequence_parallelism_take_one_row(where):
     def plan(micro_batch_size):
         model = build_definition(tiny.config("llama"))
         attention.enable(model)
-        layout = Layout(
+        layout = ParallelDims(
             tensor_model_parallel_size=2,
             sequence_parallel=True,
             micro_batch_size=micro_batch_size,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megasched import Layout
+from megasched import ParallelDims
 from megasched.analysis.tp.sliced_args import ArgRef, ArgSlice
 from megasched.layers.regions import slice_args, slices_of
 from megasched.plan.plan import Plan
@@ -41,7 +41,7 @@ def test_a_rank_gets_its_own_heads(batch, rank):
 
 
 def test_heads_that_tp_does_not_divide_are_a_problem():
-    plan = Plan(Layout(tensor_model_parallel_size=3), ())
+    plan = Plan(ParallelDims(tensor_model_parallel_size=3), ())
     plan.derived.parts = {ArgRef("attn", "alibi"): ArgSlice(0, 4), ArgRef("other", 1): ArgSlice(0, 6)}
     (problem,) = check_sliced_args(plan)
     assert (problem.module, problem.what) == (

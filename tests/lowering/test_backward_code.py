@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from megasched.analysis.rules.function_trials import FunctionTrials
 from megasched.errors import ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule import create_schedule
 from megasched.language.tensor_types import ShardDim
 from megasched.plan.make import make_plan
@@ -241,7 +241,7 @@ class Recomputing(Between):
 
 
 def test_packs_of_saved_tensors_get_no_parts():
-    layout = Layout(tensor_model_parallel_size=2)
+    layout = ParallelDims(tensor_model_parallel_size=2)
     x = {"x": torch.ones(2, 3, 8)}
     schedule = create_schedule(Packing(torch.tanh), layout)
     pair(schedule)
@@ -256,9 +256,9 @@ def test_packs_of_saved_tensors_get_no_parts():
 def test_hooks_on_parameters_are_refused_by_name(register):
     model = Mlp()
     getattr(model.up.weight, register)(lambda gradient: None)
-    schedule = create_schedule(model, Layout(tensor_model_parallel_size=2))
+    schedule = create_schedule(model, ParallelDims(tensor_model_parallel_size=2))
     pair(schedule)
     with pytest.raises(ScheduleError, match="a hook on the gradient of its parameter weight") as refused:
         make_plan(schedule, inputs={"x": torch.ones(2, 3, 8)})
     assert refused.value.problems[0].module == "up"
-    make_plan(create_schedule(model, Layout()), inputs={"x": torch.ones(2, 3, 8)})
+    make_plan(create_schedule(model, ParallelDims()), inputs={"x": torch.ones(2, 3, 8)})

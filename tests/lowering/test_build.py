@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import megasched
-from megasched import Layout, ScheduleError
+from megasched import ParallelDims, ScheduleError
 from megasched.definition import attention_interface
 from megasched.definition.build import build_definition, init_empty_weights
 from megasched.model_adapters.default_schedule import schedule as default_schedule
@@ -160,9 +160,9 @@ def _elsewhere():
     init_megatron(tp=2)
     words = []
     for layout in (
-        Layout(),
-        Layout(tensor_model_parallel_size=4),
-        Layout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+        ParallelDims(),
+        ParallelDims(tensor_model_parallel_size=4),
+        ParallelDims(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
     ):
         model = Mlp()
         sch = megasched.create_schedule(model, layout)

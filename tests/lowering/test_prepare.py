@@ -7,14 +7,14 @@ import pytest
 from megasched import patches
 from megasched.analysis import known_runs
 from megasched.errors import ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.session import open_session
 from tests import tiny
 
-TP2 = Layout(tensor_model_parallel_size=2, sequence_parallel=True)
-TP4 = Layout(tensor_model_parallel_size=4, sequence_parallel=True)
-CP2 = Layout(context_parallel_size=2)
-CP4_TP2 = Layout(tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=4)
+TP2 = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True)
+TP4 = ParallelDims(tensor_model_parallel_size=4, sequence_parallel=True)
+CP2 = ParallelDims(context_parallel_size=2)
+CP4_TP2 = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=4)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def told(plan):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("layouts", [(Layout(), TP2, TP4), (CP2, CP4_TP2)], ids=["whole", "split"])
+@pytest.mark.parametrize("layouts", [(ParallelDims(), TP2, TP4), (CP2, CP4_TP2)], ids=["whole", "split"])
 def test_the_plan_is_that_of_a_session_of_its_own(tmp_path, family, layouts):
     folder = tiny.save(family, tmp_path)
     first = open_session("auto", folder, layouts[0])
@@ -47,7 +47,7 @@ def test_a_definition_is_followed_once_for_layouts_that_cut_it_alike(tmp_path, m
     first = open_session("auto", tiny.save("llama", tmp_path, num_key_value_heads=4), TP2)
     assert first.plan.derived is first.with_layout(TP4).plan.derived
     assert len(runs) == 1
-    whole_sequence = Layout(tensor_model_parallel_size=2)
+    whole_sequence = ParallelDims(tensor_model_parallel_size=2)
     assert first.with_layout(whole_sequence).plan.derived is not first.plan.derived
     assert len(runs) == 2
 
@@ -71,12 +71,12 @@ def test_replacements_are_those_of_each_layout(tmp_path):
 
 
 def test_sequences_are_split_in_both_layouts_or_in_none(tmp_path):
-    first = open_session("auto", tiny.save("llama", tmp_path), Layout())
+    first = open_session("auto", tiny.save("llama", tmp_path), ParallelDims())
     with pytest.raises(ValueError, match="splits sequences"):
         first.with_layout(CP2)
 
 
 def test_a_layout_that_can_not_be_is_refused(tmp_path):
-    first = open_session("auto", tiny.save("llama", tmp_path), Layout())
+    first = open_session("auto", tiny.save("llama", tmp_path), ParallelDims())
     with pytest.raises(ScheduleError, match="does not divide"):
-        assert first.with_layout(Layout(tensor_model_parallel_size=3)).plan
+        assert first.with_layout(ParallelDims(tensor_model_parallel_size=3)).plan

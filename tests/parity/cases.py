@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megasched.errors import ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.session import open_session
 
 
@@ -39,8 +39,8 @@ def refusal(schedule: str, folder: str, **layout: Any) -> str:
     """What a run of a model is refused with when it is planned, before it has ranks.
 
     Args:
-        layout: of ``Layout``.
+        layout: of ``ParallelDims``.
     """
     with pytest.raises(ScheduleError) as raised:
-        _ = open_session(schedule, folder, Layout(**layout)).plan
+        _ = open_session(schedule, folder, ParallelDims(**layout)).plan
     return str(raised.value)

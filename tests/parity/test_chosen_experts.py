@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megasched.errors import ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.session import open_session
 from megasched.verify.parity import TOLERANCE, compare
 from megasched.verify.reference import hf_step
@@ -68,7 +68,7 @@ def test_experts_that_are_cut_and_that_no_trial_meets_are_refused(tmp_path):
         '            one["up"].shard("weight", axis=0)\n'
         '            one["down"].shard("weight", axis=1)\n'
     )
-    layout = Layout(tensor_model_parallel_size=2)
+    layout = ParallelDims(tensor_model_parallel_size=2)
     with pytest.raises(ScheduleError) as refused:
         _ = open_session(str(schedule), folder, layout, trust_remote_code=True).plan
     assert "no trial has met it" in str(refused.value)

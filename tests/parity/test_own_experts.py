@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megasched.errors import ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.session import open_session
 from megasched.verify.parity import LAYOUTS
 from tests import remote
@@ -90,7 +90,7 @@ def test_what_adds_up_is_right(ranks, tmp_path, name, layout):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_does_not_add_up_is_refused_by_name(tmp_path, name):
-    folder, layout = write(tmp_path / "model", WRONG[name]), Layout(expert_model_parallel_size=2)
+    folder, layout = write(tmp_path / "model", WRONG[name]), ParallelDims(expert_model_parallel_size=2)
     with pytest.raises(ScheduleError) as raised:
         _ = open_session("auto", folder, layout, trust_remote_code=True).plan
     assert "model.layers.0.mlp.experts" in str(raised.value)

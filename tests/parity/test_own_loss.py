@@ -6,7 +6,7 @@ import pytest
 
 from megasched.definition.small_models.small_models import write_small_model
 from megasched.errors import ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.session import open_session
 from megasched.verify.parity import LAYOUTS, TOLERANCE, CheckedLayout, check_layout, compare
 from megasched.verify.ranks.pool import RankError
@@ -91,14 +91,14 @@ def test_labels_that_are_all_ids_need_masks_of_ones(ranks, tmp_path):
 
 def test_context_parallelism_is_refused(tmp_path):
     folder = write(tmp_path / "model", SMOOTHED)
-    session = open_session("auto", folder, Layout(context_parallel_size=2), trust_remote_code=True)
+    session = open_session("auto", folder, ParallelDims(context_parallel_size=2), trust_remote_code=True)
     with pytest.raises(ScheduleError, match="needs whole sequences"):
         _ = session.plan
 
 
 def test_packed_sequences_are_refused(tmp_path):
     folder = write(tmp_path / "model", SMOOTHED)
-    session = open_session("auto", folder, Layout(packed_sequences=True), trust_remote_code=True)
+    session = open_session("auto", folder, ParallelDims(packed_sequences=True), trust_remote_code=True)
     with pytest.raises(ScheduleError, match="takes a row for one sequence"):
         _ = session.plan
 
@@ -118,7 +118,7 @@ def test_weights_by_labels_are_refused(ranks, tmp_path):
     ],
 )
 def test_what_cannot_be_told_is_refused(tmp_path, loss, why):
-    session = open_session("auto", write(tmp_path / "model", loss), Layout(), trust_remote_code=True)
+    session = open_session("auto", write(tmp_path / "model", loss), ParallelDims(), trust_remote_code=True)
     with pytest.raises(ScheduleError, match=why):
         _ = session.plan
 

@@ -37,11 +37,11 @@ def test_a_step_equals_the_unscheduled_model(ranks, tmp_path, case, layout):
 
 def check_cut(folder: str, argument: str, layout: str) -> None:
     """In a rank: every linear inside the layers is cut, and attention gets its part of the argument."""
-    from megasched.language.parallel_dims import Layout
+    from megasched.language.parallel_dims import ParallelDims
 
     sequence_parallel = "--sequence-parallel" in LAYOUTS[layout].flags
     session = open_session(
-        "auto", folder, Layout(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+        "auto", folder, ParallelDims(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
     )
     plan = session.plan
     matrices = [

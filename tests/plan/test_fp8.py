@@ -6,7 +6,7 @@ import torch
 import megasched
 from megasched.definition import attention_interface
 from megasched.errors import ConfigError, ScheduleError
-from megasched.language.parallel_dims import Fp8, Layout
+from megasched.language.parallel_dims import Fp8, ParallelDims
 from megasched.layers import attention
 from megasched.layers.megatron.trials import Trials
 from megasched.model_adapters.default_schedule import schedule as default
@@ -25,7 +25,7 @@ def model_and_plan(family="llama", fp8="tensorwise", tp=1, start=0, end=0, **cha
     attention.register()
     model.config._attn_implementation = attention_interface.NAME
     asked = Fp8(fp8_recipe=fp8, num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end)
-    layout = Layout(tensor_model_parallel_size=tp, fp8=asked)
+    layout = ParallelDims(tensor_model_parallel_size=tp, fp8=asked)
     sch = megasched.create_schedule(model, layout, roles_of(model))
     default(sch, layout)
     return model, make_plan(sch, causal_lm=True, trials=Trials)
@@ -89,7 +89,7 @@ def test_sizes_of_products_of_linears():
 
 def test_layers_without_a_sharded_linear():
     model = tiny_model("llama")
-    sch = megasched.create_schedule(model, Layout(fp8=Fp8()), roles_of(model))
+    sch = megasched.create_schedule(model, ParallelDims(fp8=Fp8()), roles_of(model))
     with pytest.raises(ScheduleError, match="none of its linears is sharded"):
         make_plan(sch, causal_lm=True, trials=Trials)
 
@@ -112,13 +112,13 @@ def test_a_recipe_that_is_none():
 
 def test_it_is_for_megatrons_trainer():
     model = tiny_model("llama")
-    sch = megasched.create_schedule(model, Layout(fp8=Fp8()), roles_of(model))
+    sch = megasched.create_schedule(model, ParallelDims(fp8=Fp8()), roles_of(model))
     with pytest.raises(ScheduleError, match="8-bit training is for Megatron's trainer"):
         make_plan(sch)
 
 
 def test_overlap_of_communication_is_for_megatrons_layers():
-    layout = Layout(tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=True)
+    layout = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=True)
     found = {}
     for family in ("llama", "gemma2"):
         model = tiny_model(family)

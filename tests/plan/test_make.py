@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megasched import Layout, ScheduleError, create_schedule
+from megasched import ParallelDims, ScheduleError, create_schedule
 from megasched.plan import make
 from megasched.plan.make import make_plan
 from megasched.plan.record_checks import check_complete
@@ -18,7 +18,7 @@ INPUTS = {"input": torch.zeros(2, 8)}
 
 def scheduled():
     sch = create_schedule(
-        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), Layout(tensor_model_parallel_size=2)
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), ParallelDims(tensor_model_parallel_size=2)
     )
     sch["0"].shard("weight", axis=0)
     sch["2"].shard("weight", axis=1)

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DeepseekV3Config, LlamaConfig
 
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.plan.pipeline import balance, layout_string
 from megasched.trainer.session import open_session
 
 LENGTH = 4096
-PP4 = Layout(pipeline_model_parallel_size=4)
+PP4 = ParallelDims(pipeline_model_parallel_size=4)
 
 
 def opened(folder, config):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.planner.measure.build_stage import Setting
 from megasched.planner.measure.probe import fake_groups
 from megasched.planner.measure.stages import Measurements, PartlyRecomputed
@@ -29,7 +29,7 @@ class Batches(NamedTuple):
 MANY = Batches(samples=4, microbatches=4)
 
 
-def argv_of(layout: Layout, flags: str, batches: Batches = MANY) -> list[str]:
+def argv_of(layout: ParallelDims, flags: str, batches: Batches = MANY) -> list[str]:
     batch = batches.samples * batches.microbatches * layout.data_parallel_size
     sizes = {"seq-length": SEQUENCE, "max-position-embeddings": 1024, "vocab-size": VOCABULARY}
     sizes |= {"micro-batch-size": batches.samples, "global-batch-size": batch}
@@ -37,7 +37,7 @@ def argv_of(layout: Layout, flags: str, batches: Batches = MANY) -> list[str]:
 
 
 def predict(
-    folder: str, layout: Layout, flags: str, schedule: str = "auto", batches: Batches = MANY
+    folder: str, layout: ParallelDims, flags: str, schedule: str = "auto", batches: Batches = MANY
 ) -> list[RankMemory]:
     """Of each pipeline rank."""
     trust = "--trust-remote-code" in flags

@@ -6,7 +6,7 @@ import pytest
 from megatron.core.parallel_state import RankGenerator
 from transformers import Qwen3MoeConfig
 
-from megasched.language.parallel_dims import Fp8, Layout
+from megasched.language.parallel_dims import Fp8, ParallelDims
 from megasched.planner.hardware.hardware import load_hardware
 from megasched.planner.measure.parameter_counts import Count, ParameterCounts
 from megasched.planner.search import Job, _groups, _layouts
@@ -34,7 +34,7 @@ SHAPE = {
 def opened(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     Qwen3MoeConfig(**SHAPE).save_pretrained(folder)
-    return open_session("auto", str(folder), Layout())
+    return open_session("auto", str(folder), ParallelDims())
 
 
 def looked_at(opened, gpus):
@@ -63,7 +63,7 @@ def test_experts_are_shared_out_in_each_stage(opened):
 @pytest.mark.parametrize("layout", [(2, 1, 4, 2, 1), (2, 2, 8, 4, 2), (1, 2, 2, 4, 1), (4, 1, 2, 1, 2)])
 def test_groups_are_megatrons(layout):
     tp, cp, ep, dp, pp = layout
-    made = Layout(
+    made = ParallelDims(
         tensor_model_parallel_size=tp,
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
@@ -90,12 +90,12 @@ def test_groups_are_megatrons(layout):
 
 def test_neighbours_that_hold_all_experts_are_in_one_node():
     """EP8 next to TP2: within a node of eight, though TP x EP is sixteen."""
-    layout = Layout(tensor_model_parallel_size=2, expert_model_parallel_size=8, data_parallel_size=8)
+    layout = ParallelDims(tensor_model_parallel_size=2, expert_model_parallel_size=8, data_parallel_size=8)
     assert H100.link(groups_of(layout)["EXPERT_MODEL_PARALLEL_GROUP"].span) == H100.node
 
 
 def test_gradients_of_experts_are_reduced_over_the_ranks_that_hold_the_same():
-    layout = Layout(tensor_model_parallel_size=2, expert_model_parallel_size=8, data_parallel_size=8)
+    layout = ParallelDims(tensor_model_parallel_size=2, expert_model_parallel_size=8, data_parallel_size=8)
     groups = groups_of(layout)
     size = 10**9
     dense, experts = (_gradients([], H100, count, groups, 4) for count in (Count(dense=size), Count(experts=size)))
@@ -104,7 +104,7 @@ def test_gradients_of_experts_are_reduced_over_the_ranks_that_hold_the_same():
     assert dense == pytest.approx(link.seconds(sent * 7 / 8), rel=1e-3)  # DP 8
     assert experts == pytest.approx(link.seconds(sent * 1 / 2), rel=1e-3)  # TP 2 x DP 8 / EP 8
     everywhere = groups_of(
-        Layout(tensor_model_parallel_size=2, expert_model_parallel_size=8, data_parallel_size=4)
+        ParallelDims(tensor_model_parallel_size=2, expert_model_parallel_size=8, data_parallel_size=4)
     )
     assert _gradients([], H100, Count(experts=size), everywhere, 4) == 0.0
 
@@ -119,7 +119,7 @@ def test_weights_of_experts_are_kept_in_8_bits_beside(tmp_path, ep):
         "from megasched.model_adapters.default_schedule import schedule as default\n\n"
         "def schedule(sch, layout):\n    default(sch, layout)\n    sch['model.layers.*'].level('block')\n"
     )
-    layout = Layout(expert_model_parallel_size=ep, data_parallel_size=ep, fp8=Fp8(fp8_recipe="tensorwise"))
+    layout = ParallelDims(expert_model_parallel_size=ep, data_parallel_size=ep, fp8=Fp8(fp8_recipe="tensorwise"))
     session = open_session(str(path), str(tmp_path), layout)
     hidden, width = config.hidden_size, config.head_dim
     heads, groups = config.num_attention_heads, config.num_key_value_heads

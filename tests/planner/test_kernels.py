@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasched.language.parallel_dims import Fp8, Layout
+from megasched.language.parallel_dims import Fp8, ParallelDims
 from megasched.planner.measure.build_stage import Setting
 from megasched.planner.measure.parameter_counts import ParameterCounts
 from megasched.planner.measure.probe import fake_groups, measure
@@ -31,7 +31,7 @@ def saved(name, path):
 
 
 def measured(folder, schedule="auto", *, recompute=None, on_gpu=True, **layout):
-    layout = Layout(sequence_parallel=layout.get("tensor_model_parallel_size", 1) > 1, **layout)
+    layout = ParallelDims(sequence_parallel=layout.get("tensor_model_parallel_size", 1) > 1, **layout)
     session = open_session(schedule, folder, layout)
     with fake_groups(layout):
         return measure(session, MIDDLE, Setting(BATCH, LENGTH, torch.bfloat16, recompute, on_gpu=on_gpu))
@@ -132,7 +132,7 @@ def test_fused_norms_keep_their_input_alone(folder):
 
 
 def test_weights_in_8_bits_are_kept_beside(folder):
-    session = open_session("auto", folder, Layout(fp8=TENSORWISE))
+    session = open_session("auto", folder, ParallelDims(fp8=TENSORWISE))
     count = ParameterCounts(session).held([MIDDLE])
     assert count.quantized == sum(rows * columns for rows, columns in linears(1))
 

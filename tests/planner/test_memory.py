@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from tests.own_losses import LOSSES, write
 from tests.planner.configs import config_of
 from tests.planner.memory_case import BLOCK, FULL, MANY, Batches, argv_of, predict
@@ -51,7 +51,7 @@ def test_whole_logits_of_a_loss_of_its_own_are_counted(ranks, tmp_path):
 
 
 def assert_predicted_of(ranks, folder, schedule, parallel, flags, tolerance):
-    layout = Layout(**parallel)
+    layout = ParallelDims(**parallel)
     batches = FEW if "--bf16" in flags else MANY
     argv = argv_of(layout, flags, batches)
     held = ranks.run(layout.world_size, step_peak, folder, argv, schedule=schedule)

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from megasched.cli.main import main
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError, ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.patches import active
 from megasched.planner.hardware.hardware import load_hardware
 from megasched.planner.measure import probe
@@ -247,10 +247,10 @@ def test_models_unlike_llama(tmp_path, model_type):
 
 def test_what_can_not_be_cut_has_no_stages(tmp_path):
     small_config("reformer").save_pretrained(tmp_path)
-    session = open_session("auto", str(tmp_path), Layout())
-    assert len(stages_of(session, Layout(), 32)) == 1
+    session = open_session("auto", str(tmp_path), ParallelDims())
+    assert len(stages_of(session, ParallelDims(), 32)) == 1
     with pytest.raises(ScheduleError, match="be cut into pipeline stages: the model computes their gradients"):
-        stages_of(session, Layout(pipeline_model_parallel_size=2), 32)
+        stages_of(session, ParallelDims(pipeline_model_parallel_size=2), 32)
 
 
 def test_layers_that_run_in_loops_have_no_plan(tmp_path):
@@ -262,7 +262,7 @@ def test_layers_that_run_in_loops_have_no_plan(tmp_path):
 def test_what_megatron_refuses_is_out_with_its_reason(tmp_path):
     small_config("deepseek_v3").save_pretrained(tmp_path)  # 4 heads
     job = Job(partial(open_session, "auto", str(tmp_path)), load_hardware("h100-80gb"), 8, 64, 64)
-    found, *_ = _of_group(job, Layout(tensor_model_parallel_size=8))
+    found, *_ = _of_group(job, ParallelDims(tensor_model_parallel_size=8))
     assert (
         found.why_out == "Megatron: num_attention_heads (4) must be a multiple of tensor_model_parallel_size (8)."
     )

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.planner.measure.build_stage import Setting
 from megasched.planner.measure.probe import fake_groups
 from megasched.planner.measure.stages import Measurements
@@ -48,7 +48,7 @@ def test_other_operations_count_what_they_read_and_write_and_views_nothing():
 def test_the_work_of_a_stage_is_the_definitions_by_ranks(tmp_path):
     """TP2 with sequence parallelism: half of the FLOPs; the hidden state is gathered before each product."""
     config_of("llama").save_pretrained(tmp_path)
-    layout = Layout(tensor_model_parallel_size=2, sequence_parallel=True)
+    layout = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True)
     session = open_session("auto", str(tmp_path), layout, make_vocab_size_divisible_by=4)
     batch, length, layers = 2, 128, 8
     with fake_groups(layout):
@@ -73,9 +73,9 @@ def test_a_plan_counts_what_a_cut_and_the_log_count(tmp_path, name, on_gpu):
     which a GPU's kernel computes alone."""
     config = config_of(name)
     config.save_pretrained(tmp_path)
-    session = open_session("auto", str(tmp_path), Layout(), make_vocab_size_divisible_by=1)
+    session = open_session("auto", str(tmp_path), ParallelDims(), make_vocab_size_divisible_by=1)
     length = 256
-    with fake_groups(Layout()):
+    with fake_groups(ParallelDims()):
         measured = Measurements(session, Setting(1, length, on_gpu=on_gpu))
         forward, _ = chunk_work(measured, Stage(0, config.num_hidden_layers, True, True))
     counted = session.forward_flops(length)

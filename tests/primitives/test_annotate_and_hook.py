@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import megasched
-from megasched import Layout, ScheduleError
+from megasched import ParallelDims, ScheduleError
 from megasched.verify.ranks.pool import init_megatron
 from tests.lowering.models import Mlp, randomize
 
@@ -170,7 +170,7 @@ def test_on_lowered_modules(ranks):
 
 
 def test_a_schedule_for_more_ranks_than_there_are_is_refused():
-    sch = megasched.create_schedule(Mlp(), Layout(tensor_model_parallel_size=2))
+    sch = megasched.create_schedule(Mlp(), ParallelDims(tensor_model_parallel_size=2))
     with pytest.raises(
         ScheduleError, match="the schedule is for TP 2, and this process stands in a TP group of 1"
     ):

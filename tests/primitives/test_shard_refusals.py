@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import megasched
-from megasched import Layout, ScheduleError
+from megasched import ParallelDims, ScheduleError
 from megasched.language.roles import Roles
 from megasched.plan.make import make_plan
 from megasched.verify.ranks.pool import init_megatron
@@ -50,7 +50,7 @@ class Zoo(nn.Module):
 
 def refused(model, fill, layout=None, inputs=None, roles=None):
     """The problems of a schedule; checks that each says where and from which line of this file."""
-    sch = megasched.create_schedule(model, layout or Layout(tensor_model_parallel_size=2), roles)
+    sch = megasched.create_schedule(model, layout or ParallelDims(tensor_model_parallel_size=2), roles)
     fill(sch)
     with pytest.raises(ScheduleError) as raised:
         make_plan(sch, inputs=inputs)
@@ -153,7 +153,7 @@ def test_the_bias_of_a_row_is_whole():
 
 
 def test_a_bias_beside_its_columns_says_nothing_new():
-    sch = megasched.create_schedule(Mlp(), Layout(tensor_model_parallel_size=2))
+    sch = megasched.create_schedule(Mlp(), ParallelDims(tensor_model_parallel_size=2))
     sch["up"].shard("bias", axis=0)
     sch["up"].shard("weight", axis=0)
     sch["down"].shard("weight", axis=1)
@@ -182,7 +182,7 @@ def test_tp_that_cuts_through_heads(heads, kv_heads, tp, what, count):
     model = tiny_model(
         "llama", hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=8
     )
-    problems = refused(model, shard_attention, Layout(tensor_model_parallel_size=tp), inputs=IDS)
+    problems = refused(model, shard_attention, ParallelDims(tensor_model_parallel_size=tp), inputs=IDS)
     assert len(problems) == count
     assert all(what in p.what for p in problems)
     assert all(p.remedy.startswith("a tensor parallel size that divides") for p in problems)
@@ -197,7 +197,7 @@ def test_tp_that_cuts_through_heads(heads, kv_heads, tp, what, count):
 )
 def test_tp_that_cuts_through_packed_heads(heads, kv_heads, tp, what):
     model = tiny_model("phi3", hidden_size=48, num_attention_heads=heads, num_key_value_heads=kv_heads)
-    layout = Layout(tensor_model_parallel_size=tp)
+    layout = ParallelDims(tensor_model_parallel_size=tp)
     problems = refused(model, lambda sch: sch.role("qkv.packed").shard("weight", axis=0), layout, inputs=IDS)
     assert {p.what for p in problems} == {what}
 
@@ -275,7 +275,7 @@ def test_a_forward_that_fails_in_the_trial_call_names_the_module():
 
 
 def _filled(model, fill):
-    sch = megasched.create_schedule(model, Layout(tensor_model_parallel_size=2))
+    sch = megasched.create_schedule(model, ParallelDims(tensor_model_parallel_size=2))
     fill(sch)
     return sch
 

@@ -129,7 +129,7 @@ def build(
     import megasched
     from megasched.definition import attention_interface
     from megasched.definition.build import build_definition
-    from megasched.language.parallel_dims import Fp8, Layout
+    from megasched.language.parallel_dims import Fp8, ParallelDims
     from megasched.layers.megatron.trials import Trials
     from megasched.model_adapters.default_schedule import schedule as default
     from megasched.model_adapters.registry import roles_of
@@ -144,7 +144,7 @@ def build(
     hf = tiny.config(family, **{**{k: v for k, v in small.items() if k in tiny.FAMILIES[family]}, **changes})
     definition = build_definition(hf)
     definition.config._attn_implementation = attention_interface.NAME
-    layout = Layout(
+    layout = ParallelDims(
         tensor_model_parallel_size=world,
         sequence_parallel=sequence_parallel,
         fp8=None if fp8 is None else Fp8(**fp8),

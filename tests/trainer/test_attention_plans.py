@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megasched.errors import ScheduleError
-from megasched.language.parallel_dims import Fp8, Layout
+from megasched.language.parallel_dims import Fp8, ParallelDims
 from megasched.trainer.session import open_session
 from tests.parity.mixtures import small_model
 from tests.trainer.test_mixture_plans import calls
@@ -20,18 +20,18 @@ def plan_of(folder, layout, schedule="auto", family="llama", **changes):
 def refusal(tmp_path, family, call, layout=None, **changes):
     """Why a schedule that asks for Megatron's attention is refused."""
     with pytest.raises(ScheduleError) as raised:
-        plan_of(tmp_path, layout or Layout(), calls(tmp_path, (call, "block")), family, **changes)
+        plan_of(tmp_path, layout or ParallelDims(), calls(tmp_path, (call, "block")), family, **changes)
     (what,) = {problem.what for problem in raised.value.problems}
     return what.removeprefix("Megatron's attention can't stand for this one: ")
 
 
 def test_auto_leaves_attention_to_hf(tmp_path):
-    assert not plan_of(tmp_path, Layout(), family="olmo").attentions
+    assert not plan_of(tmp_path, ParallelDims(), family="olmo").attentions
 
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_attention_is_taken_alone(tmp_path, sp):
-    layout = Layout(tensor_model_parallel_size=2, sequence_parallel=sp)
+    layout = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=sp)
     plan = plan_of(tmp_path, layout, calls(tmp_path, ("model.layers.*.self_attn", "block")), "llama")
     assert sorted(plan.attentions) == ATTENTIONS
     assert not plan.blocks | plan.mlps.keys()
@@ -45,7 +45,7 @@ def test_of_a_layer_that_is_not_megatrons_attention_and_mlp_are_taken(tmp_path):
         "def schedule(sch, layout):\n    default(sch, layout)\n"
         '    sch["model.layers.*"].level("block", required=False)\n'
     )
-    plan = plan_of(tmp_path, Layout(), str(schedule), "granite")
+    plan = plan_of(tmp_path, ParallelDims(), str(schedule), "granite")
     assert sorted(plan.attentions) == ATTENTIONS
     assert len(plan.mlps) == 4
     assert not plan.blocks
@@ -53,7 +53,7 @@ def test_of_a_layer_that_is_not_megatrons_attention_and_mlp_are_taken(tmp_path):
 
 
 def test_in_8_bits_it_is_megatrons_linears_that_run_so(tmp_path):
-    layout = Layout(fp8=Fp8(fp8_recipe="tensorwise"))
+    layout = ParallelDims(fp8=Fp8(fp8_recipe="tensorwise"))
     changes = {"hidden_size": 64, "intermediate_size": 96}
     schedule = calls(tmp_path, ("model.layers", "fused"), ("model.layers.*.self_attn", "block"))
     plan = plan_of(tmp_path, layout, schedule, "llama", **changes)
@@ -85,7 +85,7 @@ def test_norms_of_each_head(tmp_path):
 def test_more_ranks_than_heads(tmp_path):
     what = "there are more TP ranks than heads of self_attn.k_proj"
     changes = {"num_key_value_heads": 1}
-    layout = Layout(tensor_model_parallel_size=2)
+    layout = ParallelDims(tensor_model_parallel_size=2)
     assert refusal(tmp_path, "llama", "model.layers.*.self_attn", layout, **changes) == what
 
 
@@ -94,4 +94,4 @@ def test_a_module_in_it_is_gone(tmp_path):
     with open(schedule, "a") as file:
         file.write("    sch['model.layers.0.self_attn.q_proj'].hook('fw_post', print)\n")
     with pytest.raises(ScheduleError, match=r"the schedule calls hook on self_attn\.q_proj, which is gone then"):
-        plan_of(tmp_path, Layout(), schedule, "llama")
+        plan_of(tmp_path, ParallelDims(), schedule, "llama")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megasched.errors import ScheduleError
-from megasched.language.parallel_dims import Fp8, Layout
+from megasched.language.parallel_dims import Fp8, ParallelDims
 from megasched.trainer.session import open_session
 from tests import tiny
 
@@ -22,19 +22,19 @@ NEEDS_SP = "wants sequence parallelism where there are TP ranks"
 @pytest.mark.parametrize(
     ("layout", "taken", "reasons"),
     [
-        (Layout(), "layers", set()),
-        (Layout(tensor_model_parallel_size=2, sequence_parallel=True), "layers", set()),
+        (ParallelDims(), "layers", set()),
+        (ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True), "layers", set()),
         (
-            Layout(tensor_model_parallel_size=2),
+            ParallelDims(tensor_model_parallel_size=2),
             "nothing",
             {f"its mixture of experts {NEEDS_SP}", f"it {NEEDS_SP}"},
         ),
         (
-            Layout(tensor_model_parallel_size=4, sequence_parallel=True),
+            ParallelDims(tensor_model_parallel_size=4, sequence_parallel=True),
             "mixtures",
             {"there are more TP ranks than heads of self_attn.k_proj"},
         ),
-        (Layout(packed_sequences=True), "mixtures", set()),  # several rows would be one to Megatron's layer
+        (ParallelDims(packed_sequences=True), "mixtures", set()),  # several rows would be one to Megatron's layer
     ],
 )
 def test_auto_takes_megatrons_layer_where_it_can_and_its_mixture_elsewhere(tmp_path, layout, taken, reasons):
@@ -47,7 +47,7 @@ def test_auto_takes_megatrons_layer_where_it_can_and_its_mixture_elsewhere(tmp_p
 
 @pytest.mark.parametrize("around", ["model.layers.*.mlp", "model.layers.1.mlp"])
 def test_a_mixture_is_taken_alone_in_layers_that_are_to_stay(tmp_path, around):
-    plan = plan_of(tmp_path, Layout(), calls(tmp_path, ("model.layers", "fused"), (around, "block")))
+    plan = plan_of(tmp_path, ParallelDims(), calls(tmp_path, ("model.layers", "fused"), (around, "block")))
     assert not plan.blocks
     assert len(plan.mixtures) == (1 if "1" in around else 4)
 
@@ -55,26 +55,31 @@ def test_a_mixture_is_taken_alone_in_layers_that_are_to_stay(tmp_path, around):
 def test_what_a_block_is(tmp_path):
     what = "a block is a whole decoder layer, its attention, its mixture of experts or its MLP"
     with pytest.raises(ScheduleError, match=what):
-        plan_of(tmp_path, Layout(), calls(tmp_path, ("model.layers.1.self_attn.q_proj", "block")))
+        plan_of(tmp_path, ParallelDims(), calls(tmp_path, ("model.layers.1.self_attn.q_proj", "block")))
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "layout", "reason"),
     [
-        ("olmoe", {"output_router_logits": True}, Layout(), "output_router_logits adds a loss of HF's routers"),
-        ("olmoe", {"hidden_act": "gelu"}, Layout(), "its activation is GELUActivation"),
-        ("olmoe", {}, Layout(tensor_model_parallel_size=2), f"it {NEEDS_SP}"),
+        (
+            "olmoe",
+            {"output_router_logits": True},
+            ParallelDims(),
+            "output_router_logits adds a loss of HF's routers",
+        ),
+        ("olmoe", {"hidden_act": "gelu"}, ParallelDims(), "its activation is GELUActivation"),
+        ("olmoe", {}, ParallelDims(tensor_model_parallel_size=2), f"it {NEEDS_SP}"),
         (
             "gpt_oss",
             {"swiglu_alpha": 1.5},
-            Layout(),
+            ParallelDims(),
             "its activation has 1.5 (swiglu_alpha), and Megatron's 1.702",
         ),
-        ("ernie4_5_moe", {}, Layout(), "no mixture is known for model type 'ernie4_5_moe'"),
+        ("ernie4_5_moe", {}, ParallelDims(), "no mixture is known for model type 'ernie4_5_moe'"),
         (
             "deepseek_v2",
             {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"},
-            Layout(),
+            ParallelDims(),
             "HF's router finds groups by the best 1 scores in each, Megatron's by the best 2",
         ),
     ],
@@ -102,7 +107,7 @@ def calls(folder, *levels):
 
 @pytest.mark.parametrize("path", ["model.layers", "model.layers.*", "model", "model.layers.1"])
 def test_any_other_level_counts_more_than_autos(tmp_path, path):
-    plan = plan_of(tmp_path, Layout(), calls(tmp_path, (path, "fused")))
+    plan = plan_of(tmp_path, ParallelDims(), calls(tmp_path, (path, "fused")))
     assert len(plan.blocks) == (3 if path.endswith("1") else 0)
     assert not plan.mixtures
 
@@ -115,7 +120,7 @@ def test_auto_leaves_layers_whose_modules_a_schedule_names(tmp_path):
         "def schedule(sch, layout):\n    default(sch, layout)\n"
         '    sch["model.layers.1.self_attn.q_proj"].adapt(rank=2)\n'
     )
-    plan = plan_of(tmp_path, Layout(), str(schedule))
+    plan = plan_of(tmp_path, ParallelDims(), str(schedule))
     assert len(plan.blocks) == 3
     assert plan.mixtures == {"model.layers.1.mlp"}
     reason = "the schedule calls adapt on self_attn.q_proj, which is gone then"
@@ -124,14 +129,14 @@ def test_auto_leaves_layers_whose_modules_a_schedule_names(tmp_path):
 
 
 def test_mlps_beside_mixtures_are_megatrons_too(tmp_path):
-    plan = plan_of(tmp_path, Layout(), family="qwen3_moe", mlp_only_layers=[0, 2])
+    plan = plan_of(tmp_path, ParallelDims(), family="qwen3_moe", mlp_only_layers=[0, 2])
     assert len(plan.blocks) == 4
 
 
 def test_experts_are_in_8_bits_where_their_sizes_fit(tmp_path):
     with pytest.raises(ScheduleError) as raised:
-        plan_of(tmp_path, Layout(fp8=TENSORWISE), family="qwen3_moe")
+        plan_of(tmp_path, ParallelDims(fp8=TENSORWISE), family="qwen3_moe")
     (problem,) = {problem.what for problem in raised.value.problems}  # the router is not in 8 bits
     assert problem.startswith("mlp.experts.down_proj is [32, 24]")
-    plan = plan_of(tmp_path, Layout(fp8=TENSORWISE), family="qwen3_moe", moe_intermediate_size=32)
+    plan = plan_of(tmp_path, ParallelDims(fp8=TENSORWISE), family="qwen3_moe", moe_intermediate_size=32)
     assert len(plan.blocks) == 4

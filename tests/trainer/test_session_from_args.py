@@ -255,12 +255,12 @@ def test_a_certificate_stands_for_the_checks_that_were_not_made(tmp_path):
     from transformers import AutoConfig
 
     from megasched.definition.build import build_definition
-    from megasched.language.parallel_dims import Layout
+    from megasched.language.parallel_dims import ParallelDims
     from megasched.trainer.evidence.certificate import subject_of, write_certificate
 
     folder = tiny.save("llama", tmp_path / "llama")
     path = tmp_path / "certificate.json"
-    layout = Layout(tensor_model_parallel_size=2)
+    layout = ParallelDims(tensor_model_parallel_size=2)
     definition = build_definition(AutoConfig.from_pretrained(folder))
     write_certificate(path, subject_of("auto", definition, layout), {"verdict": "equal"})
     begin_session(arguments(folder, tensor_model_parallel_size=4, require_certificate=str(path)), {})

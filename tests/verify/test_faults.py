@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from megasched.definition.small_models.small_models import small_config
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.verify.compare_step import StepComparison
 from megasched.verify.steps import Steps, make_subject
 
 FAULTS = Path(__file__).with_name("faults_of_code.py")
-TP2 = Layout(tensor_model_parallel_size=2)
-DP2 = Layout(data_parallel_size=2)
-EP2 = Layout(expert_model_parallel_size=2, data_parallel_size=2)
+TP2 = ParallelDims(tensor_model_parallel_size=2)
+DP2 = ParallelDims(data_parallel_size=2)
+EP2 = ParallelDims(expert_model_parallel_size=2, data_parallel_size=2)
 NORM = "model.layers.1.input_layernorm.weight"
 
 # Model, layout, where the mistake is found, on which ranks, and a part of what is said of it.

@@ -6,12 +6,12 @@ import torch
 from transformers import GPT2Config, MistralConfig
 
 from megasched.definition.small_models.small_models import small_config, write_model, write_small_model
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.verify.batches import IGNORED, unreached_windows
 from megasched.verify.plain.runs import Batches, PlainModel
 from megasched.verify.verify import verify_schedule
 
-TP2 = Layout(tensor_model_parallel_size=2)
+TP2 = ParallelDims(tensor_model_parallel_size=2)
 
 
 def test_at_full_size_dropouts_are_off_but_for_the_masks(ranks, tmp_path):
@@ -72,7 +72,7 @@ def test_a_class_with_a_scalar_a_dropout_and_two_losses_of_its_own(ranks, tmp_pa
     config["auto_map"] = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.My"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "mine.py").write_text(MINE)
-    found = verify_schedule("auto", str(tmp_path), Layout(), trust_remote_code=True, ranks=ranks)
+    found = verify_schedule("auto", str(tmp_path), ParallelDims(), trust_remote_code=True, ranks=ranks)
     assert (found.verdict, found.why) == ("equal", "")
     assert found.notes == ["dropouts that stand in the code are off on both sides: model.norm.dropout"]
 

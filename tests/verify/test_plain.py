@@ -6,11 +6,11 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from megasched.definition.small_models.small_models import small_config, write_small_model
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.verify.batches import IGNORED, make_batches
 from megasched.verify.plain.runs import OPTIMIZER, PlainError, PlainModel
 
-ONE = Layout()
+ONE = ParallelDims()
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_what_is_judged_cannot_be_imported_there(ranks, llama, tmp_path, module)
 
 def test_ids_span_the_vocabulary_and_batches_change():
     config = small_config("llama")
-    batches = make_batches(config, Layout(data_parallel_size=2, pipeline_model_parallel_size=2))
+    batches = make_batches(config, ParallelDims(data_parallel_size=2, pipeline_model_parallel_size=2))
     assert batches.tokens.shape == (3, 4, 2, 32)
     assert set(batches.tokens.flatten().tolist()) == set(range(config.vocab_size))
     first = batches.tokens[0, 0]

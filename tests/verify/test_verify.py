@@ -7,15 +7,15 @@ import pytest
 
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.verify.locate.locate import Finding
 from megasched.verify.numbers import Check
 from megasched.verify.verify import verify_schedule
 
 FAULTS = Path(__file__).with_name("faults.py")
-TP2 = Layout(tensor_model_parallel_size=2)
-TP2_SP = Layout(tensor_model_parallel_size=2, sequence_parallel=True)
-PP2 = Layout(pipeline_model_parallel_size=2)
+TP2 = ParallelDims(tensor_model_parallel_size=2)
+TP2_SP = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True)
+PP2 = ParallelDims(pipeline_model_parallel_size=2)
 
 
 def save(model_type, folder):
@@ -28,15 +28,15 @@ def save(model_type, folder):
     [
         (
             "llama",
-            Layout(
+            ParallelDims(
                 tensor_model_parallel_size=2,
                 sequence_parallel=True,
                 pipeline_model_parallel_size=2,
                 virtual_pipeline_model_parallel_size=3,
             ),
         ),
-        ("qwen3_moe", Layout(expert_model_parallel_size=2, data_parallel_size=2)),
-        ("gemma2", Layout(context_parallel_size=2, tensor_model_parallel_size=2)),
+        ("qwen3_moe", ParallelDims(expert_model_parallel_size=2, data_parallel_size=2)),
+        ("gemma2", ParallelDims(context_parallel_size=2, tensor_model_parallel_size=2)),
         ("gpt2", TP2),
     ],
     ids=str,
@@ -185,16 +185,16 @@ def test_a_schedule_for_more_layers_is_refused_with_the_way_out(ranks, tmp_path)
     schedule = tmp_path / "deep.py"
     schedule.write_text("def schedule(sch, layout):\n    sch['model.layers.9.mlp'].checkpoint()\n")
     folder = save("llama", tmp_path)
-    found = verify_schedule(str(schedule), folder, Layout(), ranks=ranks)
+    found = verify_schedule(str(schedule), folder, ParallelDims(), ranks=ranks)
     assert found.verdict == "refused"
     assert "model.layers.9.mlp" in found.why
     assert "--layers" in found.why
-    assert verify_schedule(str(schedule), folder, Layout(), layers=10, ranks=ranks).verdict == "equal"
+    assert verify_schedule(str(schedule), folder, ParallelDims(), layers=10, ranks=ranks).verdict == "equal"
 
 
 def test_a_job_too_large_for_one_machine_is_refused_at_once(tmp_path):
     with pytest.raises(ConfigError, match="takes 64 processes"):
-        verify_schedule("auto", str(tmp_path), Layout(data_parallel_size=64))
+        verify_schedule("auto", str(tmp_path), ParallelDims(data_parallel_size=64))
 
 
 def test_at_full_size_the_weights_of_the_folder_are_taken(ranks, tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.weights.hf.folder import HFFolder
 from megasched.weights.torch_dist.writer import TorchDistWriter
 from tests.weights.test_round_trip import assert_same_bits, export
@@ -34,7 +34,7 @@ def cases(draw):
     tp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))
     vpp = 2 if pp == 2 and layers == 4 and draw(st.booleans()) else None
     ep = draw(st.sampled_from([1, 2, 4])) if family in EXPERTS else 1
-    layout = Layout(
+    layout = ParallelDims(
         tensor_model_parallel_size=tp if ep == 1 else 1,
         sequence_parallel=tp > 1 and ep == 1 and draw(st.booleans()),
         pipeline_model_parallel_size=pp,
@@ -45,7 +45,7 @@ def cases(draw):
 
 
 @contextmanager
-def groups_of(rank: int, layout: Layout) -> Iterator[None]:
+def groups_of(rank: int, layout: ParallelDims) -> Iterator[None]:
     """Megatron's groups as one of the TP x EP ranks of a stage sees them; nothing is sent in them."""
     import torch.testing._internal.distributed.fake_pg
     from megatron.core import parallel_state

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megasched
-from megasched import CheckpointError, Layout
+from megasched import CheckpointError, ParallelDims
 from megasched.language.lora import Lora, adapter_names
 from megasched.plan.placement import Placement
 from megasched.weights.lazy import blocks
@@ -60,7 +60,7 @@ def trained(request):
     """The model as it was; whole tensors of the adapted one after it has been trained; its logits; the config."""
     model = tiny_model(request.param)
     before = copy.deepcopy(model)
-    sch = megasched.create_schedule(model, Layout())
+    sch = megasched.create_schedule(model, ParallelDims())
     ADAPT[request.param](sch)
     config = adapter_config(sch, "base/folder")
     megasched.build(sch)
@@ -125,7 +125,7 @@ def test_missing_adapters_are_refused(trained, tmp_path):
 
 
 def test_nothing_adapted_has_no_config():
-    assert adapter_config(megasched.create_schedule(tiny_model("llama"), Layout()), "x") is None
+    assert adapter_config(megasched.create_schedule(tiny_model("llama"), ParallelDims()), "x") is None
 
 
 def test_a_starts_as_pefts_and_b_with_zeros():

@@ -10,7 +10,7 @@ from typing import Any
 from megasched.cli.page.volumes import Volume, describe_volumes
 from megasched.cli.show.report import ShowReport
 from megasched.errors import ConfigError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.planner.pipeline import Chunk, simulate
 from megasched.trace.chrome_trace import KINDS, Trace, read_trace
 from megasched.trace.timeline import Span
@@ -103,7 +103,7 @@ def predict_from_flops(report: ShowReport, microbatches: int) -> list[Span]:
     return simulate(chunks, microbatches)
 
 
-def _microbatches(layout: Layout, global_batch_size: int) -> int:
+def _microbatches(layout: ParallelDims, global_batch_size: int) -> int:
     at_once = layout.micro_batch_size * layout.data_parallel_size
     count, rest = divmod(global_batch_size, at_once)
     if rest or count < 1:
@@ -119,7 +119,7 @@ def _microbatches(layout: Layout, global_batch_size: int) -> int:
     return count
 
 
-def _measured(trace: Trace, path: Path, layout: Layout) -> tuple[list[Span], int, str]:
+def _measured(trace: Trace, path: Path, layout: ParallelDims) -> tuple[list[Span], int, str]:
     """Spans by pipeline rank, the number of micro-batches, and which they are in words."""
     pipeline = {rank: p.pp for rank, p in trace.places.items() if (p.tp, p.dp, p.cp) == (0, 0, 0)}
     iteration = max(trace.iterations)

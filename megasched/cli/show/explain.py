@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megasched.cli.show.report import AUTO
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.plan.decisions import Decision, decisions_of, fold_paths, without_rule
 from megasched.plan.plan import Plan
 from megasched.trainer.evidence.compatibility import of_unchecked_options, unchecked_options, verify_command
@@ -31,7 +31,7 @@ class Explanation:
     """
 
     model: str
-    layout: Layout
+    layout: ParallelDims
     decisions: list[Decision]
     context: tuple[str, ...] = ()
     without_rule: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Explanation:
 def explain_schedule(
     schedule: str,
     hf_model: str,
-    layout: Layout,
+    layout: ParallelDims,
     *,
     sequence_length: int | None = None,
     overrides: Sequence[str] = (),

@@ -13,7 +13,7 @@ from megasched.cli.output import BYTES_16_BITS
 from megasched.cli.show.modules import CUT, ModuleReport, describe_modules
 from megasched.definition.build import text_config
 from megasched.errors import ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import Record
 from megasched.trainer.evidence.compatibility import load_matrix, unchecked_options, unverified, verify_command
 from megasched.trainer.session import Session, open_session
@@ -51,7 +51,7 @@ class ShowReport:
     parameters: int
     trained: int
     sequence_length: int
-    layout: Layout
+    layout: ParallelDims
     modules: list[ModuleReport]
     stages: list[StageReport]
     records: list[Record]
@@ -76,7 +76,7 @@ class ShowReport:
 def inspect_schedule(
     schedule: str,
     hf_model: str,
-    layout: Layout,
+    layout: ParallelDims,
     *,
     sequence_length: int | None = None,
     overrides: Sequence[str] = (),

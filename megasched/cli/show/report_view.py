@@ -20,7 +20,7 @@ from megasched.cli.show.fold import Node, fold
 from megasched.cli.show.module_view import ModuleLines, lines, places
 from megasched.cli.show.report import AUTO, ShowReport, StageReport, inspect_schedule
 from megasched.json_output import json_only
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import save_records
 from megasched.trainer.evidence.compatibility import of_unchecked_options
 
@@ -28,7 +28,7 @@ from megasched.trainer.evidence.compatibility import of_unchecked_options
 def show_schedule(
     schedule: str,
     hf_model: str,
-    layout: Layout,
+    layout: ParallelDims,
     *,
     as_json: bool,
     diff: str | None,

@@ -27,7 +27,7 @@ from megasched.definition.instances import real_tensors
 from megasched.definition.module_copy import transfer_hooks
 from megasched.definition.undisturbed import undisturbed
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MoeSpec
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.roles import Roles
 from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.attention import lower_attention
@@ -249,7 +249,7 @@ def _small_plan(plan: Plan, layer: str, sizes: Sizes) -> Plan:
             components = tuple(length * shape[old.axis] // count for length in old.components)
             placement = replace(placement, axis=old.axis, components=components)
         placements[canonical] = placement
-    return replace(plan, layout=Layout(), records=(), placements=placements)
+    return replace(plan, layout=ParallelDims(), records=(), placements=placements)
 
 
 def _context(plan: Plan) -> Any:

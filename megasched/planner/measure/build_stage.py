@@ -10,7 +10,7 @@ import torch
 
 from megasched.definition.module_copy import copy_module
 from megasched.errors import ConfigError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.plan.placement import Placement
 from megasched.planner.stand_ins import kernels
 from megasched.trainer.flags.model_shape import one_head_for_tp, sizes_of
@@ -122,7 +122,7 @@ def transformer_config(session: Session, setting: Setting) -> TransformerConfig:
         raise ConfigError(f"Megatron: {error}") from error
 
 
-def _on_gpu(layout: Layout) -> dict[str, Any]:
+def _on_gpu(layout: ParallelDims) -> dict[str, Any]:
     """What Megatron's arguments say by default where there is a GPU, and what a layout asks for."""
     found: dict[str, Any] = {"bias_activation_fusion": True, "apply_rope_fusion": True}
     if layout.fp8 is not None:

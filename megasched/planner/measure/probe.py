@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 from megasched.analysis.recording.meta_call import ScalarAnswers, tensors_in
 from megasched.attributes import set_attribute
 from megasched.errors import ConfigError, MegaschedError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.layers import experts
 from megasched.patches import active, apply, undo
 from megasched.planner.measure.build_stage import Setting, build_stage, copy_with_layers
@@ -87,7 +87,7 @@ def _functions(session: Session, setting: Setting) -> dict[str, Callable[..., An
 
 
 @contextmanager
-def fake_groups(layout: Layout) -> Iterator[None]:
+def fake_groups(layout: ParallelDims) -> Iterator[None]:
     """Megatron's groups of a process that stands for rank 0 of a layout without pipeline or data parallelism.
 
     Ends the process groups that it made; there may be none before. Megatron's RNG states are brought back.

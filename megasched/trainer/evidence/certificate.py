@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule_file import SCHEDULE, split_file
 from megasched.reading.files import Expected, read_bytes
 from megasched.reading.forms import misfit
@@ -36,7 +36,7 @@ PACKAGES = ("megasched", "megatron-core", "transformers", "torch")
 _IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 
 
-def subject_of(schedule: str, definition: PreTrainedModel, layout: Layout) -> dict[str, Any]:
+def subject_of(schedule: str, definition: PreTrainedModel, layout: ParallelDims) -> dict[str, Any]:
     """What a certificate is about: versions, schedule, model, the code of its classes and kinds of parallelism.
 
     Sizes of groups are left out: what holds for TP 2 holds for TP 8, as the same code runs.
@@ -104,7 +104,7 @@ def custom_classes(definition: PreTrainedModel) -> list[type]:
     return [kind for kind in met if kind.__module__.partition(".")[0] not in LIBRARIES]
 
 
-def _kinds(layout: Layout) -> dict[str, bool]:
+def _kinds(layout: ParallelDims) -> dict[str, bool]:
     return {
         "TP": layout.tp > 1,
         "SP": layout.sp,

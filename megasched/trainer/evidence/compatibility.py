@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.reading.files import Expected, is_regular
 from megasched.reading.json_file import read_json
 from megasched.trainer.evidence.certificate import custom_classes
@@ -52,7 +52,7 @@ def load_matrix(path: Path = DATA) -> dict[str, Any]:
     return empty | (read_json(path, MATRIX, {f"{key}?": {} for key in empty}) if is_regular(path) else {})
 
 
-def checks_for(layout: Layout) -> list[str]:
+def checks_for(layout: ParallelDims) -> list[str]:
     """The layouts of the matrix that speak for a run's; none for a run without model parallelism."""
     checks = []
     if layout.tp > 1:
@@ -66,13 +66,13 @@ def checks_for(layout: Layout) -> list[str]:
     return checks
 
 
-def products_for(layout: Layout) -> list[str]:
+def products_for(layout: ParallelDims) -> list[str]:
     """The layouts of the matrix that are products of such: need not have been checked, but must not be wrong."""
     pairs = {"tp2-pp2": layout.pp > 1, "cp2-tp2": layout.cp > 1}
     return [name for name, other in pairs.items() if other and layout.tp > 1]
 
 
-def unverified(model: PreTrainedModel, layout: Layout, results: dict[str, Any]) -> list[str]:
+def unverified(model: PreTrainedModel, layout: ParallelDims, results: dict[str, Any]) -> list[str]:
     """Why nobody knows that a run computes what the definition does; empty where a check says that it does.
 
     Args:
@@ -165,7 +165,7 @@ def of_unchecked_options(options: list[str], command: str) -> str:
 def verify_command(
     schedule: str,
     hf_model: str,
-    layout: Layout,
+    layout: ParallelDims,
     *,
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
@@ -179,7 +179,7 @@ def verify_command(
     return shlex.join([*words, *(["--trust-remote-code"] if trust_remote_code else [])])
 
 
-def refuse_unverified(model: PreTrainedModel, layout: Layout) -> None:
+def refuse_unverified(model: PreTrainedModel, layout: ParallelDims) -> None:
     """Ends a run that no check has covered.
 
     Raises:

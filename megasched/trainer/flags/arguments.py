@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megasched.definition.build import load_config
 from megasched.definition.objectives import OBJECTIVES, find_objective
 from megasched.errors import ConfigError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.trace.run_trace import trace_conflicts
 from megasched.trainer.flags.model_shape import derive, one_head_for_tp
 from megasched.trainer.flags.model_sizes import SourcedValue
@@ -336,7 +336,7 @@ def check_tokenizer(args: argparse.Namespace, tokenizer: Any) -> None:
         )
 
 
-def layout_from_args(args: argparse.Namespace) -> Layout:
+def layout_from_args(args: argparse.Namespace) -> ParallelDims:
     """The layout of Megatron's flags, validated by Megatron or not yet (``num_layers`` must be set).
 
     What Megatron computes in ``validate_args`` (``training/arguments.py:452,904``) is computed here the same
@@ -353,7 +353,7 @@ def layout_from_args(args: argparse.Namespace) -> Layout:
     if args.world_size % (tp * pp * cp):
         raise ConfigError(f"{args.world_size} ranks are no multiple of TP {tp} x PP {pp} x CP {cp}")
     known = hasattr(args, "virtual_pipeline_model_parallel_size")
-    return Layout(
+    return ParallelDims(
         tensor_model_parallel_size=tp,
         sequence_parallel=args.sequence_parallel,
         pipeline_model_parallel_size=pp,

@@ -180,11 +180,11 @@ def test_positions_that_mean_something_else_when_they_are_given_are_refused():
 def test_a_model_that_is_built_without_the_trainer_is_refused():
     """Nobody would split its batch."""
     from megasched.errors import ScheduleError
-    from megasched.language.parallel_dims import Layout
+    from megasched.language.parallel_dims import ParallelDims
     from megasched.language.schedule import create_schedule
     from megasched.plan.make import make_plan
 
-    schedule = create_schedule(tiny_model("llama"), Layout(context_parallel_size=2))
+    schedule = create_schedule(tiny_model("llama"), ParallelDims(context_parallel_size=2))
     with pytest.raises(
         ScheduleError, match="context parallelism is for causal language models in Megatron's trainer"
     ):

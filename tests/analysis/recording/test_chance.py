@@ -11,7 +11,7 @@ from transformers.models.opt.modeling_opt import OPTDecoder, OPTDecoderLayer
 from megasched.analysis.find_layer_stack import find_layer_stack
 from megasched.definition.build import build_definition
 from megasched.errors import ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.session import open_session, refuse_stages
 from megasched.trainer.unreached import refuse_unsure_overlap
 from tests import tiny
@@ -74,12 +74,12 @@ def test_draws_of_python_and_numpy_are_seen(kind, refused):
 
 def test_pipelines_and_overlap_are_refused(tmp_path):
     folder = tiny.save("opt", tmp_path, layerdrop=0.5)
-    session = open_session("auto", folder, Layout(pipeline_model_parallel_size=2))
+    session = open_session("auto", folder, ParallelDims(pipeline_model_parallel_size=2))
     with pytest.raises(ScheduleError, match=WHY):
         _ = session.plan
-    session = open_session("auto", folder, Layout())
+    session = open_session("auto", folder, ParallelDims())
     with pytest.raises(ScheduleError, match="skipped by chance"):
         refuse_unsure_overlap(session.reach, session.plan.structure, overlap_grad_reduce=True)
     refuse_stages(
-        open_session("auto", tiny.save("opt", tmp_path / "all"), Layout()).plan, session.definition.config
+        open_session("auto", tiny.save("opt", tmp_path / "all"), ParallelDims()).plan, session.definition.config
     )

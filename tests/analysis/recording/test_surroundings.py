@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from megasched.analysis.find_layer_stack import find_layer_stack
 from megasched.definition.build import init_empty_weights
 from megasched.errors import ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule import create_schedule
 from megasched.plan.make import make_plan
 from megasched.verify.parity import LAYOUTS
@@ -102,7 +102,7 @@ def on_all(module, args, output):
 
 
 def test_hooks_on_all_modules_of_the_process_are_refused():
-    schedule = create_schedule(nn.Linear(4, 4), Layout())
+    schedule = create_schedule(nn.Linear(4, 4), ParallelDims())
     handle = nn.modules.module.register_module_forward_hook(on_all)
     try:
         with pytest.raises(ScheduleError, match=r"a hook on all modules of the process is registered \(on_all\)"):

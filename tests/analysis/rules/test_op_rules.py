@@ -9,7 +9,7 @@ from megasched.analysis.rules import op_rules
 from megasched.analysis.rules.follow import follow
 from megasched.analysis.rules.op_call import NeedsWhole
 from megasched.errors import ConfigError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.tensor_types import ShardDim
 from megasched.plan.decisions import without_rule
 from megasched.plan.make import make_plan
@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 
 def planned():
-    sch = megasched.create_schedule(Model(), Layout(tensor_model_parallel_size=2))
+    sch = megasched.create_schedule(Model(), ParallelDims(tensor_model_parallel_size=2))
     sch["layers.*.up"].shard("weight", axis=0)
     sch["layers.*.down"].shard("weight", axis=1)
     return make_plan(sch, inputs={"x": torch.zeros(2, 3, 8, device="meta")})

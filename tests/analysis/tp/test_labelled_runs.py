@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megasched.analysis.tp import propagate
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.session import open_session
 from tests import tiny
 
@@ -24,6 +24,8 @@ def test_more_layers_want_no_more_readings(tmp_path, monkeypatch, family):
     for layers in (4, 8):
         runs.append(0)
         folder = tiny.save(family, tmp_path / str(layers), num_hidden_layers=layers)
-        plan = open_session("auto", folder, Layout(tensor_model_parallel_size=2, sequence_parallel=True)).plan
+        plan = open_session(
+            "auto", folder, ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True)
+        ).plan
         assert plan.structure.count == layers
     assert runs[0] == runs[1]

@@ -12,7 +12,7 @@ from torch import nn
 
 from megasched.analysis.trials.later_calls import why_not_alike
 from megasched.errors import ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.session import open_session
 from tests import remote
 
@@ -190,9 +190,9 @@ class Mlp(LlamaMLP):
 @pytest.mark.parametrize("size", ["tensor_model", "pipeline_model", "context", "data"])
 def test_several_ranks_are_refused(size, tmp_path):
     folder = remote.write(tmp_path / "model", WARM_UP)
-    assert open_session("auto", folder, Layout(), trust_remote_code=True).plan
+    assert open_session("auto", folder, ParallelDims(), trust_remote_code=True).plan
     name = "data_parallel_size" if size == "data" else f"{size}_parallel_size"
-    session = open_session("auto", folder, Layout(**{name: 2}), trust_remote_code=True)
+    session = open_session("auto", folder, ParallelDims(**{name: 2}), trust_remote_code=True)
     why = r"which call it is: it changes model\.layers\.0\.mlp\.calls"
     with pytest.raises(ScheduleError, match=why) as caught:
         _ = session.plan

@@ -16,7 +16,7 @@ from torch import nn
 
 from megasched.analysis.trials.stand_ins import sizes_read, why_seen
 from megasched.errors import ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.session import open_session
 from megasched.verify.parity import LAYOUTS
 from tests import remote
@@ -287,5 +287,5 @@ def test_sizes_and_marks_of_linears_are_the_definitions(ranks, tmp_path):
 def test_one_rank_is_refused(tmp_path):
     folder = remote.write(tmp_path / "model", mlp("h = h * isinstance(self.up_proj, nn.Linear)"))
     with pytest.raises(ScheduleError, match="where other objects stand") as raised:
-        _ = open_session("auto", folder, Layout(), trust_remote_code=True).plan
+        _ = open_session("auto", folder, ParallelDims(), trust_remote_code=True).plan
     assert raised.value.problems[0].module == "model.layers.0.mlp"

@@ -12,16 +12,16 @@ from megasched.analysis.tp import joined_ways
 from megasched.analysis.tp.facts import TpFacts
 from megasched.analysis.trials.ways import find_ways
 from megasched.errors import ScheduleError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.session import open_session
 from tests import remote
 from tests.ways import BY_LENGTH, BY_VALUES
 
 LAYOUTS = {
-    "tp2": Layout(tensor_model_parallel_size=2),
-    "sp2": Layout(tensor_model_parallel_size=2, sequence_parallel=True),
-    "cp2": Layout(context_parallel_size=2),
-    "pp2": Layout(pipeline_model_parallel_size=2),
+    "tp2": ParallelDims(tensor_model_parallel_size=2),
+    "sp2": ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True),
+    "cp2": ParallelDims(context_parallel_size=2),
+    "pp2": ParallelDims(pipeline_model_parallel_size=2),
 }
 
 

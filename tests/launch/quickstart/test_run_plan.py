@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.launch.quickstart import run_plan
 from megasched.launch.quickstart.run_plan import Plan, choose_layout
 
@@ -96,7 +96,7 @@ def test_the_model_is_told_by_its_config_alone():
 
 @pytest.mark.parametrize("iters", [1, 2, 3, 20, 400])
 def test_validation_falls_inside_training_and_not_on_its_end(iters):
-    words = command(Plan(layout=Layout(), on_gpus=True, transformer_engine=True), iters)
+    words = command(Plan(layout=ParallelDims(), on_gpus=True, transformer_engine=True), iters)
     assert int(value(words, "--lr-warmup-iters")) < iters
     interval = int(value(words, "--eval-interval"))
     assert iters < 4 or (interval < iters and iters % interval != 0)

@@ -14,7 +14,7 @@ from torch import nn
 from megasched import patches
 from megasched.definition.sequence_split import Zigzag
 from megasched.errors import MegaschedError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.tensor_types import ShardDim
 from megasched.plan.placement import Placement
 from megasched.verify.parity import MOST_ROUNDING
@@ -25,9 +25,9 @@ from tests.parity.operators.definition import BLOCK, Model, make_model
 TOLERANCE = 1e-5
 FLOOR = 1e-2  # of the largest gradient: one that is zero in exact arithmetic is noise
 LAYOUTS = {
-    "tp2": Layout(tensor_model_parallel_size=2, micro_batch_size=2),
-    "tp2-sp": Layout(tensor_model_parallel_size=2, sequence_parallel=True, micro_batch_size=2),
-    "cp2": Layout(context_parallel_size=2, micro_batch_size=2),
+    "tp2": ParallelDims(tensor_model_parallel_size=2, micro_batch_size=2),
+    "tp2-sp": ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True, micro_batch_size=2),
+    "cp2": ParallelDims(context_parallel_size=2, micro_batch_size=2),
 }
 
 Kind = Literal["equal", "refused", "wrong", "crash", "no case"]
@@ -48,7 +48,7 @@ class NoCase(Exception):
     """Plain Hugging Face has no numbers to compare with."""
 
 
-def check(case: Case, layout: Layout) -> Verdict:
+def check(case: Case, layout: ParallelDims) -> Verdict:
     """In a rank of the layout: one step, its loss and every gradient."""
     try:
         model, want = _expected(case)
@@ -124,7 +124,7 @@ class _Values:
         pass
 
 
-def _pairs(sch: Any, layout: Layout) -> None:
+def _pairs(sch: Any, layout: ParallelDims) -> None:
     """The columns, and those rows that can be cut."""
     if layout.tp == 1:
         return
@@ -135,7 +135,7 @@ def _pairs(sch: Any, layout: Layout) -> None:
             sch[path].shard("weight", axis=1)
 
 
-def _scheduled(model: Model, layout: Layout, dtype: torch.dtype = torch.float32) -> Any:
+def _scheduled(model: Model, layout: ParallelDims, dtype: torch.dtype = torch.float32) -> Any:
     """A ``ScheduledModel``, by way of the trainer's session."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -174,7 +174,7 @@ def _scheduled(model: Model, layout: Layout, dtype: torch.dtype = torch.float32)
     ).train()
 
 
-def _step(scheduled: Any, model: Model, layout: Layout) -> Numbers:
+def _step(scheduled: Any, model: Model, layout: ParallelDims) -> Numbers:
     """The same numbers as ``plain_step``."""
     from megatron.core import parallel_state
 
@@ -193,7 +193,7 @@ def _step(scheduled: Any, model: Model, layout: Layout) -> Numbers:
     return found
 
 
-def _gradients(scheduled: Any, layout: Layout) -> Numbers:
+def _gradients(scheduled: Any, layout: ParallelDims) -> Numbers:
     """HF name -> gradient of the whole tensor; what Megatron sums over TP at the end is summed here."""
     found = {}
     for parameter, assembly in scheduled.local_parameters().values():

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from megasched.errors import ConfigError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.evidence.certificate import (
     read_certificate,
     require_certificate,
@@ -32,8 +32,8 @@ class Norm(nn.Module):
     def forward(self, x):
         return half(x)
 """
-SMALL = Layout(tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2)
-LARGE = Layout(tensor_model_parallel_size=8, sequence_parallel=True, pipeline_model_parallel_size=16)
+SMALL = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2)
+LARGE = ParallelDims(tensor_model_parallel_size=8, sequence_parallel=True, pipeline_model_parallel_size=16)
 
 
 @pytest.fixture
@@ -63,16 +63,18 @@ def refusal(path, schedule, config=None, layout=LARGE):
 def test_it_speaks_for_the_same_kinds_of_parallelism_at_any_size(tmp_path, schedule):
     path = certified(tmp_path, schedule)
     require_certificate(path, subject_of(schedule, definition(), LARGE))
-    require_certificate(path, subject_of(schedule, definition(), Layout(pipeline_model_parallel_size=4)))
+    require_certificate(path, subject_of(schedule, definition(), ParallelDims(pipeline_model_parallel_size=4)))
     assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
 
 
 def test_a_kind_that_it_was_made_without_is_named(tmp_path, schedule):
     path = certified(tmp_path, schedule)
-    more = Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, context_parallel_size=2)
+    more = ParallelDims(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, context_parallel_size=2
+    )
     assert "it was made without VPP, CP" in refusal(path, schedule, layout=more)
     assert "made with SP, and the run is without" in refusal(
-        path, schedule, layout=Layout(tensor_model_parallel_size=4)
+        path, schedule, layout=ParallelDims(tensor_model_parallel_size=4)
     )
 
 

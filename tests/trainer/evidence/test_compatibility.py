@@ -19,7 +19,7 @@ from transformers import (
 from megasched.definition.objectives import IMAGE_CLASSIFICATION, MASKED_LM, SEQ2SEQ_LM, set_objective
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError
-from megasched.language.parallel_dims import Layout
+from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.evidence import compatibility
 from megasched.trainer.evidence.compatibility import (
     checks_for,
@@ -30,8 +30,8 @@ from megasched.trainer.evidence.compatibility import (
 )
 
 EQUAL = {"verdict": "equal", "why": ""}
-TP2 = Layout(tensor_model_parallel_size=2)
-ALL = Layout(
+TP2 = ParallelDims(tensor_model_parallel_size=2)
+ALL = ParallelDims(
     tensor_model_parallel_size=4,
     sequence_parallel=True,
     pipeline_model_parallel_size=4,
@@ -47,18 +47,18 @@ def llama():
 
 
 def test_the_checks_that_speak_for_a_layout():
-    assert checks_for(Layout(data_parallel_size=8)) == []
+    assert checks_for(ParallelDims(data_parallel_size=8)) == []
     assert checks_for(TP2) == ["tp2"]
-    assert checks_for(Layout(pipeline_model_parallel_size=4)) == ["pp2"]
-    assert checks_for(Layout(context_parallel_size=2)) == ["cp2"]
-    both = Layout(context_parallel_size=2, tensor_model_parallel_size=2)
+    assert checks_for(ParallelDims(pipeline_model_parallel_size=4)) == ["pp2"]
+    assert checks_for(ParallelDims(context_parallel_size=2)) == ["cp2"]
+    both = ParallelDims(context_parallel_size=2, tensor_model_parallel_size=2)
     assert (checks_for(both), products_for(both)) == (["tp2", "cp2"], ["cp2-tp2"])
     assert (checks_for(ALL), products_for(ALL)) == (["tp2-sp", "pp2-vpp2", "ep2"], ["tp2-pp2"])
-    assert products_for(Layout(pipeline_model_parallel_size=2)) == []
+    assert products_for(ParallelDims(pipeline_model_parallel_size=2)) == []
 
 
 def test_at_one_rank_of_the_model_any_check_speaks_for_it(llama):
-    many = Layout(data_parallel_size=8)
+    many = ParallelDims(data_parallel_size=8)
     assert unverified(llama, many, {}) == ["model type 'llama' has not been checked"]
     assert unverified(llama, many, {"llama": {"pp2": EQUAL}}) == []
     failed = {"tp2": {"verdict": "failed", "why": "x"}, "facts": {"why": "x"}}
@@ -94,7 +94,7 @@ def test_a_class_of_somebody_elses_is_not_what_was_checked(llama):
         """The same model type, other code."""
 
     mine = Mine(llama.config)
-    for layout in (TP2, Layout(), Layout(data_parallel_size=2)):
+    for layout in (TP2, ParallelDims(), ParallelDims(data_parallel_size=2)):
         (doubt,) = unverified(mine, layout, {"llama": {"tp2": EQUAL}})
         assert doubt.startswith("Mine is not one of transformers' classes")
 
@@ -118,7 +118,7 @@ def test_a_module_of_somebody_elses_in_a_stock_class_is_not_what_was_checked(lla
 
     changed = LlamaForCausalLM(llama.config)
     changed.model.norm = Norm(8)
-    (doubt,) = unverified(changed, Layout(), {"llama": {"tp2": EQUAL}})
+    (doubt,) = unverified(changed, ParallelDims(), {"llama": {"tp2": EQUAL}})
     assert doubt.startswith("Norm is not one of transformers' classes")
 
 
@@ -168,11 +168,11 @@ def test_of_a_class_of_ones_own_verify_is_the_way(llama):
         """The same model type, other code."""
 
     with pytest.raises(ConfigError, match="`megasched verify --certificate FILE` checks it"):
-        refuse_unverified(Mine(llama.config), Layout())
+        refuse_unverified(Mine(llama.config), ParallelDims())
 
 
 def test_the_families_of_the_readme_are_verified(llama):
-    refuse_unverified(llama, Layout(tensor_model_parallel_size=2, sequence_parallel=True))
+    refuse_unverified(llama, ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True))
 
 
 def test_other_objectives_than_the_matrixs_are_checked_by_tests_of_their_own(llama):

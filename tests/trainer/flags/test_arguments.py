@@ -14,7 +14,7 @@ import pytest
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from megasched.errors import ConfigError
-from megasched.language.parallel_dims import Fp8, Layout
+from megasched.language.parallel_dims import Fp8, ParallelDims
 from megasched.trainer.flags import te
 from megasched.trainer.flags.arguments import (
     add_megasched_arguments,
@@ -504,7 +504,7 @@ def test_8_bits_in_the_layout() -> None:
     flags = "--fp8-format e4m3 --fp8-recipe tensorwise --num-layers-at-start-in-bf16 3 --tp-comm-overlap"
     args = megatron_parser().parse_args(flags.split())
     args.world_size = 1
-    assert layout_from_args(args) == Layout(fp8=Fp8(fp8_recipe="tensorwise"), tp_comm_overlap=True)
+    assert layout_from_args(args) == ParallelDims(fp8=Fp8(fp8_recipe="tensorwise"), tp_comm_overlap=True)
     args.first_last_layers_bf16 = True
     assert layout_from_args(args).fp8 == Fp8(
         fp8_recipe="tensorwise", num_layers_at_start_in_bf16=3, num_layers_at_end_in_bf16=1
@@ -574,7 +574,7 @@ def test_layout_before_megatron_has_validated(flags: str, virtual: int | None) -
         [*parallel.split(), "--num-layers", "6", "--micro-batch-size", "3", *flags.split()]
     )
     args.world_size = 16
-    assert layout_from_args(args) == Layout(
+    assert layout_from_args(args) == ParallelDims(
         tensor_model_parallel_size=2,
         sequence_parallel=True,
         pipeline_model_parallel_size=2,
@@ -630,7 +630,7 @@ def test_patched_parser_sets_the_model_before_validation(monkeypatch: pytest.Mon
     assert (args.num_layers, args.encoder_num_layers) == (2, 2)
     # Megatron has built its tokenizer by now, and kept the size.
     assert (args.padded_vocab_size, args.vocab_size) == (384, 300)
-    assert layout_from_args(args) == Layout(micro_batch_size=2)
+    assert layout_from_args(args) == ParallelDims(micro_batch_size=2)
 
 
 @pytest.mark.usefixtures("patched")
