@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.loss.own_loss import own_loss
-from megasched.analysis.notes.noted import note_tape
+from megasched.analysis.loss.loss_form import find_loss_form
+from megasched.analysis.notes.code_facts import code_facts_of
 from megasched.analysis.recording.meta_call import meta_copy, tensors_in
 from megasched.analysis.recording.recorder import record_tape
 from megasched.analysis.recording.sites import Site
@@ -83,7 +83,7 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
     """
     probe = meta_copy(model)
     tape, calls_loss = _first_tape(probe)
-    calls, noted = [*tape.calls()], note_tape(tape)
+    calls, code_facts = [*tape.calls()], code_facts_of(tape)
     layers, repeated = _find_layers(probe, calls)
     count = len(probe.get_submodule(layers))
     paths = {f"{layers}.{i}" for i in range(count)}
@@ -91,12 +91,12 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
     called = tuple(int(call.path.rpartition(".")[2]) for call in of_layers)
     found = LayerStack(layers, count, _find_slot(of_layers), calls_loss=calls_loss, repeated=repeated)
     with undisturbed(model):
-        found.loss = own_loss(model, found)
+        found.loss = find_loss_form(model, found)
     if found.loss_labels is not None:  # its loss may call more modules
         tape = record_tape(probe, inputs_of(probe, *SIZES[0], found.loss_labels), own_loss=True, lines=True)
-        found.calls_loss, calls, noted = False, [*tape.calls()], note_tape(tape)
+        found.calls_loss, calls, code_facts = False, [*tape.calls()], code_facts_of(tape)
         of_layers = [call for call in calls if call.path in paths]
-    found.trial, found.noted = trial_of(probe), noted
+    found.trial, found.code_facts = trial_of(probe), code_facts
     found.called = () if [*dict.fromkeys(called)] == [*range(count)] else called
     owners = {path for path, m in probe.named_modules() if next(m.parameters(recurse=False), None) is not None}
     outside = {path for path in owners if found.index_of(path) is None and not found.holds_layers(path)}
@@ -131,7 +131,7 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
                 next(i for i, layer in zip(called, of_layers, strict=True) if layer.end > number)
             )
     found.between = {path: (tuple(indices), None) for path, indices in between.items()}
-    found.sides = tuple(StageInput(of.made, of.read, tuple(of.places)) for of in run.sides())
+    found.sides = tuple(StageInput(of.made, of.read, tuple(of.places)) for of in run.stage_inputs())
     _learn_shapes(found, meta_copy(model), calls if between else calls[: start + 1])
     return found
 
@@ -150,7 +150,7 @@ def measure_stage_inputs(
     """
     probe = meta_copy(model)
     cast_as_loaded(probe, dtype)
-    return {of.places[0]: of.tensor for of in _flow_at(probe, structure, batch, length).sides()}
+    return {of.places[0]: of.tensor for of in _flow_at(probe, structure, batch, length).stage_inputs()}
 
 
 def flow_of(
@@ -164,7 +164,7 @@ def flow_of(
     """
     batch, usual = SIZES[0]
     run = _flow_at(meta_copy(model), structure, batch, length or usual, answers)
-    sides = [StageInput(of.made, of.read, tuple(of.places)) for of in run.sides()]
+    sides = [StageInput(of.made, of.read, tuple(of.places)) for of in run.stage_inputs()]
     return run.ran, sides, run.bare, run.changed_buffers, run.refused
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+import torch
+from torch import nn
+
+from megasched.definition.undisturbed import undisturbed
 
 # Of the values that are tried, so that clamps and branches are met.
 _SCALES = (1.0, 1e-3, 30.0, 1e4)
@@ -42,7 +43,6 @@ class Itself:
 def real_tensors() -> Iterator[None]:
     """In which tensors have values, on the CPU, and numbers are what they are: plans are made of tensors without
     values, by modes that answer questions about them and count what is done."""
-    import torch
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -57,7 +57,7 @@ def calls_forward(module: nn.Module) -> bool:
     return all(getattr(type(module), name) is getattr(nn.Module, name) for name in ("__call__", "_call_impl"))
 
 
-def own_state(module: nn.Module) -> Any:
+def comparable_state(module: nn.Module) -> Any:
     """What two instances have in common that compute the same, but for the values and sizes of parameters; None
     where it holds buffers, whose values tell."""
     if any(held is not None for held in module._buffers.values()):
@@ -76,7 +76,7 @@ def tree_state(module: nn.Module) -> Any:
     """The same of a module and all in it, for modules of the same sizes."""
     parts = []
     for name, part in module.named_modules():
-        state = own_state(part)
+        state = comparable_state(part)
         if state is None:
             return None
         parts.append((name, state, tuple(held.shape for held in part.parameters(recurse=False))))
@@ -94,9 +94,6 @@ def tried_once[T](known: dict[Any, T], state: Any, trial: Callable[[], T]) -> T:
 
 def small_copy(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Any:
     """The same instance with parameters of other shapes and of random values, in float64 on the CPU."""
-    import torch
-    from torch import nn
-
     generator = torch.Generator().manual_seed(0)
     with real_tensors():
         made = {
@@ -125,9 +122,6 @@ def computes(
         scales: of inputs that show something, beside those that are tried of everything.
         tolerance: relative; what casts to float32 on its way needs a larger one.
     """
-    import torch
-
-    from megasched.definition.undisturbed import undisturbed
 
     if not calls_forward(small):  # hooks go where it goes, so its forward is tried
         return False
@@ -151,8 +145,6 @@ def _shapes(features: int) -> list[tuple[int, ...]]:
 
 def _takes(small: Any, shape: Sequence[int]) -> bool:
     """Whether it can be called so: what it fails for, no run gives it."""
-    import torch
-
     with suppress(Exception), torch.no_grad():  # of whatever kind, of the definition's code
         small.forward(torch.ones(*shape, dtype=torch.float64))
         return True
@@ -166,8 +158,6 @@ def _same(
     shape: Sequence[int],
     tolerance: float,
 ) -> bool:
-    import torch
-
     generator = torch.Generator().manual_seed(1)
     x = scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
     try:
@@ -183,8 +173,6 @@ def _same(
 
 
 def _gradients(output: torch.Tensor, x: torch.Tensor, small: nn.Module) -> list[torch.Tensor | None]:
-    import torch
-
     sources = [x, *(held for held in small._parameters.values() if held is not None)]
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
     return list(torch.autograd.grad((output * weights).sum(), sources, allow_unused=True))
@@ -193,8 +181,6 @@ def _gradients(output: torch.Tensor, x: torch.Tensor, small: nn.Module) -> list[
 def close(one: torch.Tensor | None, other: torch.Tensor | None, tolerance: float) -> bool:
     """Whether two tensors are finite and equal, relative to the largest element wanted; no gradient is only like
     none."""
-    import torch
-
     if one is None or other is None:
         return one is other
     if one.shape != other.shape or not torch.isfinite(other).all():

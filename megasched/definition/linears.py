@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megasched.definition.instances import computes, own_state, small_copy, tried_once
+from megasched.definition.instances import comparable_state, computes, small_copy, tried_once
 from megasched.language.lora import CONV1D
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def is_linear(module: nn.Module) -> bool:
         return False
     if type(module) is nn.Linear or is_conv1d(module):
         return True
-    return tried_once(_TRIED, own_state(module), partial(_computes_linear, module))
+    return tried_once(_TRIED, comparable_state(module), partial(_computes_linear, module))
 
 
 def _computes_linear(module: nn.Module) -> bool:

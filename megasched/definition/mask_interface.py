@@ -88,10 +88,10 @@ def of_queries(make: Callable[..., Mask]) -> Callable[..., Mask]:
         def build() -> Mask:
             positions = zigzag.positions(q_length, options["device"])
 
-            def of_place(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            def at_positions(batch: Any, head: Any, query: Any, key: Any) -> Any:
                 return mask_function(batch, head, positions[query], key)
 
-            return make(q_length=q_length, kv_length=length, mask_function=of_place, **options)
+            return make(q_length=q_length, kv_length=length, mask_function=at_positions, **options)
 
         return watch(mask_function, build)
 

@@ -36,7 +36,7 @@ class Zigzag:
         piece = length // 2
         return torch.cat([torch.arange(p * piece, (p + 1) * piece, device=device) for p in self.pieces])
 
-    def own_part(self, whole: torch.Tensor, along: ShardDim) -> torch.Tensor:
+    def local_sequence(self, whole: torch.Tensor, along: ShardDim) -> torch.Tensor:
         """What this rank has of a tensor that is whole along the sequence."""
         x = _unmerge(whole, along)
         dim = along.dim + (along.outer > 1)

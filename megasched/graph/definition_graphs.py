@@ -18,7 +18,7 @@ from megasched.analysis.recording.meta_call import (
 )
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.capture import Graph, capture
-from megasched.graph.intercept import Limits, keeps_weights_of_its_own
+from megasched.graph.intercept import Limits, may_be_replaced
 from megasched.language.records import caller_source
 from megasched.language.schedule import matches_glob
 
@@ -141,7 +141,7 @@ def graph_of(node: Any) -> Graph:
 
 def standing_leaves(module: nn.Module) -> set[str]:
     """Submodules that stay calls whatever the user says: a parallel layer may take their place."""
-    return {path for path, inner in module.named_modules() if path and keeps_weights_of_its_own(inner)}
+    return {path for path, inner in module.named_modules() if path and may_be_replaced(inner)}
 
 
 def chosen_leaves(module: nn.Module, leaves: Sequence[Any], path: str) -> tuple[str, ...]:

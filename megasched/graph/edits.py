@@ -9,7 +9,7 @@ from typing import Any
 
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.definition_graphs import graph_of
-from megasched.graph.partition import check_part, is_tangled
+from megasched.graph.partition import check_subgraph, is_tangled
 from megasched.language.records import Record, caller_source
 from megasched.language.registry import (
     Node,
@@ -30,7 +30,7 @@ def record_subgraph(primitive: Primitive, node: Node, value: Any) -> dict[str, A
     """
     subgraph = as_subgraph(value, node.path, primitive.name)
     inlined = primitive.inlines_subgraph
-    problems = check_part(graph_of(node), subgraph, node.path, caller_source(), inlined=inlined)
+    problems = check_subgraph(graph_of(node), subgraph, node.path, caller_source(), inlined=inlined)
     if problems:
         raise ScheduleError(problems)
     return subgraph.as_data()

@@ -171,7 +171,7 @@ def _decomposed(root: nn.Module, path: str, module: nn.Module, live: bool, x: to
     return product if module.bias is None else product + module.bias
 
 
-def keeps_weights_of_its_own(module: nn.Module) -> bool:
+def may_be_replaced(module: nn.Module) -> bool:
     """Whether a module is one of those that a parallel layer may take the place of: it stays a call always."""
     return isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)
 

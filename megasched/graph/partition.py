@@ -70,7 +70,7 @@ def uncast(node: fx.Node) -> fx.Node:
     return node
 
 
-def check_part(
+def check_subgraph(
     graph: Graph, subgraph: Subgraph, path: str, source: str = "", *, inlined: bool = False
 ) -> list[Problem]:
     """What keeps these operations from being handled as one."""
@@ -135,7 +135,7 @@ def apply_edit(graph: Graph, edit: Edit, path: str) -> None:
     Raises:
         ScheduleError: the part is not in this graph, or can't be taken out of it.
     """
-    problems = check_part(graph, edit.subgraph, path, edit.source, inlined=edit.inlined)
+    problems = check_subgraph(graph, edit.subgraph, path, edit.source, inlined=edit.inlined)
     if problems:
         raise ScheduleError(problems)
     module = graph.module
@@ -194,7 +194,7 @@ def _checked(run: Callable[..., Any], outputs: Sequence[fx.Node], path: str, sou
     wanted = [tuple(node.meta["val"].shape) for node in outputs]
     told = False
 
-    def part(*tensors: torch.Tensor) -> Any:
+    def checked(*tensors: torch.Tensor) -> Any:
         nonlocal told
         result = run(*tensors)
         if not told:
@@ -205,7 +205,7 @@ def _checked(run: Callable[..., Any], outputs: Sequence[fx.Node], path: str, sou
             told = True
         return result
 
-    return part
+    return checked
 
 
 def _put(

@@ -92,7 +92,7 @@ def enter_sequence_region(path: str, module: nn.Module, region: CpRegion, contex
             args, kwargs = _mapped((args, kwargs), inputs, context.gather, path)
             with whole_sequence():
                 output = forward(*args, **kwargs)
-            return _mapped(output, outputs, context.zigzag.own_part, path)
+            return _mapped(output, outputs, context.zigzag.local_sequence, path)
 
         return functools.partial(opaque.call, "sequence_region", run)
 

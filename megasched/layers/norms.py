@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.definition.instances import computes, own_state, small_copy, tried_once
+from megasched.definition.instances import comparable_state, computes, small_copy, tried_once
 from megasched.layers.regions import Forward, wrap_forward
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
@@ -28,7 +28,7 @@ def fuse_norms(model: nn.Module, here: Callable[[str], bool]) -> None:
         eps = _epsilon(module)
         if eps is None or not here(path):
             continue
-        state = own_state(module)
+        state = comparable_state(module)
         kind = None if state is None else (state, module.weight.shape[0])
         if tried_once(shown, kind, partial(_computes_rms_norm, module, eps)):
             wrap_forward(module, _fused(module, eps))

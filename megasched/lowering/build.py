@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from megasched.analysis.known_runs import KnownRuns, usual_length
+from megasched.analysis.analysis_cache import AnalysisCache, usual_length
 from megasched.analysis.recording.meta_call import example_inputs
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language import schedule as tree
@@ -76,11 +76,11 @@ def build(schedule: Schedule, *, inputs: Mapping[str, Any] | None = None) -> nn.
     Raises:
         ScheduleError: with every problem found; the model is unchanged then.
     """
-    carry_out(schedule, inputs)
+    build_with_plan(schedule, inputs)
     return schedule.mod
 
 
-def carry_out(schedule: Schedule, inputs: Mapping[str, Any] | None = None) -> Plan:
+def build_with_plan(schedule: Schedule, inputs: Mapping[str, Any] | None = None) -> Plan:
     """``build``; returns the plan that the model was built by."""
     _check_place(schedule)
     model: Any = schedule.mod
@@ -91,7 +91,7 @@ def carry_out(schedule: Schedule, inputs: Mapping[str, Any] | None = None) -> Pl
         if inputs is not None:
             undo.callback(enable(model, inputs))
         prepare(schedule, model, inputs=inputs, undo=undo)
-        plan = make_plan(schedule, model=model, inputs=inputs, runs=KnownRuns(length))
+        plan = make_plan(schedule, model=model, inputs=inputs, runs=AnalysisCache(length))
         undo.pop_all()
     _lower_here(schedule, model, plan)
     schedule.built = True

@@ -22,6 +22,11 @@ from megasched.layers.embedding import lower_embedding, lower_features
 from megasched.layers.experts import lower_experts
 from megasched.layers.fused_columns import FusedColumns
 from megasched.layers.linear import lower_linear
+from megasched.layers.megatron.attention import lower_attention
+from megasched.layers.megatron.layer import lower_block
+from megasched.layers.megatron.mlp import lower_mlp
+from megasched.layers.megatron.moe import lower_mixture
+from megasched.layers.megatron.rotary import rotary_angles
 from megasched.layers.norms import fuse_norms
 from megasched.layers.regions import (
     enter_region,
@@ -60,7 +65,7 @@ def lower(schedule: Schedule, model: nn.Module, context: BuildContext, here: Cal
     def alone(path: str) -> bool:
         return here(path) and not plan.in_block(path)
 
-    def own(path: str) -> bool:
+    def outside_attention(path: str) -> bool:
         return alone(path) and path not in plan.attentions
 
     for path, module in list(model.named_modules()):
@@ -84,8 +89,8 @@ def lower(schedule: Schedule, model: nn.Module, context: BuildContext, here: Cal
         for path in {argument.path for argument in plan.derived.parts}:
             if alone(path):
                 slice_args(model.get_submodule(path), slices_of(plan, path), context.group)
-    divide_local_attributes(schedule.roles, model, context, own)
-    _settle_attention(model, context, own)
+    divide_local_attributes(schedule.roles, model, context, outside_attention)
+    _settle_attention(model, context, outside_attention)
     for path in plan.derived.forked:
         if alone(path):
             draw_forked(model.get_submodule(path))
@@ -122,12 +127,6 @@ def _lower_blocks(
 ) -> None:
     """Puts Megatron's layers, attention, mixtures and MLPs in the places of the definition's; their parameters are
     all filled then."""
-    # They import Megatron's specs, which few runs need.
-    from megasched.layers.megatron.attention import lower_attention
-    from megasched.layers.megatron.layer import lower_block
-    from megasched.layers.megatron.mlp import lower_mlp
-    from megasched.layers.megatron.moe import lower_mixture
-    from megasched.layers.megatron.rotary import rotary_angles
 
     roles = schedule.roles
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from megasched.analysis.analysis_cache import AnalysisCache
 from megasched.analysis.find_layer_stack import layer_stack_of
-from megasched.analysis.known_runs import KnownRuns
 from megasched.analysis.roles.infer import infer_roles
 from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.definition.build import build_definition, load_config
@@ -50,7 +50,7 @@ class ScheduledDefinition:
     structure: LayerStack | None
     schedule: str
     function: ScheduleFunction
-    runs: KnownRuns = field(default_factory=KnownRuns)
+    runs: AnalysisCache = field(default_factory=AnalysisCache)
 
     def apply(self, layout: ParallelDims) -> Schedule:
         """The schedule's records for a layout.

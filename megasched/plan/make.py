@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from megasched.analysis.known_runs import KnownRuns
+from megasched.analysis.analysis_cache import AnalysisCache
 from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.collector import collector_paused
 from megasched.errors import Problem, ScheduleError
@@ -44,7 +44,7 @@ def make_plan(
     causal_lm: bool = False,
     vocab_multiple: int | None = None,
     structure: LayerStack | None = None,
-    runs: KnownRuns | None = None,
+    runs: AnalysisCache | None = None,
     trials: MakeTrials | None = None,
     renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
@@ -66,7 +66,7 @@ def make_plan(
         ScheduleError: with every problem found.
     """
     model = schedule.mod if model is None else model
-    roles, runs = schedule.roles, runs or KnownRuns()
+    roles, runs = schedule.roles, runs or AnalysisCache()
     plan = Plan(schedule.layout, tuple(schedule.records), canonical=_canonical_names(model), structure=structure)
 
     problems, shards = check_records(schedule, model)

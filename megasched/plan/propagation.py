@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import nn
 
+from megasched.analysis.analysis_cache import AnalysisCache
 from megasched.analysis.find_layer_stack import find_layer_stack
-from megasched.analysis.known_runs import KnownRuns
 from megasched.analysis.recording.meta_call import meta_copy, to_meta
 from megasched.analysis.tp.facts import TpAssumptions
 from megasched.analysis.tp.replay import Rank
-from megasched.analysis.trials.choices import others_of_its_kind
+from megasched.analysis.trials.choices import counterparts
 from megasched.analysis.trials.reach import find_reach
 from megasched.errors import Problem, ScheduleError
 from megasched.language.records import Record
@@ -38,7 +38,7 @@ def follow_cuts(
     inputs: Mapping[str, Any] | None,
     *,
     causal_lm: bool,
-    runs: KnownRuns,
+    runs: AnalysisCache,
     roles: Roles,
 ) -> tuple[Plan, list[Problem]]:
     """The plan with its layers and all that follows from the cuts, and what can't be made right.
@@ -69,7 +69,7 @@ def follow_cuts(
         if inputs is not None and (plan.cuts or causal_lm or several):
             problems += runs.why_seen(model, inputs, plan.cuts, regions=several)
         if inputs is not None and several:
-            problems += runs.why_not_alike(model, inputs)
+            problems += runs.why_calls_differ(model, inputs)
         if inputs is not None and max(plan.layout.data_parallel_size, plan.layout.cp) > 1:
             problems += runs.why_by_scale(model, inputs, plan.structure)
     except ScheduleError as error:
@@ -81,7 +81,7 @@ def follow_cuts(
 
 
 def _propagate(
-    model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_lm: bool, runs: KnownRuns, roles: Roles
+    model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_lm: bool, runs: AnalysisCache, roles: Roles
 ) -> Plan:
     """The plan with what follows from its cuts; columns of which it is not proven that a part will do are
     gathered."""
@@ -144,7 +144,7 @@ def _experts_read_elsewhere(plan: Plan) -> list[Problem]:
     return [Problem(_why_whole(read[path]), path, remedy=remedy) for path in sorted(plan.experts & read.keys())]
 
 
-def _unproven_sizes(plan: Plan, runs: KnownRuns, assume: TpAssumptions, roles: Roles) -> set[str]:
+def _unproven_sizes(plan: Plan, runs: AnalysisCache, assume: TpAssumptions, roles: Roles) -> set[str]:
     """Columns that stay cut, and of whose sizes the code that follows may make something else on a rank."""
     settled = plan.derived.gather | plan.derived.scatter
     cuts = {path: cut for path, cut in plan.cuts.items() if path not in settled}
@@ -258,7 +258,7 @@ def _like_those_met(
 
 def _met_twin(plan: Plan, model: nn.Module, name: str) -> str | None:
     """The first of its kind that was met and is whole as it is."""
-    others: Iterable[str] = (other for _, other in others_of_its_kind(model, name))
+    others: Iterable[str] = (other for _, other in counterparts(model, name))
     whole = not plan.placements[name].sharded
     return next(
         (o for o in others if o in plan.derived.met and whole and not plan.placements[o].sharded),

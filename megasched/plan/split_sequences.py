@@ -9,15 +9,15 @@ from functools import partial
 
 from torch import nn
 
+from megasched.analysis.analysis_cache import AnalysisCache
 from megasched.analysis.cp.facts import CpFacts
 from megasched.analysis.cp.packed_sequences import one_sequence_a_row, plan_packed
-from megasched.analysis.known_runs import KnownRuns
 from megasched.definition.experts import find_experts
 from megasched.errors import Problem, ScheduleError
 from megasched.plan.plan import Plan
 
 
-def plan_context(plan: Plan, model: nn.Module, runs: KnownRuns) -> tuple[Plan, list[Problem]]:
+def plan_context(plan: Plan, model: nn.Module, runs: AnalysisCache) -> tuple[Plan, list[Problem]]:
     """The plan with what context parallelism does; only Megatron's trainer trains a part of a sequence."""
     if plan.layout.cp == 1:
         return plan, []
@@ -47,7 +47,7 @@ def _is_in(regions: Container[str], path: str) -> bool:
     return bool(path)
 
 
-def refuse_by_length(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Problem]:
+def refuse_by_length(plan: Plan, model: nn.Module, runs: AnalysisCache) -> list[Problem]:
     """Under sequence parallelism the code of layers, and that between them, sees a part of the sequence, but for
     what is a region."""
     structure = plan.structure
@@ -70,7 +70,7 @@ def refuse_by_length(plan: Plan, model: nn.Module, runs: KnownRuns) -> list[Prob
     return [Problem(what, path, remedy="run it without --sequence-parallel")]
 
 
-def plan_packed_rows(plan: Plan, model: nn.Module, runs: KnownRuns) -> tuple[Plan, list[Problem]]:
+def plan_packed_rows(plan: Plan, model: nn.Module, runs: AnalysisCache) -> tuple[Plan, list[Problem]]:
     """The plan with whether rows can hold several sequences. That they can't is no problem before one does."""
     if not plan.layout.packed_sequences or plan.structure is None:
         return plan, []

@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasched.analysis.analysis_cache import AnalysisCache
 from megasched.analysis.flops import ForwardFlops
-from megasched.analysis.known_runs import KnownRuns
 from megasched.analysis.recording.meta_call import meta_copy
 from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.analysis.trials.reach import Reach, find_reach
@@ -126,12 +126,12 @@ class Session:
             inputs |= {"labels": labels} if own is None else own.arguments(labels)
         inputs |= objective.constants
         self.reach = find_reach(meta_copy(self.replaced), inputs, with_loss=takes_labels)
-        self.runs.length, self.runs.noted_at_length = length, self.reach.noted
+        self.runs.length, self.runs.code_facts_at_length = length, self.reach.code_facts
         freeze_unreached(self.replaced, self.reach)
 
     @cached_property
-    def runs(self) -> KnownRuns:
-        return self.known.runs if self.replaced is self.definition else KnownRuns()
+    def runs(self) -> AnalysisCache:
+        return self.known.runs if self.replaced is self.definition else AnalysisCache()
 
     def _refuse_state_between_stages(self, plan: Plan) -> None:
         """Of a model with modules replaced, what the user put there counts, too."""

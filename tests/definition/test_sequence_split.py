@@ -22,7 +22,7 @@ def _batch_of_megatron():
     whole = torch.arange(24).view(2, 12)
     group = parallel_state.get_context_parallel_group()
     given = get_batch_on_this_cp_rank({"tokens": whole.clone()}, is_hybrid_cp=False, cp_group=group)["tokens"]
-    return torch.equal(given, Zigzag(2, group.rank()).own_part(whole, ShardDim(1)))
+    return torch.equal(given, Zigzag(2, group.rank()).local_sequence(whole, ShardDim(1)))
 
 
 def test_a_ranks_part_is_megatrons(ranks):
@@ -34,7 +34,7 @@ def test_parts_in_rank_order_are_the_sequence_again(along):
     shape = [5, 5, 5]
     shape[along.dim] = 8 * along.outer
     whole = torch.randn(shape)
-    parts = [Zigzag(2, rank).own_part(whole, along) for rank in range(2)]
+    parts = [Zigzag(2, rank).local_sequence(whole, along) for rank in range(2)]
     zigzag = Zigzag(2, 0)
     gathered = torch.cat([zigzag.sequence_first(part, along) for part in parts])
     assert torch.equal(zigzag.sequence_back(zigzag.in_order(gathered), along), whole)
@@ -56,11 +56,13 @@ def _gathered():
     init_megatron(cp=2)
     ranks = CpGroup(parallel_state.get_context_parallel_group())
     whole = torch.arange(16.0).view(2, 8)
-    part = ranks.zigzag.own_part(whole, ShardDim(1)).requires_grad_()
+    part = ranks.zigzag.local_sequence(whole, ShardDim(1)).requires_grad_()
     got = ranks.gather(part, ShardDim(1))
     weights = torch.arange(16.0).view(2, 8).cos()
     (got * weights * (ranks.zigzag.rank + 1)).sum().backward()  # each rank has a part of the gradient
-    return torch.equal(got, whole), torch.allclose(part.grad, ranks.zigzag.own_part(3 * weights, ShardDim(1)))
+    return torch.equal(got, whole), torch.allclose(
+        part.grad, ranks.zigzag.local_sequence(3 * weights, ShardDim(1))
+    )
 
 
 def test_gathering_sums_the_gradients_of_all_ranks(ranks):

@@ -210,9 +210,9 @@ def parts_of_attention(core, rank=1, dtype=torch.bfloat16, heads=4, **options):
     query = torch.randn(2, heads, 8, 8, generator=generator).to(dtype)
     key, value = (torch.randn(2, heads // 2, 8, 8, generator=generator).to(dtype) for _ in range(2))
     ranks = OneOfTwo(rank, key, value)
-    own = [ranks.zigzag.own_part(t, ShardDim(2)) for t in (query, key, value)]
+    own = [ranks.zigzag.local_sequence(t, ShardDim(2)) for t in (query, key, value)]
     mask = options.pop("mask", None)
-    part = None if mask is None else ranks.zigzag.own_part(mask, ShardDim(2))
+    part = None if mask is None else ranks.zigzag.local_sequence(mask, ShardDim(2))
     found = []
     for tensors, allowed, settings in (
         (own, part, AttentionSettings(heads, False, core, ranks)),
@@ -222,7 +222,7 @@ def parts_of_attention(core, rank=1, dtype=torch.bfloat16, heads=4, **options):
         module.is_causal = True
         module.megasched_attention = settings
         found.append(attention_forward(module, *tensors, allowed, **options)[0])
-    return found[0], ranks.zigzag.own_part(found[1], ShardDim(1))
+    return found[0], ranks.zigzag.local_sequence(found[1], ShardDim(1))
 
 
 WINDOW = {"mask": torch.ones(8, 8, dtype=torch.bool).tril().triu(-2).expand(2, 1, 8, 8), "sliding_window": 3}

@@ -11,7 +11,7 @@ import megasched
 from megasched.errors import ScheduleError
 from megasched.layers.fused_columns import FusedColumns
 from megasched.layers.megatron.trials import Trials
-from megasched.lowering.build import carry_out
+from megasched.lowering.build import build_with_plan
 from megasched.model_adapters.default_schedule import schedule
 from megasched.plan.make import make_plan
 from megasched.verify.ranks.pool import init_megatron
@@ -174,7 +174,7 @@ def _moved():
     model = tiny_model("llama")
     sch = megasched.create_schedule(tiny_model("llama"))
     _auto(sch)
-    plan = carry_out(sch)
+    plan = build_with_plan(sch)
     built = sch.mod
     for layer in built.model.layers:
         layer.self_attn.k_proj.weight.data = layer.self_attn.k_proj.weight.data.clone()

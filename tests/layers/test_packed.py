@@ -6,9 +6,9 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megasched.analysis.analysis_cache import AnalysisCache
 from megasched.analysis.cp.packed_sequences import one_sequence_a_row, plan_packed
 from megasched.analysis.find_layer_stack import find_layer_stack
-from megasched.analysis.known_runs import KnownRuns
 from megasched.definition.build import build_definition
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError, ScheduleError
@@ -66,7 +66,7 @@ def plan_of(model_type):
     attention.enable(model)
     structure = find_layer_stack(model)
     with one_sequence_a_row():
-        sequence = KnownRuns().plan_sequence(model, structure, 2, lambda path: "")
+        sequence = AnalysisCache().plan_sequence(model, structure, 2, lambda path: "")
     return plan_packed(model, structure, sequence)
 
 

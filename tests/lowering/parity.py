@@ -9,7 +9,7 @@ from torch import nn
 
 import megasched
 from megasched.language.schedule import Schedule
-from megasched.lowering.build import carry_out
+from megasched.lowering.build import build_with_plan
 from megasched.plan.plan import Plan
 
 Fill = Callable[[Schedule], Any]
@@ -21,7 +21,7 @@ def scheduled_copy(
     """A copy of the model, built under the schedule that ``fill`` makes."""
     sch = megasched.create_schedule(copy.deepcopy(model))
     fill(sch)
-    plan = carry_out(sch, inputs)
+    plan = build_with_plan(sch, inputs)
     return sch.mod, plan, sch
 
 

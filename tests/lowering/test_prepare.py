@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megasched import patches
-from megasched.analysis import known_runs
+from megasched.analysis import analysis_cache
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.session import open_session
@@ -42,8 +42,10 @@ def test_the_plan_is_that_of_a_session_of_its_own(tmp_path, family, layouts):
 
 def test_a_definition_is_followed_once_for_layouts_that_cut_it_alike(tmp_path, monkeypatch):
     runs = []
-    real = known_runs.propagate
-    monkeypatch.setattr(known_runs, "propagate", lambda *args, **asked: runs.append(asked) or real(*args, **asked))
+    real = analysis_cache.propagate
+    monkeypatch.setattr(
+        analysis_cache, "propagate", lambda *args, **asked: runs.append(asked) or real(*args, **asked)
+    )
     first = open_session("auto", tiny.save("llama", tmp_path, num_key_value_heads=4), TP2)
     assert first.plan.derived is first.with_layout(TP4).plan.derived
     assert len(runs) == 1

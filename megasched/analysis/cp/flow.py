@@ -72,7 +72,7 @@ class SequenceFlow(ScalarAnswers):
         self.functions = FunctionTrials()
         self.packing = 0
 
-    def place(self, tensor: torch.Tensor) -> ShardDim | None:
+    def shard_of(self, tensor: torch.Tensor) -> ShardDim | None:
         """Where the sequence is in a tensor; None for one that is the same on all ranks."""
         return self.places.get(id(tensor))
 
@@ -124,10 +124,10 @@ class SequenceFlow(ScalarAnswers):
     def _follow(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor]
     ) -> None:
-        partly = name.endswith(_WRITES) and self.place(args[0]) is None
+        partly = name.endswith(_WRITES) and self.shard_of(args[0]) is None
         found: list[ShardDim | None] = [None] * len(outputs)
         with suppress(NeedsWhole):
-            found = follow(func, args, kwargs, outputs, self.place)
+            found = follow(func, args, kwargs, outputs, self.shard_of)
         for tensor, along in zip(outputs, found, strict=True):
             if along is None:
                 origin = self._origin(f"{name.strip('_')} takes other tokens than its own")
@@ -150,7 +150,7 @@ class SequenceFlow(ScalarAnswers):
         if isinstance(function, LibraryOperator) and op_rule(function.operator):
             return
         with self._silently():
-            by_parts = self.functions.works_on_shards(function, args, output, self.place)
+            by_parts = self.functions.works_on_shards(function, args, output, self.shard_of)
         if not by_parts:
             origin = self._origin(f"the backward of {function.__name__} takes other tokens than its own")
             self._spoil_all("", outputs, origin)

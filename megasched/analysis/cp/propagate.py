@@ -159,7 +159,7 @@ class SequenceRun(SequenceFlow):
             changed = self._leave(path, output)
         elif path in self.experts and not self.inside and self.silent == 1:
             self.silent -= 1
-            along = self.place(tensors_in((args, kwargs))[0])
+            along = self.shard_of(tensors_in((args, kwargs))[0])
             for tensor in tensors_in(output) if along is not None else ():
                 self._put(tensor, along)
         elif path and self.structure.holds_layers(path):
@@ -181,7 +181,7 @@ class SequenceRun(SequenceFlow):
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 continue
-            origin, along = self._origin_of(leaf), self.place(leaf)
+            origin, along = self._origin_of(leaf), self.shard_of(leaf)
             if origin is not None:
                 self._need(origin)
             elif along is not None:
@@ -215,7 +215,7 @@ class SequenceRun(SequenceFlow):
     def _leave_layers(self, path: str, output: Any) -> Any:
         """What HF's hooks recorded inside of layers is gathered where the module around the layers returns it."""
         leaves, _ = torch.utils._pytree.tree_flatten_with_path(output)
-        found = {leaf_path: self.place(leaf) for leaf_path, leaf in leaves if id(leaf) in self.recorded}
+        found = {leaf_path: self.shard_of(leaf) for leaf_path, leaf in leaves if id(leaf) in self.recorded}
         for leaf in (leaf for leaf_path, leaf in leaves if leaf_path in found):
             if (origin := self._origin_of(leaf)) is not None:
                 self._need(origin)
@@ -245,7 +245,7 @@ class SequenceRun(SequenceFlow):
         origin = self._origin_of(tensor)
         if origin is not None:
             self._need(origin)
-        elif self.place(tensor) is None and not self.wanted:
+        elif self.shard_of(tensor) is None and not self.wanted:
             path = self.stack[-1].path if self.stack else ""
             self._problem(path, f"context parallelism: the sequence was lost on the way to {what}", REMEDY)
 
@@ -269,9 +269,9 @@ class SequenceRun(SequenceFlow):
         harmless = attention_interface.HARMLESS
         others = [t for n, t in kwargs.items() if n not in harmless and isinstance(t, torch.Tensor)]
         fits = attention_mask is None or (
-            self.place(attention_mask) == ShardDim(2) and attention_mask.shape[-1] == whole
+            self.shard_of(attention_mask) == ShardDim(2) and attention_mask.shape[-1] == whole
         )
-        aligned = all(self.place(t) in (None, ShardDim(2)) for t in (query, key, value))
+        aligned = all(self.shard_of(t) in (None, ShardDim(2)) for t in (query, key, value))
         if not fits or not aligned or any(id(t) in self.places or self._origin_of(t) for t in others):
             self._need(self._origin("attention gets a mask, or more, that was made of a part of the sequence"))
             for tensor in [*others, *([] if attention_mask is None else [attention_mask])]:

@@ -17,7 +17,7 @@ from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.analysis.tp.facts import TpAssumptions, TpFacts
 from megasched.analysis.tp.propagate import propagate
 from megasched.analysis.tp.sliced_args import ArgRef, ArgSlice
-from megasched.analysis.trials.choices import others_of_its_kind
+from megasched.analysis.trials.choices import counterparts
 from megasched.definition.linears import output_axis
 from megasched.language.roles import ROLES, Cut, Roles
 
@@ -83,7 +83,7 @@ def _is_chosen(model: nn.Module, structure: LayerStack, flow: Flow, path: str) -
     """Whether there are others of its kind in a list of the layer that were not called."""
     return any(
         structure.index_of(around) is not None and other.rpartition(".")[0] not in flow.feeds
-        for around, other in others_of_its_kind(model, f"{path}.weight")
+        for around, other in counterparts(model, f"{path}.weight")
     )
 
 

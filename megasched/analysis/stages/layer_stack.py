@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.notes.noted import NotedLines
+from megasched.analysis.notes.code_facts import CodeFacts
 from megasched.analysis.recording.meta_call import token_inputs
 from megasched.analysis.recording.recorder import Boundaries, record_tape
 from megasched.analysis.recording.sites import Site
@@ -54,7 +54,7 @@ class LayerStack:
         uncuttable: why there can be no pipeline stages; empty where there can.
         asked: questions about values that code around the layers asks, and that later stages can't answer.
         tape: of a forward with ``trial_inputs``, until ``take_tape``; None where there is none.
-        noted: which lines of the code a trial has run; None where that is not known.
+        code_facts: which lines of the code a trial has run; None where that is not known.
     """
 
     layers: str
@@ -74,7 +74,7 @@ class LayerStack:
     uncuttable: str = ""
     by_chance: bool = False
     asked: frozenset[Site] = frozenset()
-    noted: NotedLines | None = field(default=None, compare=False, repr=False)
+    code_facts: CodeFacts | None = field(default=None, compare=False, repr=False)
     tape: Tape | None = field(default=None, compare=False, repr=False)
     repeated: bool = False
     loss: LossForm = field(default_factory=LossForm)

@@ -131,7 +131,7 @@ class StageFlow(TapeReader):
             of = "which the backward of micro-batches before needs as it was"
             self._refuse(f"a forward changes {name} in place, {of}")
         self._join_entries()
-        for found in self.sides():
+        for found in self.stage_inputs():
             where = found.places[0].path
             if self._numbers[id(found.tensor)] in self._changed:
                 self._refuse(f"what {where} returns is changed in place by the model's own code, and read later")
@@ -365,7 +365,7 @@ class StageFlow(TapeReader):
 
     # results ----------------------------------------------------------------------------------------
 
-    def sides(self) -> list[TensorUse]:
+    def stage_inputs(self) -> list[TensorUse]:
         """What a pipeline may have to carry beside the hidden state."""
         return [found for found in self.found if found.read > self._until(found)]
 

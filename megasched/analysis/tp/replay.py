@@ -7,7 +7,7 @@ such numbers; run with a rank's shapes, the code shows what it makes of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -121,6 +121,29 @@ class Replay(ScalarAnswers):
         if not self.silent and (numbers := numbers_given(values)):
             self._compute(tuple(numbers))
 
+    def attend(
+        self, real: Callable[..., Any], module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Stands in the registry of attention functions, for the one that is ``real``."""
+        sinks = kwargs.get("s_aux")
+        if sinks is not None and sinks.dim() == 1:  # of which a rank takes those of its heads
+            kwargs["s_aux"] = sinks[: query.shape[1]]
+        with self._silently():
+            return real(module, query, *args, **{**kwargs, "dropout": 0.0})
+
+    def lose(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Stands in for a definition's ``loss_function``."""
+        with self._silently():
+            return logits.new_zeros(())
+
+    @contextmanager
+    def _silently(self) -> Iterator[None]:
+        self.silent += 1
+        try:
+            yield
+        finally:
+            self.silent -= 1
+
     def _compute(self, numbers: tuple[float, ...]) -> None:
         if self.numbers[self.computed : self.computed + 1] != (numbers,):
             raise Mismatch
@@ -146,17 +169,6 @@ def replay(
         ``Replay.made``; None where the module does not do on a rank what it must.
     """
     run = Replay(call, tp)
-    real = attention_interface.registered()
-
-    def silently(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        run.silent += 1
-        sinks = kwargs.get("s_aux")
-        if sinks is not None and sinks.dim() == 1:  # of which a rank takes those of its heads
-            kwargs["s_aux"] = sinks[: query.shape[1]]
-        try:
-            return real(module, query, *args, **{**kwargs, "dropout": 0.0})
-        finally:
-            run.silent -= 1
 
     def before(inner: str, child: nn.Module, args: Any, kwargs: Any) -> None:
         run.silent += join(path, inner) in cuts
@@ -164,18 +176,11 @@ def replay(
     def after(inner: str, child: nn.Module, output: Any) -> None:
         run.silent -= join(path, inner) in cuts
 
-    def loss(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        run.silent += 1
-        try:
-            return logits.new_zeros(())
-        finally:
-            run.silent -= 1
-
     args, kwargs = call.arguments(tp, made)
     try:
         with (
-            attention_interface.use_attention(silently),
-            loss_function_of(module, loss) if hasattr(module, "loss_function") else nullcontext(),
+            attention_interface.use_attention(partial(run.attend, attention_interface.registered())),
+            loss_function_of(module, run.lose) if hasattr(module, "loss_function") else nullcontext(),
             _given_by_layers(module, path, call),
             call_hooks(module, before, after),
             undisturbed(module),

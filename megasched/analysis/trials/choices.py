@@ -11,7 +11,7 @@ from torch import nn
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def others_of_its_kind(model: nn.Module, name: str) -> Iterator[tuple[str, str]]:
+def counterparts(model: nn.Module, name: str) -> Iterator[tuple[str, str]]:
     """(path of a list or dict, name of another parameter) of each that stands in another member of it as this one
     does in its own, where both members are of one kind.
 

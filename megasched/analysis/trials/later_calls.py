@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.notes.noted import NotedLines
+from megasched.analysis.notes.code_facts import CodeFacts
 from megasched.analysis.notes.python_state import State
 from megasched.analysis.recording.meta_call import (
     ScalarAnswers,
@@ -37,7 +37,7 @@ type Done = tuple[Any, ...]
 type Check = Callable[[list[torch.Tensor]], None]
 
 
-def why_not_alike(model: nn.Module, inputs: Mapping[str, Any]) -> Problem | None:
+def why_calls_differ(model: nn.Module, inputs: Mapping[str, Any]) -> Problem | None:
     """What tells one call from another to a model's code, where it does something else by it, or may.
 
     Args:
@@ -114,7 +114,7 @@ class CallTrace(ScalarAnswers):
         self._check = check
         self.done: list[Done] = []
         self._running: list[str] = []
-        self._noted = NotedLines()
+        self._noted = CodeFacts()
         self._noted.note_model(model, inputs)
 
     def before(self, path: str, *call: Any) -> None:

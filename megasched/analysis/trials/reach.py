@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from megasched.analysis.notes.noted import NotedLines
+from megasched.analysis.notes.code_facts import CodeFacts
 from megasched.analysis.recording.meta_call import (
     ScalarAnswers,
     call_hooks,
@@ -24,7 +24,7 @@ from megasched.analysis.recording.meta_call import (
     tensors_in,
 )
 from megasched.analysis.recording.sites import Site
-from megasched.analysis.trials.choices import others_of_its_kind
+from megasched.analysis.trials.choices import counterparts
 from megasched.errors import ScheduleError
 
 
@@ -36,13 +36,13 @@ class Reach:
         never: parameters that no batch reaches.
         perhaps: parameters that the trial did not reach, and values of a batch may: an expert that got no token.
         uncalled: modules that have some of ``never`` and were not called.
-        noted: which lines of the code have run; None where the forward failed.
+        code_facts: which lines of the code have run; None where the forward failed.
     """
 
     never: tuple[str, ...] = ()
     perhaps: tuple[str, ...] = ()
     uncalled: frozenset[str] = frozenset()
-    noted: NotedLines | None = field(default=None, compare=False, repr=False)
+    code_facts: CodeFacts | None = field(default=None, compare=False, repr=False)
 
 
 def find_reach(model: nn.Module, inputs: Mapping[str, Any], *, with_loss: bool) -> Reach:
@@ -58,10 +58,10 @@ def find_reach(model: nn.Module, inputs: Mapping[str, Any], *, with_loss: bool) 
     run = _ReachRun(model, inputs, with_loss)
     if run.reached is None:
         return Reach()
-    noted = run.noted
+    code_facts = run.code_facts
     left = {name for name, parameter in trained.items() if id(parameter) not in run.reached}
     if not left:
-        return Reach(noted=noted)
+        return Reach(code_facts=code_facts)
     other = _ReachRun(model, inputs, with_loss, answer=1)
     by_values = set() if other.reached is None else {name for name in left if id(trained[name]) in other.reached}
     for name in left - by_values:
@@ -71,7 +71,7 @@ def find_reach(model: nn.Module, inputs: Mapping[str, Any], *, with_loss: bool) 
     owners = {name.rpartition(".")[0] for name in never}
     called = run.called | other.called
     perhaps = tuple(name for name in trained if name in by_values)
-    return Reach(tuple(never), perhaps, frozenset(owners - called), noted)
+    return Reach(tuple(never), perhaps, frozenset(owners - called), code_facts)
 
 
 class _ReachRun(ScalarAnswers):
@@ -91,8 +91,8 @@ class _ReachRun(ScalarAnswers):
         self._asked: set[str] = set()
         self._read_aside: set[int] = set()
         self._parameters = {id(parameter) for parameter in model.parameters()}
-        self.noted = NotedLines()
-        self.noted.note_model(model, dict(inputs))
+        self.code_facts = CodeFacts()
+        self.code_facts.note_model(model, dict(inputs))
         with (
             suppress(ScheduleError),
             loss_function_of(model, sum_of_logits),
@@ -102,7 +102,7 @@ class _ReachRun(ScalarAnswers):
             self.reached, by_functions = _sources(_roots(output, with_loss))
             if by_functions:  # their backward may have a gradient for what they have read
                 self.reached |= self._read_aside
-        self.noted.let_go()
+        self.code_facts.let_go()
 
     def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._stack.append(path)
@@ -114,18 +114,18 @@ class _ReachRun(ScalarAnswers):
     def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
         """See ``ScalarAnswers``."""
         self._asked.add(self._stack[-1] if self._stack else "")
-        self.noted.note_question(tensors, site, how_many=how_many)
+        self.code_facts.note_question(tensors, site, how_many=how_many)
 
     def numbers_given(self, values: Any) -> None:
         """See ``ScalarAnswers``."""
-        self.noted.note_given(self._stack[-1] if self._stack else "", values)
+        self.code_facts.note_given(self._stack[-1] if self._stack else "", values)
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = tensors_in((args, kwargs))
         if not torch.is_grad_enabled():
             self._read_aside.update(self._parameters.intersection(map(id, operands)))
         output = super().execute(func, args, kwargs)
-        self.noted.note(self._stack[-1] if self._stack else "", func, args, kwargs, output)
+        self.code_facts.note(self._stack[-1] if self._stack else "", func, args, kwargs, output)
         return output
 
     def asked_around(self, name: str) -> bool:
@@ -137,7 +137,7 @@ class _ReachRun(ScalarAnswers):
         parameters, reached = dict(self._model.named_parameters()), self.reached or set[int]()
         return any(
             other in parameters and id(parameters[other]) in reached and self._asked_in(self._caller(path))
-            for path, other in others_of_its_kind(self._model, name)
+            for path, other in counterparts(self._model, name)
         )
 
     def _caller(self, path: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.notes.noted import NotedLines, Numbers
+from megasched.analysis.notes.code_facts import CodeFacts, Numbers
 from megasched.analysis.recording.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in
 from megasched.analysis.recording.numbers import numbers_in
 from megasched.analysis.recording.sites import Site
@@ -105,8 +105,8 @@ class _Search:
         first = _WayRun(meta_copy(model), short, Way())
         self.others: list[Way] = []
         self.deciding, self.too_many = set[Site](), set[Site]()
-        self.met = set(first.noted.lines)
-        self.seen = {frozenset(first.noted.lines)}
+        self.met = set(first.code_facts.lines)
+        self.seen = {frozenset(first.code_facts.lines)}
         self.waiting = [(Way(), first)]
         self.looked = 0
 
@@ -116,13 +116,13 @@ class _Search:
             whole = self._run(Way(length=length))
         except ScheduleError:  # more than it has positions for, which a run will say
             return
-        if whole.noted.lines == self.met:
+        if whole.code_facts.lines == self.met:
             return
         shorter = _SHORTEST
         while shorter < length:
             with suppress(ScheduleError):
                 run = self._run(Way(length=shorter))
-                if whole.noted.lines == run.noted.lines:
+                if whole.code_facts.lines == run.code_facts.lines:
                     length, whole = shorter, run
                     break
             shorter *= 2
@@ -132,7 +132,7 @@ class _Search:
         """Every question of every way, answered otherwise."""
         while self.waiting:
             way, base = self.waiting.pop(0)
-            for site, kinds in base.noted.asked.items():
+            for site, kinds in base.code_facts.asked.items():
                 for answer in _answers(kinds) if site not in dict(way.answers) else ():
                     other = Way((*way.answers, (site, answer)), way.length)
                     self._look_at(other, base, of_count=kinds == {None})
@@ -147,7 +147,7 @@ class _Search:
             run = self._run(way, _LONGER * len(base.done) + 1000)
         except ScheduleError:  # a check that fails, or what is no value there
             return
-        if (of_count or run.too_long) and run.noted.lines <= self.met:  # shapes are others, of course
+        if (of_count or run.too_long) and run.code_facts.lines <= self.met:  # shapes are others, of course
             return
         if run.too_long:
             self.too_many.add(site)
@@ -161,7 +161,7 @@ class _Search:
         return _WayRun(meta_copy(self.model), inputs, way, longest)
 
     def _found(self, way: Way, run: _WayRun) -> None:
-        lines = frozenset(run.noted.lines)
+        lines = frozenset(run.code_facts.lines)
         if lines not in self.seen:
             self.seen.add(lines)
             self.met |= lines
@@ -197,12 +197,11 @@ def what_goes_by_length(
 
     def looked_at(numbers: Iterable[Numbers]) -> list[Numbers]:
         numbers = list(numbers)
-        inside = [index for index, noted in enumerate(numbers) if not outside(noted.path)]
+        inside = [index for index, done in enumerate(numbers) if not outside(done.path)]
         return [
-            noted
-            for noted in (numbers[inside[0] : inside[-1] + 1] if inside else [])
-            if not whole(noted.path)
-            and (not noted.of_nothing or (places and (noted.here or not outside(noted.path))))
+            done
+            for done in (numbers[inside[0] : inside[-1] + 1] if inside else [])
+            if not whole(done.path) and (not done.of_nothing or (places and (done.here or not outside(done.path))))
         ]
 
     for found in zip_longest(looked_at(one), looked_at(other)):
@@ -221,7 +220,7 @@ def numbers_at(model: nn.Module, inputs: Inputs, gathered: Gathered = MappingPro
     Raises:
         ScheduleError: it does not run on meta with these arguments.
     """
-    return _WayRun(meta_copy(model), inputs, Way(), gathered=gathered).noted.numbers
+    return _WayRun(meta_copy(model), inputs, Way(), gathered=gathered).code_facts.numbers
 
 
 class _TooManyOperations(BaseException):
@@ -232,7 +231,7 @@ class _WayRun(ScalarAnswers):
     """A forward. What happens in attention through HF's registry is left aside.
 
     Attributes:
-        noted: its lines, and its questions.
+        code_facts: its lines, and its questions.
         done: module, lines, operation, its numbers, and the shapes of what it gives; of a tensor that is made of
             numbers, the numbers.
         too_long: it was ended.
@@ -248,8 +247,8 @@ class _WayRun(ScalarAnswers):
     ) -> None:
         super().__init__(answers=dict(way.answers))
         self.gathered = gathered
-        self.noted = NotedLines()
-        self.noted.note_model(model, dict(inputs))
+        self.code_facts = CodeFacts()
+        self.code_facts.note_model(model, dict(inputs))
         self.done: list[tuple[str, Any, Any, tuple[float, ...], Any]] = []
         self.longest = longest
         self.stack: list[str] = [""]
@@ -259,7 +258,7 @@ class _WayRun(ScalarAnswers):
                 run_on_meta(model, inputs, self)
         except _TooManyOperations:
             self.too_long = True
-        self.noted.let_go()
+        self.code_facts.let_go()
 
     def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.stack.append(path)
@@ -268,7 +267,7 @@ class _WayRun(ScalarAnswers):
         self.stack.pop()
         if path in self.gathered:
             leaves, _ = torch.utils._pytree.tree_flatten_with_path(output)
-            self.noted.leave_aside(leaf for place, leaf in leaves if place in self.gathered[path])
+            self.code_facts.leave_aside(leaf for place, leaf in leaves if place in self.gathered[path])
 
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: Any, value: torch.Tensor, *args: Any, **kwargs: Any
@@ -279,12 +278,12 @@ class _WayRun(ScalarAnswers):
 
     def asked_about_values(self, tensors: Any, site: Site | None, *, how_many: bool) -> None:
         """See ``ScalarAnswers``."""
-        self.noted.note_question(tensors, site, how_many=how_many)
+        self.code_facts.note_question(tensors, site, how_many=how_many)
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = super().execute(func, args, kwargs)
         path = self.stack[-1]
-        lines = self.noted.note(path, func, args, kwargs, output)
+        lines = self.code_facts.note(path, func, args, kwargs, output)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(output))
         self.done.append((path, lines, func, tuple(numbers_in(args, kwargs)), shapes))
         if len(self.done) == self.longest:
@@ -294,4 +293,4 @@ class _WayRun(ScalarAnswers):
     def numbers_given(self, values: Any) -> None:
         """See ``ScalarAnswers``."""
         self.done.append((self.stack[-1], None, None, (), repr(values)))
-        self.noted.note_given(self.stack[-1], values)
+        self.code_facts.note_given(self.stack[-1], values)

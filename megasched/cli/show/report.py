@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megasched.analysis.known_runs import USUAL_LENGTH, usual_length
+from megasched.analysis.analysis_cache import USUAL_LENGTH, usual_length
 from megasched.cli.output import BYTES_16_BITS
 from megasched.cli.show.modules import CUT, ModuleReport, describe_modules
 from megasched.definition.build import text_config

@@ -55,4 +55,4 @@ def _own_angles(angles: Angles, ranks: CpGroup | None, device: torch.device, len
     parallelism."""
     if ranks is None:
         return angles(length, device)
-    return ranks.zigzag.own_part(angles(length * ranks.zigzag.size, device), ShardDim(0))
+    return ranks.zigzag.local_sequence(angles(length * ranks.zigzag.size, device), ShardDim(0))

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from megasched.analysis.loss.loss_form import why_another_at
 from megasched.analysis.loss.loss_trial import IGNORED
-from megasched.analysis.loss.own_loss import why_another_at
 from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.analysis.stages.loss_labels import LossLabels
 from megasched.definition.undisturbed import undisturbed

@@ -159,7 +159,7 @@ class Locator:
         length = self.expected.logits[0].shape[1]
         if self.cp == 1 or wanted.dim() < 2 or wanted.shape[1] != length:
             return wanted
-        return Zigzag(self.cp, cp_rank).own_part(wanted, ShardDim(1))
+        return Zigzag(self.cp, cp_rank).local_sequence(wanted, ShardDim(1))
 
     def _ranks(self, event: Event, found: Match) -> tuple[int, ...]:
         """Numbers of the ranks with wrong numbers."""

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from megasched.analysis.find_layer_stack import layer_stack_of
-from megasched.analysis.loss.own_loss import why_another_at
+from megasched.analysis.loss.loss_form import why_another_at
 from megasched.analysis.stages.loss_labels import LossForm, LossLabels
 from megasched.definition.build import init_empty_weights
 from tests import tiny

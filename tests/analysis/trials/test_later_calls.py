@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megasched.analysis.trials.later_calls import why_not_alike
+from megasched.analysis.trials.later_calls import why_calls_differ
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.session import open_session
@@ -141,7 +141,7 @@ def fails_later(self, x):
     ],
 )
 def test_what_tells_calls_apart_is_named(code, name):
-    problem = why_not_alike(Code(code), INPUTS)
+    problem = why_calls_differ(Code(code), INPUTS)
     assert problem is not None
     with pytest.raises(ScheduleError, match=rf"\b{name}"):
         raise ScheduleError(problem)
@@ -162,14 +162,14 @@ def keeps_a_table(self, x):
 
 def test_what_is_only_counted_is_no_hindrance():
     for code in (counts_only, keeps_a_table):
-        assert why_not_alike(Code(code), INPUTS) is None
+        assert why_calls_differ(Code(code), INPUTS) is None
 
 
 def test_nothing_of_it_is_left():
     model = Code(in_a_global)
     before = COUNTED, Code.calls
-    why_not_alike(model, INPUTS)
-    why_not_alike(Code(on_its_class), INPUTS)
+    why_calls_differ(model, INPUTS)
+    why_calls_differ(Code(on_its_class), INPUTS)
     assert (COUNTED, Code.calls, model.n) == (*before, 0)
 
 

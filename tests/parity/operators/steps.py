@@ -182,7 +182,7 @@ def _step(scheduled: Any, model: Model, layout: ParallelDims) -> Numbers:
     ids, labels = model.ids, model.labels
     if layout.cp > 1:
         zigzag = Zigzag(layout.cp, parallel_state.get_context_parallel_rank())
-        ids, labels = (zigzag.own_part(whole, ShardDim(1)).contiguous() for whole in (ids, labels))
+        ids, labels = (zigzag.local_sequence(whole, ShardDim(1)).contiguous() for whole in (ids, labels))
     loss = scheduled(ids, labels=labels).mean()
     loss.backward()
     found = {**_gradients(scheduled, layout), "loss": loss.detach()}

@@ -38,7 +38,7 @@ _LARGEST = 2**28
 _TORCH = vars(nn.Module()).keys()  # what torch keeps on every module
 
 
-def own_loss(model: Any, structure: LayerStack) -> LossForm:
+def find_loss_form(model: Any, structure: LayerStack) -> LossForm:
     """Tries a definition's loss.
 
     The definition's own forward runs on real numbers: the modules that it calls are taken for given and hand out

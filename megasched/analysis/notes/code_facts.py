@@ -55,7 +55,7 @@ def _kind(func: Any) -> tuple[str, str, bool, bool]:
     return name, func.__name__, name in _OF_SIZES, pointwise
 
 
-class NotedLines:
+class CodeFacts:
     """Which lines of a definition's code have operations done in a run, and what it asks.
 
     What is made of neither arguments nor weights, such as masks and positions, is left aside, but for how it was
@@ -168,18 +168,18 @@ class NotedLines:
             self.asked.setdefault(site, set()).update(None if how_many else tensor.dtype for tensor in tensors)
 
 
-def note_tape(tape: Tape) -> NotedLines:
+def code_facts_of(tape: Tape) -> CodeFacts:
     """What the forward of a tape with lines notes, up to its loss and after it."""
     reader = _Noting(tape)
     tape.read(reader)
-    reader.noted.let_go()
-    return reader.noted
+    reader.code_facts.let_go()
+    return reader.code_facts
 
 
 class _Noting(TapeReader):
     def __init__(self, tape: Tape) -> None:
-        self.noted = NotedLines()
-        self.noted.note_model(tape.model, dict(tape.inputs))
+        self.code_facts = CodeFacts()
+        self.code_facts.note_model(tape.model, dict(tape.inputs))
         self.running = [""]
 
     def enter(self, call: Call) -> None:
@@ -192,13 +192,13 @@ class _Noting(TapeReader):
 
     def question(self, question: Question) -> None:
         """See ``TapeReader``."""
-        self.noted.note_question(question.tensors, question.site, how_many=question.how_many)
+        self.code_facts.note_question(question.tensors, question.site, how_many=question.how_many)
 
     def numbers_given(self, values: Any) -> None:
         """See ``TapeReader``."""
-        self.noted.note_given(self.running[-1], values)
+        self.code_facts.note_given(self.running[-1], values)
 
     def operation(self, operation: Operation) -> None:
         """See ``TapeReader``."""
         done = operation.func, operation.args, operation.kwargs, operation.output
-        self.noted.note(self.running[-1], *done, lambda: operation.lines)
+        self.code_facts.note(self.running[-1], *done, lambda: operation.lines)

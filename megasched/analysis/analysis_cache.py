@@ -18,7 +18,7 @@ from megasched.analysis.cp.facts import CpFacts
 from megasched.analysis.cp.given_positions import takes_counted_positions
 from megasched.analysis.cp.propagate import plan_sequence
 from megasched.analysis.flops import ForwardFlops, forward_flops
-from megasched.analysis.notes.noted import NotedLines, Numbers, note_tape
+from megasched.analysis.notes.code_facts import CodeFacts, Numbers, code_facts_of
 from megasched.analysis.recording.meta_call import meta_copy, to_meta
 from megasched.analysis.recording.recorder import record_tape
 from megasched.analysis.recording.tape import Tape
@@ -28,7 +28,7 @@ from megasched.analysis.tp.propagate import propagate
 from megasched.analysis.tp.replay import Rank
 from megasched.analysis.tp.size_check import columns_of_unproven_sizes
 from megasched.analysis.trials.gradient_scale import why_by_scale
-from megasched.analysis.trials.later_calls import why_not_alike
+from megasched.analysis.trials.later_calls import why_calls_differ
 from megasched.analysis.trials.stand_ins import sizes_read, why_seen
 from megasched.analysis.trials.ways import (
     TRIAL,
@@ -49,7 +49,7 @@ from megasched.language.roles import Cut
 USUAL_LENGTH = 4096
 
 
-class KnownRuns:
+class AnalysisCache:
     """Of one model that nobody changes, with one structure and the same inputs; nor is what was found changed.
 
     Args:
@@ -59,7 +59,7 @@ class KnownRuns:
     def __init__(self, length: int | None = None) -> None:
         self.length = length
         # What a forward with such sequences has run, where one was made.
-        self.noted_at_length: NotedLines | None = None
+        self.code_facts_at_length: CodeFacts | None = None
         self._is_too_long = False
         self._ways: Ways | None = None
         self._problems: dict[Hashable, list[Problem]] = {}
@@ -120,8 +120,12 @@ class KnownRuns:
     def ways(self, model: nn.Module, inputs: Mapping[str, Any], structure: LayerStack | None) -> Ways:
         """As ``find_ways`` does; without its runs where those before have shown that there is one way alone."""
         if self._ways is None:
-            short = structure and structure.noted
-            long = None if structure is None or short is None or short.asked else self._noted_at(model, structure)
+            short = structure and structure.code_facts
+            long = (
+                None
+                if structure is None or short is None or short.asked
+                else self._code_facts_at(model, structure)
+            )
             if short is not None and long is not None and long.lines == short.lines:
                 self._ways = Ways()
             else:
@@ -130,9 +134,9 @@ class KnownRuns:
         return self._ways
 
     @collector_paused()
-    def why_not_alike(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[Problem]:
-        """As ``later_calls.why_not_alike`` does; empty where its calls are alike."""
-        return self._once("alike", partial(why_not_alike, model, inputs))
+    def why_calls_differ(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[Problem]:
+        """As ``later_calls.why_calls_differ`` does; empty where its calls are alike."""
+        return self._once("alike", partial(why_calls_differ, model, inputs))
 
     @collector_paused()
     def why_seen(
@@ -236,7 +240,7 @@ class KnownRuns:
             The module and the operation; None where there is nothing, or it can't run on such a sequence.
         """
         compare = partial(what_goes_by_length, is_whole=is_whole, is_outside=is_outside, places=places)
-        short, long = structure.noted, self._noted_at(model, structure)
+        short, long = structure.code_facts, self._code_facts_at(model, structure)
         if short is not None and long is not None and compare(short.numbers, long.numbers) is None:
             return None
         length = self.length or usual_length(model)
@@ -245,15 +249,15 @@ class KnownRuns:
             return compare(part, whole)
         return None
 
-    def _noted_at(self, model: nn.Module, structure: LayerStack) -> NotedLines | None:
+    def _code_facts_at(self, model: nn.Module, structure: LayerStack) -> CodeFacts | None:
         """What a forward notes on a sequence as long as a run's; None where it can't run on such a one."""
-        if self.noted_at_length is None and not self._is_too_long:
+        if self.code_facts_at_length is None and not self._is_too_long:
             inputs = inputs_of(model, structure.trial_inputs())(self.length or usual_length(model))
             try:
-                self.noted_at_length = note_tape(record_tape(meta_copy(model), inputs, lines=True))
+                self.code_facts_at_length = code_facts_of(record_tape(meta_copy(model), inputs, lines=True))
             except ScheduleError:  # more than it has positions for, which a run will say
                 self._is_too_long = True
-        return self.noted_at_length
+        return self.code_facts_at_length
 
     def _numbers_at(
         self, model: nn.Module, structure: LayerStack, length: int, gathered: Gathered

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from megasched.analysis.find_layer_stack import layer_stack_of
-from megasched.analysis.loss.own_loss import own_loss
+from megasched.analysis.loss.loss_form import find_loss_form
 from megasched.analysis.stages.loss_labels import LossForm, LossLabels
 from megasched.definition.build import build_definition, init_empty_weights
 from megasched.definition.small_models.small_models import small_config
@@ -352,6 +352,6 @@ def test_stock_classes_that_have_one(model_type, labels):
 def test_the_definition_stays_as_it_is():
     model = made(Llama)
     before = dict(vars(model))
-    own_loss(model, layer_stack_of(model))
+    find_loss_form(model, layer_stack_of(model))
     assert vars(model) == before
     assert all(isinstance(parameter, nn.Parameter) and parameter.is_meta for parameter in model.parameters())
