@@ -15,6 +15,7 @@ from megasched.definition.experts import find_experts, not_apart
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import ParallelDims
+from megasched.language.tensor_types import INVARIANT, REPLICATE
 from megasched.layers.megatron.trials import Trials
 from megasched.model_adapters.default_schedule import schedule as default_schedule
 from megasched.model_adapters.registry import roles_of
@@ -113,7 +114,7 @@ def test_expert_parallelism_without_experts_is_refused():
         planned("mixtral", ParallelDims(expert_model_parallel_size=2), lambda sch, layout: None)
 
 
-@pytest.mark.parametrize(("sequence_parallel", "region"), [(False, "R"), (True, "P")])
+@pytest.mark.parametrize(("sequence_parallel", "region"), [(False, INVARIANT), (True, REPLICATE)])
 def test_what_tokens_the_ranks_of_tensor_parallelism_have(sequence_parallel, region):
     """All have all of them; under SP the layer's whole mixture is one region, gathered at its entry."""
     layout = ParallelDims(

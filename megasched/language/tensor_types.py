@@ -3,6 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class TpType(Enum):
+    """Says what a tensor is to the ranks of a TP group, in the words of PyTorch's SPMD types.
+
+    Attributes:
+        INVARIANT: the same on all ranks, and so is its gradient.
+        REPLICATE: the same on all ranks, inside of a TP region: each rank has a term of its gradient.
+        FEATURE_SHARD: each rank has a part of the features or heads.
+        SEQUENCE_SHARD: each rank has a part of the sequence.
+    """
+
+    INVARIANT = auto()
+    REPLICATE = auto()
+    FEATURE_SHARD = auto()
+    SEQUENCE_SHARD = auto()
+
+
+INVARIANT, REPLICATE, FEATURE_SHARD, SEQUENCE_SHARD = TpType
 
 
 @dataclass(frozen=True)

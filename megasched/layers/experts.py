@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from megasched.graph import opaque
+from megasched.language.tensor_types import INVARIANT, REPLICATE, TpType
 from megasched.layers.build_context import BuildContext
 from megasched.layers.linear import make_parameter
 from megasched.layers.wrap import wrap_forward
@@ -45,14 +46,14 @@ def lower_experts(path: str, module: nn.Module, context: BuildContext) -> None:
     total: Any = module.num_experts
     module.num_experts = total // group.size()
     # Where the TP ranks have the same tokens, each sends its share of them: each pair is computed once.
-    region = plan.derived.experts.get(path, "R")
-    same = context.size > 1 and region in "RP"
+    tp_type = plan.derived.experts.get(path, INVARIANT)
+    same = context.size > 1 and tp_type in (INVARIANT, REPLICATE)
     signature = inspect.signature(type(module).forward)
 
     def wrapper(forward: Callable[..., Any]) -> Callable[..., Any]:
         dispatch = partial(_dispatch, forward, total, group)
         if same:
-            dispatch = partial(_share_tokens, dispatch, region, context.group)
+            dispatch = partial(_share_tokens, dispatch, tp_type, context.group)
 
         def dispatched(*args: Any, **kwargs: Any) -> torch.Tensor:
             hidden, index, weights = list(signature.bind(module, *args, **kwargs).arguments.values())[1:]
@@ -142,7 +143,7 @@ def _compute(experts: Experts, states: torch.Tensor, index: torch.Tensor, shares
 
 def _share_tokens(
     dispatch: Experts,
-    region: str,
+    tp_type: TpType,
     group: Any,
     hidden: torch.Tensor,
     index: torch.Tensor,
@@ -151,17 +152,17 @@ def _share_tokens(
     """``dispatch`` of this TP rank's share of tokens that all TP ranks have, and the results of all shares.
 
     Args:
-        region: ``R``: all ranks have the whole gradient of the results, and are to have that of the tokens; ``P``:
-            each has a part of both.
+        tp_type: ``INVARIANT``: all ranks have the whole gradient of the results, and are to have that of the
+            tokens; ``REPLICATE``: each has a part of both.
     """
     tokens, size = hidden.shape[0], group.size()
     padded = [F.pad(x, (0, 0, 0, -tokens % size)) for x in (hidden, index, weights)]
-    if region == "R":
+    if tp_type == INVARIANT:
         own = [scatter_to_sequence_parallel_region(x, group=group) for x in padded]
     else:
         own = [x.chunk(size)[group.rank()] for x in padded]
     results = dispatch(*own)
-    partial_gradient = region == "P"
+    partial_gradient = tp_type == REPLICATE
     return gather_from_sequence_parallel_region(
         results, tensor_parallel_output_grad=partial_gradient, group=group
     )[:tokens]

@@ -26,7 +26,7 @@ from megasched.analysis.rules.op_call import NeedsWhole
 from megasched.analysis.tp.facts import TpAssumptions, TpSpec
 from megasched.analysis.tp.operations import LabelRun
 from megasched.errors import ScheduleError
-from megasched.language.tensor_types import ON_ALL_RANKS, ShardDim
+from megasched.language.tensor_types import FEATURE_SHARD, ON_ALL_RANKS, ShardDim
 
 # Sizes that are handed to these are numbers in a definition's code, which may be read off a rank's part or may not
 # be: analysis/tp/size_check.py runs the code with what a rank has.
@@ -142,12 +142,17 @@ def features_answer(sample: Sample) -> list[Any] | None:
         return None
     run = LabelRun(tape, TpAssumptions())
     for index, along in sample.cuts.items():
-        run._set(tape.inputs[str(index)], TpSpec("T", frozenset(["column"]), active=True, fed=True, along=along))
+        run._set(
+            tape.inputs[str(index)],
+            TpSpec(FEATURE_SHARD, frozenset(["column"]), active=True, fed=True, along=along),
+        )
     tape.read(run)
     if run.derived.gather or run.derived.problems:
         return None
     labels = [run.label(output) if isinstance(output, torch.Tensor) else TpSpec() for output in tape.output]
-    assert all(label.along is not None for label in labels if label.region == "T"), "cut, and not known where"
+    assert all(label.along is not None for label in labels if label.type == FEATURE_SHARD), (
+        "cut, and not known where"
+    )
     return [label.along for label in labels]
 
 

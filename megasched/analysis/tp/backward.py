@@ -11,6 +11,7 @@ from megasched.analysis.recording.library_operators import LibraryOperator
 from megasched.analysis.recording.meta_call import tensors_in
 from megasched.analysis.rules.op_rules import op_rule
 from megasched.analysis.tp.operations import LabelRun
+from megasched.language.tensor_types import FEATURE_SHARD, INVARIANT, REPLICATE, SEQUENCE_SHARD
 
 
 class BackwardLabels(LabelRun):
@@ -19,19 +20,19 @@ class BackwardLabels(LabelRun):
     def custom_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
         """A function with a backward of its own: its gradients may lie as its outputs do, or not."""
         labels = [self.label(tensor) for tensor in tensors_in(output)]
-        regions = {label.region for label in labels} - {"R"}
-        if self.silent or not regions:
+        types = {label.type for label in labels} - {INVARIANT}
+        if self.silent or not types:
             return
-        if regions == {"T"} and isinstance(function, LibraryOperator) and op_rule(function.operator):
+        if types == {FEATURE_SHARD} and isinstance(function, LibraryOperator) and op_rule(function.operator):
             return
-        followed = all(label.along is not None for label in labels) or regions == {"P"}
+        followed = all(label.along is not None for label in labels) or types == {REPLICATE}
         if followed and self.functions.works_on_shards(function, args, output, lambda t: self.label(t).along):
             return
-        if "T" in regions:
+        if FEATURE_SHARD in types:
             self.derived.gather |= frozenset().union(*(label.columns for label in labels))
-        if "S" in regions:
+        if SEQUENCE_SHARD in types:
             self._need_sequence()
-        if "P" in regions:
+        if REPLICATE in types:
             self._problem(
                 f"the backward of {function.__name__} does not take a part of a gradient",
                 "leave the linears around it whole",
@@ -55,7 +56,7 @@ class BackwardLabels(LabelRun):
         label = self.label(tensor)
         self.derived.gather |= label.columns
         self._use(tensor)  # nobody takes it over further up, where its gradient would not be summed yet
-        if label.region in ("S", "P") or label.params:
+        if label.type in (SEQUENCE_SHARD, REPLICATE) or label.params:
             self._problem(
                 "a hook is handed a gradient of which each rank has a part",
                 "switch sequence parallelism off, or leave the linears around it whole",

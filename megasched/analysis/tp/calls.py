@@ -14,9 +14,9 @@ from megasched.analysis.tp.backward import BackwardLabels
 from megasched.analysis.tp.facts import TpSpec
 from megasched.analysis.tp.shared_inputs import ColumnCall
 from megasched.analysis.tp.sliced_args import ArgRef
-from megasched.language.tensor_types import ShardDim
+from megasched.language.tensor_types import FEATURE_SHARD, INVARIANT, REPLICATE, SEQUENCE_SHARD, ShardDim
 
-_SPLIT = TpSpec("S", active=True, fed=True, along=ShardDim(1))
+_SPLIT = TpSpec(SEQUENCE_SHARD, active=True, fed=True, along=ShardDim(1))
 
 
 class Labelling(BackwardLabels):
@@ -53,7 +53,7 @@ class Labelling(BackwardLabels):
             self._enter_region(call)
             self._take_parts(call)
         if path in self.experts:
-            self.derived.experts[path] = self.label(tensors_in((call.args, call.kwargs))[0]).region
+            self.derived.experts[path] = self.label(tensors_in((call.args, call.kwargs))[0]).type
         if path in self.cuts:
             if not self.silent:
                 self._enter_cut(call)
@@ -103,7 +103,7 @@ class Labelling(BackwardLabels):
             place = side.places[0]
             if place.path == call.path and call.path:
                 label = self.label(place.tensor(*call.left, call.returned))
-                if label.region in ("T", "S"):
+                if label.type in (FEATURE_SHARD, SEQUENCE_SHARD):
                     self.derived.sides[place] = label.along.dim if label.along else None
 
     def _enter_layer(self, call: Call) -> None:
@@ -127,7 +127,7 @@ class Labelling(BackwardLabels):
         if not isinstance(value, torch.Tensor) or value.shape[:2] != hidden.shape[:2]:
             return False
         label = self.label(value)
-        return value.is_floating_point() and label.active and label.region == "R"
+        return value.is_floating_point() and label.active and label.type == INVARIANT
 
     def _enter_region(self, call: Call) -> None:
         """What a region takes over: the arguments that carry a gradient."""
@@ -137,11 +137,14 @@ class Labelling(BackwardLabels):
             for slot, value in found.items()
             if any(self.label(tensor).active and tensor.is_floating_point() for tensor in tensors_in(value))
         }
-        labels = {key: self.label(v) if isinstance(v, torch.Tensor) else TpSpec("T") for key, v in active.items()}
-        known = (("R", None), ("S", ShardDim(1)))
-        usable = all((label.region, label.along) in known for label in labels.values())
+        labels = {
+            key: self.label(v) if isinstance(v, torch.Tensor) else TpSpec(FEATURE_SHARD)
+            for key, v in active.items()
+        }
+        known = ((INVARIANT, None), (SEQUENCE_SHARD, ShardDim(1)))
+        usable = all((label.type, label.along) in known for label in labels.values())
         slots = tuple(active) if usable else ()
-        self.derived.whole_slots[path] = {key for key in slots if labels[key].region == "R"}
+        self.derived.whole_slots[path] = {key for key in slots if labels[key].type == INVARIANT}
         if self.slots.setdefault(path, slots) != slots:
             slots = self.slots[path] = ()
         if path not in self.regions:
@@ -151,7 +154,7 @@ class Labelling(BackwardLabels):
             return
         self.derived.needed_regions.add(path)
         for slot in slots:
-            self._set(active[slot], TpSpec("P", active=True, fed=True))
+            self._set(active[slot], TpSpec(REPLICATE, active=True, fed=True))
 
     def _take_parts(self, call: Call) -> None:
         """Constants that the module is handed: some are cut, which of the others should be is to be seen."""
@@ -165,13 +168,13 @@ class Labelling(BackwardLabels):
             elif not constant:  # in another call it was one
                 self.derived.gather |= part.columns
             elif part.columns.isdisjoint(self.gather):
-                self._set(value, TpSpec("T", part.columns, along=part.along(value)))
+                self._set(value, TpSpec(FEATURE_SHARD, part.columns, along=part.along(value)))
                 self.derived.parts[argument] = part
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the same on all TP ranks, and carries no gradient."""
         label = self.label(tensor)
-        return label.region == "R" and not label.active and not label.params
+        return label.type == INVARIANT and not label.active and not label.params
 
     def _leave_region(self, call: Call) -> dict[int, TpSpec]:
         """Whole tensors leave a region as ``_outside`` says."""
@@ -194,7 +197,7 @@ class Labelling(BackwardLabels):
 
     def _is_inside(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is whole, of a region, and carries a gradient."""
-        return self.label(tensor).region == "P" and tensor.is_floating_point()
+        return self.label(tensor).type == REPLICATE and tensor.is_floating_point()
 
     def _along_sequence(self, leaf: torch.Tensor) -> ShardDim | None:
         """How [b, s, ...] and flattened [b*s, ...] are cut along the sequence; None for another shape."""
@@ -207,7 +210,7 @@ class Labelling(BackwardLabels):
         run for each layer would be quadratic."""
         for tensor in tensors_in(output):
             label = self.label(tensor)
-            if label.region == "S" and label.along is None and tensor.dim() > 1:
+            if label.type == SEQUENCE_SHARD and label.along is None and tensor.dim() > 1:
                 self._set(tensor, replace(label, along=ShardDim(1)))
             elif self._is_inside(tensor):
                 self._set(tensor, self._outside(tensor))
@@ -215,7 +218,7 @@ class Labelling(BackwardLabels):
     def _outside(self, inside: torch.Tensor) -> TpSpec:
         """Of a whole tensor that leaves a region: split as before it, or whole with a gradient that is, too."""
         along = self._along_sequence(inside) if self.sequence_parallel else None
-        return TpSpec("R" if along is None else "S", active=True, fed=True, along=along)
+        return TpSpec(INVARIANT if along is None else SEQUENCE_SHARD, active=True, fed=True, along=along)
 
     def _enter_cut(self, call: Call) -> None:
         path, source = call.path, tensors_in((call.args, call.kwargs))[0]
@@ -223,17 +226,17 @@ class Labelling(BackwardLabels):
         cut = self.cuts[path]
         if cut == "column":
             self.derived.gather |= label.columns
-            if label.region == "P":
+            if label.type == REPLICATE:
                 self.derived.inside.add(path)
             else:
-                if label.region == "R" and self.sequence_parallel and self._in_layers(path):
+                if label.type == INVARIANT and self.sequence_parallel and self._in_layers(path):
                     self.derived.whole_inputs.add(path)
                 around = [(one.path, self._origins_of_arguments(one)) for one in self.stack]
                 self.column_calls.append(ColumnCall(path, self.origin(source), around))
-        elif cut == "row" and label.region != "T":
+        elif cut == "row" and label.type != FEATURE_SHARD:
             self.derived.gather |= label.columns
             self.derived.scatter.add(path)
-            if label.region == "P":
+            if label.type == REPLICATE:
                 self.derived.inside.add(path)
             elif self._in_layers(path) and self.sequence_parallel:
                 self._problem(
@@ -256,38 +259,47 @@ class Labelling(BackwardLabels):
                 last, components=self.assume.components.get(path, ()), heads=self.assume.heads.get(path, ())
             )
             if along.heads == (1,):
-                return TpSpec("P", frozenset([path]), active=True, fed=True)
-            return TpSpec("T", frozenset([path]), active=True, fed=True, along=along)
-        if cut == "column" and self.label(source).region == "P":
-            return TpSpec("P", active=True, fed=True)
+                return TpSpec(REPLICATE, frozenset([path]), active=True, fed=True)
+            return TpSpec(FEATURE_SHARD, frozenset([path]), active=True, fed=True, along=along)
+        if cut == "column" and self.label(source).type == REPLICATE:
+            return TpSpec(REPLICATE, active=True, fed=True)
         if cut == "column" and split:
             if not self._want_region():
                 self._problem(
                     "the gathered output of a column-parallel linear is whole along the sequence",
                     "pair it with a row-parallel linear, or switch sequence parallelism off",
                 )
-            return TpSpec("P", active=True, fed=True)
+            return TpSpec(REPLICATE, active=True, fed=True)
         if path in self.assume.rows_inside:
-            return TpSpec("P", active=True, fed=True)
+            return TpSpec(REPLICATE, active=True, fed=True)
         if cut == "features":
-            return TpSpec("T", frozenset([path]), active=True, fed=True, along=ShardDim(last))
+            return TpSpec(FEATURE_SHARD, frozenset([path]), active=True, fed=True, along=ShardDim(last))
         split = split and cut == "row"
         rows = frozenset([path]) if cut == "row" else frozenset()
         # Tokens may be flattened: [b*s, h].
         place = ShardDim(1) if last > 1 else ShardDim(0, outer=self.tokens[0])
-        return TpSpec("S" if split else "R", rows=rows, active=True, fed=True, along=place if split else None)
+        return TpSpec(
+            SEQUENCE_SHARD if split else INVARIANT,
+            rows=rows,
+            active=True,
+            fed=True,
+            along=place if split else None,
+        )
 
     def enter_attention(self, call: RecordedAttention) -> None:
         """Attention is heads apart: it takes q, k and v [b, heads, s, d] that are cut along their heads."""
         operands = tensors_in((call.query, call.key, call.value, call.args, call.kwargs))
-        self.derived.attention[self._path()] = call.query.shape[1], self.label(call.query).region == "T"
+        self.derived.attention[self._path()] = (
+            call.query.shape[1],
+            self.label(call.query).type == FEATURE_SHARD,
+        )
         self._meet(operands)
         label = self._join([self.label(tensor) for tensor in operands])
-        if label.region == "T":
-            cut = [self.label(tensor).along for tensor in operands if self.label(tensor).region == "T"]
+        if label.type == FEATURE_SHARD:
+            cut = [self.label(tensor).along for tensor in operands if self.label(tensor).type == FEATURE_SHARD]
             # Ranks may have the same heads of key and value: the function takes fewer of them than of query.
             cut = [cut[0], *(along and replace(along, heads=()) for along in cut[1:])]
-            whole = [t for t in operands if self.label(t).region != "T" and id(t) not in self.alike]
+            whole = [t for t in operands if self.label(t).type != FEATURE_SHARD and id(t) not in self.alike]
             # Sinks, biases. The function takes those of its heads of a parameter.
             of_heads = [t for t in whole if t.dim() == 1 or (t.dim() == 4 and t.shape[1] > 1)]
             of_heads = [t for t in of_heads if t is not call.kwargs.get("s_aux") or not self.label(t).params]
@@ -295,7 +307,7 @@ class Labelling(BackwardLabels):
             by_heads = all(along == ShardDim(1) for along in cut)
             if not by_heads or (met and not self.parts.want(met, label.columns, self._around())):
                 self.derived.gather |= label.columns
-        if label.region == "S":
+        if label.type == SEQUENCE_SHARD:
             self._need_sequence()
         self.attending.append(label)
         self.silent += 1
@@ -304,7 +316,7 @@ class Labelling(BackwardLabels):
         """See ``TapeReader``."""
         self.silent -= 1
         label = self.attending.pop()
-        self._set(call.output[0], replace(label, along=ShardDim(2) if label.region == "T" else None))
+        self._set(call.output[0], replace(label, along=ShardDim(2) if label.type == FEATURE_SHARD else None))
 
     def enter_loss(self, call: RecordedLoss) -> None:
         """See ``TapeReader``."""

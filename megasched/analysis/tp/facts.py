@@ -1,22 +1,18 @@
-"""What one labelled run on meta says of tensors, and what it tells of a definition as a whole.
-
-Labels: ``R`` the same on all TP ranks; ``S`` split along the sequence; ``T`` split along features or heads; ``P``
-the same on all TP ranks but inside of a TP region, where each rank has a part of the gradient.
-"""
+"""What propagation says of tensors, and what it tells of a definition as a whole."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megasched.analysis.stages.hooked_outputs import LeafPath
 from megasched.analysis.stages.output_refs import OutputRef
 from megasched.analysis.tp.sliced_args import ArgRef, ArgSlice
 from megasched.errors import Problem
 from megasched.language.roles import Cut
-from megasched.language.tensor_types import ShardDim
+from megasched.language.tensor_types import INVARIANT, ShardDim, TpType
 
 if TYPE_CHECKING:
     from megasched.analysis.stages.layer_stack import LayerStack
@@ -28,7 +24,7 @@ class TpSpec:
     """What is known of one tensor.
 
     Attributes:
-        region: R, S, T or P.
+        type: what it is to the TP ranks.
         columns: paths of the column linears that a T tensor stems from, and a P tensor of one head.
         along: how a T or S tensor is cut; None where that could not be followed.
         rows: paths of the row linears that a whole or split tensor stems from, in their layer.
@@ -37,7 +33,7 @@ class TpSpec:
         fed: depends on the model's input.
     """
 
-    region: Literal["R", "S", "T", "P"] = "R"
+    type: TpType = INVARIANT
     columns: frozenset[str] = frozenset()
     rows: frozenset[str] = frozenset()
     params: frozenset[str] = frozenset()
@@ -156,7 +152,7 @@ class TpFacts:
     shared: list[tuple[str, ...]] = field(default_factory=list)
     forked: set[str] = field(default_factory=set)
     attention: dict[str, tuple[int, bool]] = field(default_factory=dict)
-    experts: dict[str, str] = field(default_factory=dict)
+    experts: dict[str, TpType] = field(default_factory=dict)
     sides: dict[OutputRef, int | None] = field(default_factory=dict)
     met: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)

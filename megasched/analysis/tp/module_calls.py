@@ -13,6 +13,7 @@ from megasched.analysis.recording.tape import Call, Operation
 from megasched.analysis.tp.calls import Labelling
 from megasched.analysis.tp.facts import TpSpec
 from megasched.analysis.tp.module_call import Argument, ModuleCall, Placed
+from megasched.language.tensor_types import FEATURE_SHARD
 
 # They say nothing of shapes, and are not always there: a reshape copies where it can give no view, which may be
 # otherwise for one head of several; whether a new constant is detached depends on the modes that are on.
@@ -86,7 +87,7 @@ class RecordedCalls(Labelling):
 
     def _set(self, tensor: torch.Tensor, label: TpSpec) -> None:
         super()._set(tensor, label)
-        if label.region == "T" and self.open:
+        if label.type == FEATURE_SHARD and self.open:
             self.open[-1].columns |= label.columns
 
     def operation(self, operation: Operation) -> None:
@@ -131,7 +132,7 @@ class RecordedCalls(Labelling):
         if id(tensor) in self.weights:
             return None
         label = self.label(tensor)
-        if label.region == "T":
+        if label.type == FEATURE_SHARD:
             return None if label.along is None else Placed(tuple(tensor.shape), label.along)
         # What is expanded was made as large as another tensor, which may be cut.
         expanded = any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -22,7 +22,14 @@ from megasched.analysis.tp.sliced_args import SlicedArgs
 from megasched.definition.experts import find_experts
 from megasched.errors import Problem
 from megasched.language.lora import DROPOUT, A
-from megasched.language.tensor_types import ON_ALL_RANKS, ShardDim
+from megasched.language.tensor_types import (
+    FEATURE_SHARD,
+    INVARIANT,
+    ON_ALL_RANKS,
+    REPLICATE,
+    SEQUENCE_SHARD,
+    ShardDim,
+)
 
 # Give tensors of one value, from nothing or from such a tensor: each rank can make its own part of one.
 _ALIKE = frozenset(["zeros", "ones", "full", "detach"])
@@ -96,7 +103,7 @@ class LabelRun(TapeReader):
 
     def _set(self, tensor: torch.Tensor, label: TpSpec) -> None:
         self.labels[id(tensor)] = label
-        if label.region == "T" and label.along is not None:
+        if label.type == FEATURE_SHARD and label.along is not None:
             place = label.along
             lengths = place.components or (tensor.shape[place.dim] // place.outer,)
             parts = place.heads or (0,) * len(lengths)
@@ -115,10 +122,10 @@ class LabelRun(TapeReader):
         joined = self._join([self.label(t) for t in operands])
         path = self._path()
         for tensor in operands:
-            if not (self._in_adapter_of_column(path) and self.label(tensor).region == "S"):
+            if not (self._in_adapter_of_column(path) and self.label(tensor).type == SEQUENCE_SHARD):
                 self._use(tensor)
         self._meet(operands)
-        if self.packing and joined.region in ("T", "S"):
+        if self.packing and joined.type in (FEATURE_SHARD, SEQUENCE_SHARD):
             self._refuse_packing()
         changed = written(func, args, kwargs)
         for tensor in changed:
@@ -134,7 +141,7 @@ class LabelRun(TapeReader):
             self.alike.pop(id(base_of(tensor)), None)
         for tensor, along in zip(outputs, self._follow(operation, joined), strict=True):
             on_all = along == ON_ALL_RANKS
-            self._set(tensor, replace(joined, region="P") if on_all else replace(joined, along=along))
+            self._set(tensor, replace(joined, type=REPLICATE) if on_all else replace(joined, along=along))
         for tensor in changed:
             self._write_through(tensor)
         if draws(func, args, kwargs):
@@ -151,20 +158,20 @@ class LabelRun(TapeReader):
     def _follow(self, operation: Operation, joined: TpSpec) -> list[ShardDim | None]:
         """How the outputs are cut; what the operation needs whole is gathered."""
         func, args, kwargs, outputs = operation.func, operation.args, operation.kwargs, operation.outputs
-        if joined.region not in ("T", "S"):
+        if joined.type not in (FEATURE_SHARD, SEQUENCE_SHARD):
             self.parts.follow(func, args, kwargs, operation.operands, outputs)
             return [None] * len(outputs)
         try:
             found = follow(func, args, kwargs, outputs, lambda tensor: self.label(tensor).along)
         except NeedsWhole as needs:
             found = None
-            if isinstance(needs, NoRule) and joined.region == "T":
+            if isinstance(needs, NoRule) and joined.type == FEATURE_SHARD:
                 self.derived.without_rule[str(func)].add(self._path())
-            if joined.region == "T" and self.parts.want(needs.met, joined.columns, self._around()):
+            if joined.type == FEATURE_SHARD and self.parts.want(needs.met, joined.columns, self._around()):
                 return [None] * len(outputs)
         # What gives no tensor asks for a number, which each rank would answer by its part.
         if not found or any(along is None for along in found):
-            if joined.region == "T":
+            if joined.type == FEATURE_SHARD:
                 self.derived.gather |= joined.columns
             else:
                 self._need_sequence()
@@ -195,18 +202,18 @@ class LabelRun(TapeReader):
 
     def _join(self, labels: list[TpSpec]) -> TpSpec:
         """The label of what an operation makes of its operands."""
-        regions = {label.region for label in labels}
+        types = {label.type for label in labels}
         params = frozenset().union(*(label.params for label in labels))
         fed = any(label.fed for label in labels)
-        whole = any(label.active and label.region == "R" for label in labels)
+        whole = any(label.active and label.type == INVARIANT for label in labels)
         rows = frozenset().union(*(label.rows for label in labels))
-        if "T" in regions:
+        if FEATURE_SHARD in types:
             columns = frozenset().union(*(label.columns for label in labels))
             self.derived.partial |= params
-            if (whole or "S" in regions) and not self._want_region():
+            if (whole or SEQUENCE_SHARD in types) and not self._want_region():
                 self.derived.gather |= columns
-            return TpSpec("T", columns, active=True, fed=True)
-        if "P" in regions:
+            return TpSpec(FEATURE_SHARD, columns, active=True, fed=True)
+        if REPLICATE in types:
             self.derived.partial |= params
             columns = frozenset().union(*(label.columns for label in labels))
             outside = self.structure is not None and not any(self._in_layers(call.path) for call in self.stack)
@@ -216,19 +223,22 @@ class LabelRun(TapeReader):
                     "handed it out",
                     "have the modules return it, or leave the region's linears whole",
                 )
-            if (whole or "S" in regions) and columns:
+            if (whole or SEQUENCE_SHARD in types) and columns:
                 self.derived.gather |= columns
-            elif whole or "S" in regions:
-                self._meets_inside(rows, [label for label in labels if label.active and label.region in "RS"])
-            return TpSpec("P", columns, active=True, fed=True)
-        if "S" in regions:
+            elif whole or SEQUENCE_SHARD in types:
+                self._meets_inside(
+                    rows,
+                    [label for label in labels if label.active and label.type in (INVARIANT, SEQUENCE_SHARD)],
+                )
+            return TpSpec(REPLICATE, columns, active=True, fed=True)
+        if SEQUENCE_SHARD in types:
             self.derived.sequence |= params
             if whole:
                 self._problem(
                     "a whole activation meets one that is split along the sequence",
                     "switch sequence parallelism off for this architecture",
                 )
-            return TpSpec("S", rows=rows, active=True, fed=True)
+            return TpSpec(SEQUENCE_SHARD, rows=rows, active=True, fed=True)
         active = any(label.active for label in labels) or bool(params and fed)
         if active:
             self.derived.complete |= params
@@ -243,12 +253,12 @@ class LabelRun(TapeReader):
 
     def _random(self, path: str, label: TpSpec) -> None:
         """A dropout on T activations must draw other numbers on each rank; S ones are covered layer by layer."""
-        if label.region == "P" and self.sequence_parallel:
+        if label.type == REPLICATE and self.sequence_parallel:
             self._problem(
                 "draws random numbers for activations that are whole inside a region of sequence parallelism",
                 "switch this dropout off, or sequence parallelism",
             )
-        if label.region != "T":
+        if label.type != FEATURE_SHARD:
             return
         if any(not user or path == user or path.startswith(user + ".") for user in self.assume.forked_by_user):
             return
@@ -344,12 +354,12 @@ class LabelRun(TapeReader):
 
 def _joined(own: TpSpec, written: TpSpec) -> TpSpec:
     """The label of a tensor of which a part was written to; only of one that was cut before it is known how."""
-    if own.region == "R":
-        region, along = written.region, None
+    if own.type == INVARIANT:
+        type_, along = written.type, None
     else:
-        region, along = own.region, own.along if written.region in ("R", own.region) else None
+        type_, along = own.type, own.along if written.type in (INVARIANT, own.type) else None
     return TpSpec(
-        region,
+        type_,
         own.columns | written.columns,
         own.rows | written.rows,
         own.params | written.params,

@@ -125,10 +125,10 @@ class Replay(ScalarAnswers):
         self, real: Callable[..., Any], module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """Stands in the registry of attention functions, for the one that is ``real``."""
-        sinks = kwargs.get("s_aux")
-        if sinks is not None and sinks.dim() == 1:  # of which a rank takes those of its heads
-            kwargs["s_aux"] = sinks[: query.shape[1]]
         with self._silently():
+            sinks = kwargs.get("s_aux")
+            if sinks is not None and sinks.dim() == 1:  # of which a rank takes those of its heads
+                kwargs["s_aux"] = sinks[: query.shape[1]]
             return real(module, query, *args, **{**kwargs, "dropout": 0.0})
 
     def lose(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
