@@ -41,3 +41,12 @@ def norm(call: OpCall) -> ShardDim:
     if any(out.dim() != x.dim() for out in call.outputs):
         raise NeedsWhole
     return along
+
+
+@rule("tril", "triu")
+def triangle(call: OpCall) -> ShardDim:
+    """Zeros come on one side of a diagonal of the last two dimensions."""
+    x, along = call.only()
+    if along.dim >= x.dim() - 2:
+        raise NeedsWhole
+    return along

@@ -73,6 +73,14 @@ def norms(draw: DrawFn, name: str) -> Example:
     return unary(cut, getattr(aten, name).default, args=(shape, weight, 1e-3))
 
 
+TRIANGLES = frozenset(["tril", "triu"])
+
+
+@st.composite
+def triangles(draw: DrawFn, name: str) -> Example:
+    return unary(draw(cuts(least=2)), getattr(aten, name).default, args=(draw(st.integers(-2, 2)),))
+
+
 NORMS = frozenset(["native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"])
 
 # --- products

@@ -6,7 +6,18 @@ from hypothesis.strategies import SearchStrategy
 
 from tests.analysis.rules.by_parts import Example
 from tests.analysis.rules.chosen import BY_ELEMENT, BY_PLACE, by_element, by_place, indexed
-from tests.analysis.rules.computed import NORMS, PRODUCTS, REDUCTIONS, STAYS, norms, products, reductions, stays
+from tests.analysis.rules.computed import (
+    NORMS,
+    PRODUCTS,
+    REDUCTIONS,
+    STAYS,
+    TRIANGLES,
+    norms,
+    products,
+    reductions,
+    stays,
+    triangles,
+)
 from tests.analysis.rules.moved import (
     JOINED,
     KEEPS,
@@ -28,6 +39,7 @@ from tests.analysis.rules.tensors import Strategy
 _FAMILIES: dict[frozenset[str], Strategy] = {
     REDUCTIONS: reductions,
     NORMS: norms,
+    TRIANGLES: triangles,
     STAYS: stays,
     KEEPS: keeps,
     NEW: new_ones,
@@ -43,8 +55,9 @@ _FAMILIES: dict[frozenset[str], Strategy] = {
     LOOKED_UP: looked_up,
     SHAPED: shaped,
 }
-# Name of an operator -> strategies: of several, each has to be one that the rule says something of.
-EXAMPLES: dict[str, list[SearchStrategy[Example]]] = defaultdict(list)
+_STRATEGIES: dict[str, list[SearchStrategy[Example]]] = defaultdict(list)
 for _names, _family in _FAMILIES.items():
     for _name in _names:
-        EXAMPLES[_name].append(_family(_name))
+        _STRATEGIES[_name].append(_family(_name))
+# Name of an operator -> strategies: of several, each has to be one that the rule says something of.
+EXAMPLES = dict(_STRATEGIES)  # a rule without one is an error

@@ -36,6 +36,7 @@ FINER = {
         "a view may merge and split dimensions, and leave what is cut in one of them",
     ),
     **dict.fromkeys(["split", "split_with_sizes"], "one piece may be all, of which each rank has its part"),
+    **dict.fromkeys(["tril", "triu"], "a triangle is of the last two dimensions, and leaves the others alone"),
     "convolution": "a kernel of one place asks for no neighbours along the dimension that is cut",
 }
 
